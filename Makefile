@@ -1,0 +1,48 @@
+# `make quickstart` and `make test` need nothing but Python >= 3.11 with venv and pip. PYTHON=python3.12 picks another.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TORCH := torch==2.13.0
+
+.PHONY: install quickstart test test-slow coverage lint bench
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "omnitrain needs Python >= 3.11; found '$(PYTHON)': $$($(PYTHON) --version 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "'$(PYTHON)' has no venv or pip; install them (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing into $(VENV)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: install
+	@$(BIN)/omnitrain run recipes/quickstart.yaml
+
+# One thread: figures that repeat, and tests that do not fight over cores.
+test test-slow coverage bench: export OMP_NUM_THREADS := 1
+
+test: install
+	@$(BIN)/python -m pytest -q
+
+test-slow: install
+	@$(BIN)/python -m pytest -q -m slow
+
+coverage: install
+	@$(BIN)/python -m pytest -q --cov --cov-report=term
+
+lint: install
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: install
+	@mkdir -p benchmarks/results
+	@set -e; for script in benchmarks/*.py; do \
+		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
+	done

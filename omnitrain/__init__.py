@@ -1,0 +1,66 @@
+"""omnitrain: one omni model out of HuggingFace encoders, a language model and decoders, and its training.
+
+Names are imported on first use: ``import omnitrain`` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omnitrain.data.loader import OmniDataCollatorWithPacking, build_dataloader
+    from omnitrain.data.pack import Pack
+    from omnitrain.data.sample import MediaSpan, Sample
+    from omnitrain.models.build import build_foundation_model, build_omni_model
+    from omnitrain.models.omni import OmniModel
+    from omnitrain.models.outputs import LossTerm, OmniOutput
+    from omnitrain.models.processor import OmniProcessor
+    from omnitrain.recipe import Recipe
+    from omnitrain.train.trainer import Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LossTerm": "omnitrain.models.outputs",
+    "MediaSpan": "omnitrain.data.sample",
+    "OmniDataCollatorWithPacking": "omnitrain.data.loader",
+    "OmniModel": "omnitrain.models.omni",
+    "OmniOutput": "omnitrain.models.outputs",
+    "OmniProcessor": "omnitrain.models.processor",
+    "Pack": "omnitrain.data.pack",
+    "Recipe": "omnitrain.recipe",
+    "Sample": "omnitrain.data.sample",
+    "Trainer": "omnitrain.train.trainer",
+    "build_dataloader": "omnitrain.data.loader",
+    "build_foundation_model": "omnitrain.models.build",
+    "build_omni_model": "omnitrain.models.build",
+}
+
+__all__ = [
+    "LossTerm",
+    "MediaSpan",
+    "OmniDataCollatorWithPacking",
+    "OmniModel",
+    "OmniOutput",
+    "OmniProcessor",
+    "Pack",
+    "Recipe",
+    "Sample",
+    "Trainer",
+    "build_dataloader",
+    "build_foundation_model",
+    "build_omni_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

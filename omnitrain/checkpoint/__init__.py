@@ -1,0 +1,1 @@
+"""State in and out of a run folder."""

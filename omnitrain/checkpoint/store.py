@@ -1,0 +1,105 @@
+"""Checkpoints that a crash cannot half-write: temporary folder, fsync, rename, then ``latest``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from omnitrain.errors import UserError
+
+_MANIFEST = "manifest.json"
+
+
+class CheckpointStore:
+    """The checkpoints of one run, ``FOLDER/step-00000100`` and so on.
+
+    A folder of that name is complete: it appears by one rename, after its files and their checksums were written.
+    """
+
+    def __init__(self, folder: str | Path, keep: int) -> None:
+        """``keep``: newest checkpoints that stay."""
+        self.folder, self.keep = Path(folder), keep
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Commit what ``write(temporary_folder)`` writes as the checkpoint of ``step``.
+
+        Returns:
+            The committed folder.
+        """
+        final = self.folder / f"step-{step:08d}"
+        temporary = self.folder / f".{final.name}.partial"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write(temporary)
+        manifest = {str(f.relative_to(temporary)): _checksum(f) for f in sorted(temporary.rglob("*")) if f.is_file()}
+        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        for file in temporary.rglob("*"):
+            _sync(file)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _sync(self.folder)
+        for old in self._steps()[: -self.keep]:
+            shutil.rmtree(old)
+        return final
+
+    def latest(self) -> Path:
+        """The newest checkpoint, checked against its checksums.
+
+        Raises:
+            UserError: there is none, or a file of it was damaged.
+        """
+        steps = self._steps()
+        if not steps:
+            raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
+        verify(steps[-1])
+        return steps[-1]
+
+    def _steps(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"))
+
+
+def verify(checkpoint: Path) -> None:
+    """Compare a checkpoint's files with its manifest.
+
+    Raises:
+        UserError: names every file that is missing or differs.
+    """
+    manifest = json.loads((checkpoint / _MANIFEST).read_text())
+    damaged = [
+        name
+        for name, checksum in manifest.items()
+        if not (checkpoint / name).is_file() or _checksum(checkpoint / name) != checksum
+    ]
+    if damaged:
+        raise UserError(f"checkpoint {checkpoint} is damaged: {damaged} do not match {_MANIFEST}; remove the folder")
+
+
+def newest_checkpoint(path: str | Path) -> Path:
+    """``path`` itself if it is a checkpoint, else the newest one of the run in it.
+
+    Raises:
+        UserError: neither.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file():
+        return path
+    if (path / "checkpoints").is_dir():
+        return CheckpointStore(path / "checkpoints", keep=1).latest()
+    raise UserError(f"{path} is neither a saved omni model (config.json) nor a run folder with checkpoints")
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,167 @@
+"""``omnitrain VERB``: each verb reads its arguments and calls one function.
+
+Imports are inside the verbs, so that help and the verbs about recipes start without torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from omnitrain.errors import UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class _Verbs(TyperGroup):
+    """Turns a user's mistake into its message and an exit code; any other exception keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"omnitrain: {error}", err=True)
+            raise typer.Exit(EXIT_USER_ERROR) from None
+        except KeyboardInterrupt:
+            typer.echo("omnitrain: interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Overrides, such as train.steps=20.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from omnitrain import __version__
+
+        typer.echo(f"omnitrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def omnitrain(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Make one omni model out of HuggingFace encoders, a language model and decoders, and train it."""
+
+
+@app.command("ls")
+def list_shipped() -> None:
+    """List the shipped recipes."""
+    from omnitrain.recipe.shipped import list_recipes, summary
+
+    for name, path in list_recipes().items():
+        typer.echo(f"{name}  {summary(path)}".rstrip())
+
+
+@app.command()
+def show(name: RecipeArgument) -> None:
+    """Print a recipe."""
+    from omnitrain.recipe.shipped import find_recipe
+
+    typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+
+
+@app.command()
+def cp(
+    name: RecipeArgument,
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="File, or folder to copy into.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+) -> None:
+    """Copy a recipe, to edit it."""
+    from omnitrain.recipe.shipped import copy_recipe
+
+    typer.echo(copy_recipe(name, destination, force=force))
+
+
+@app.command()
+def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
+    """Resolve a recipe, build its model without memory, and print components, parameters and problems."""
+    from omnitrain.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides)
+
+    from omnitrain.train.check import check_recipe
+
+    problems = check_recipe(resolved)
+    if problems:
+        raise UserError("\n  ".join([f"{recipe}: problems", *problems]))
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+) -> None:
+    """Train."""
+    from omnitrain.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides)
+
+    from omnitrain.train import Trainer
+
+    if Trainer(resolved, resume=resume).fit().interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a saved omni model.")],
+    prompt: Annotated[str, typer.Option(help="What the user says.")],
+    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Image to read; may be repeated.")] = None,
+    audio: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Audio to read; may be repeated.")] = None,
+    video: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Video to read; may be repeated.")] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for generated media.")] = Path("generated"),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+) -> None:
+    """Answer a prompt with text, images and audio."""
+    from omnitrain.train.answer import answer
+
+    answered = answer(
+        checkpoint,
+        prompt,
+        images=image or [],
+        audios=audio or [],
+        videos=video or [],
+        output_dir=output,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    typer.echo(answered.text)
+    for file in answered.files:
+        typer.echo(file)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, for completion in editors."""
+    import json
+
+    from omnitrain.recipe import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, devices, memory and optional backends, found or missing and why."""
+    from omnitrain.report.doctor import examine, render
+
+    typer.echo(render(examine()))

@@ -1,0 +1,201 @@
+"""Samples in global order -> packs, decoded ahead in background processes, resumable to the sample."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from omnitrain.data.order import SampleOrder
+from omnitrain.data.pack import Pack
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import RowSource
+from omnitrain.data.sample import Rejected, Sample
+from omnitrain.errors import DataError, UserError
+from omnitrain.recipe import Data
+
+Draw = tuple[int, int, int]
+
+_ROWS_PER_MESSAGE = 16  # rows that a worker prepares per message to the main process
+
+
+class OmniDataCollatorWithPacking:
+    """Collate function for a user's own ``DataLoader``: a list of samples becomes one :class:`Pack`."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Pack:
+        """Lay ``samples`` end to end."""
+        return Pack.from_samples(samples)
+
+
+class _PreparedRows(Dataset[Any]):
+    """Prepares rows in the workers. A mistake of the user's comes back as a value: raised there, it would arrive as a
+    worker's traceback."""
+
+    def __init__(self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int) -> None:
+        self.sources, self.processor, self.max_tokens = sources, processor, max_tokens
+
+    def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
+        index, source, row = draw
+        try:
+            return self.processor.sample(self.sources[source][row], index, self.max_tokens)
+        except UserError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class LoaderState:
+    """Where a loader stands: all that is needed to continue it."""
+
+    next_index: int = 0
+    held: tuple[int, ...] = ()
+
+
+class PackLoader:
+    """Endless packs of training data.
+
+    Iterate it once; :meth:`state` after any pack continues exactly behind that pack.
+
+    Attributes:
+        rejected: rows skipped so far, by id.
+    """
+
+    def __init__(
+        self, sources: Sequence[RowSource], processor: OmniProcessor, data: Data, seed: int, state: LoaderState
+    ) -> None:
+        """See :func:`build_dataloader`."""
+        self.data = data
+        self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed)
+        self.rows = _PreparedRows(sources, processor, data.pack_tokens)
+        self.rejected: dict[str, Rejected] = {}
+        self._start = state
+        self._next_index = state.next_index
+        self._held: list[Sample] = []
+
+    def state(self) -> LoaderState:
+        """Global index of the next sample to draw, and indices of samples drawn but not yet in a pack."""
+        return LoaderState(self._next_index, tuple(sample.index for sample in self._held))
+
+    def __iter__(self) -> Iterator[Pack]:
+        samples = iter(self._samples())
+        for _ in self._start.held:
+            self._draw(samples)
+        while True:
+            while len(self._held) < self.data.packing_buffer or _tokens(self._held) < self.data.pack_tokens:
+                self._draw(samples)
+            chosen = fill_pack(self._held, self.data.pack_tokens)
+            indices = {sample.index for sample in chosen}
+            self._held = [sample for sample in self._held if sample.index not in indices]
+            yield Pack.from_samples(chosen)
+
+    def _draw(self, samples: Iterator[Sample | Rejected | UserError]) -> None:
+        drawn = next(samples)
+        if isinstance(drawn, UserError):
+            raise drawn
+        self._next_index = max(self._next_index, drawn.index + 1)
+        if isinstance(drawn, Sample):
+            self._held.append(drawn)
+            return
+        if self.data.overlong == "error" and "tokens, at most" in drawn.reason:
+            raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
+        self.rejected[drawn.id] = drawn
+        if len(self.rejected) >= sum(self.order.lengths):
+            raise DataError(f"every row was rejected; the last, {drawn.id!r}: {drawn.reason}")
+
+    def _samples(self) -> Iterable[Sample | Rejected | UserError]:
+        loader: DataLoader[Any] = DataLoader(
+            self.rows,
+            batch_size=_ROWS_PER_MESSAGE,
+            sampler=_Draws(self.order, self._start),
+            num_workers=self.data.workers,
+            collate_fn=list,
+            worker_init_fn=_quiet_worker,
+            prefetch_factor=8 if self.data.workers else None,
+        )
+        for batch in loader:
+            yield from batch
+
+
+class _Draws(torch.utils.data.Sampler[Draw]):
+    """The order from a state on: held samples first, then everything from ``next_index``."""
+
+    def __init__(self, order: SampleOrder, state: LoaderState) -> None:
+        self.order, self.state = order, state
+
+    def __iter__(self) -> Iterator[Draw]:
+        held = set(self.state.held)
+        waiting: dict[int, Draw] = {}
+        draws = iter(self.order)
+        for draw in itertools.islice(draws, self.state.next_index):
+            if draw[0] in held:
+                waiting[draw[0]] = draw
+        yield from (waiting[index] for index in self.state.held)
+        yield from draws
+
+
+def _quiet_worker(_: int) -> None:
+    """Ctrl-C reaches every process of the terminal; only the main one answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def _tokens(samples: Sequence[Sample]) -> int:
+    return sum(len(sample) for sample in samples)
+
+
+def fill_pack(held: Sequence[Sample], capacity: int) -> list[Sample]:
+    """The oldest sample, then the longest ones that still fit: dense packs in which nobody waits for ever.
+
+    Args:
+        held: samples in order of arrival, none longer than ``capacity``; not empty.
+        capacity: length of a pack, tokens.
+    """
+    chosen, free = [held[0]], capacity - len(held[0])
+    for sample in sorted(held[1:], key=lambda sample: (-len(sample), sample.index)):
+        if len(sample) <= free:
+            chosen.append(sample)
+            free -= len(sample)
+    return chosen
+
+
+def pack_all(samples: Iterable[Sample], capacity: int) -> Iterator[Pack]:
+    """Packs of a finite stream, for evaluation; every sample is used once.
+
+    Raises:
+        ValueError: a sample longer than ``capacity``.
+    """
+    held: list[Sample] = []
+    for sample in samples:
+        if len(sample) > capacity:
+            raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, a pack holds {capacity}")
+        if _tokens(held) + len(sample) > capacity:
+            yield Pack.from_samples(held)
+            held = []
+        held.append(sample)
+    if held:
+        yield Pack.from_samples(held)
+
+
+def build_dataloader(
+    data: Data, processor: OmniProcessor, *, seed: int = 0, state: LoaderState | None = None
+) -> PackLoader:
+    """The training packs of a recipe.
+
+    Args:
+        data: the recipe's ``data`` node.
+        processor: turns rows into samples.
+        seed: of the data order.
+        state: continue from here (:meth:`PackLoader.state`).
+
+    Raises:
+        DataError: a data set that is missing, empty, or lacks a column.
+    """
+    sources = [RowSource(source) for source in data.train]
+    empty = [source.name for source in sources if not len(source)]
+    if empty:
+        raise DataError(f"data.train: no rows in {empty}")
+    return PackLoader(sources, processor, data, seed, state or LoaderState())

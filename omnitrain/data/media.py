@@ -1,0 +1,91 @@
+"""Bytes of a file -> images, waveforms and frames. Every failure is a ``ValueError`` that says what was found."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import soundfile
+from PIL import Image, ImageSequence
+
+
+@dataclass(frozen=True)
+class Waveform:
+    """Mono sound: ``samples`` is ``[n]`` float32 in [-1, 1], ``rate`` in Hz."""
+
+    samples: np.ndarray
+    rate: int
+
+    def resampled(self, rate: int) -> Waveform:
+        """The same sound at ``rate`` Hz, band-limited (in the Fourier domain)."""
+        if rate == self.rate:
+            return self
+        length = max(1, round(len(self.samples) * rate / self.rate))
+        spectrum = np.fft.rfft(self.samples)
+        kept = np.zeros(length // 2 + 1, dtype=spectrum.dtype)
+        shared = min(len(kept), len(spectrum))
+        kept[:shared] = spectrum[:shared]
+        samples = np.fft.irfft(kept, length) * (length / len(self.samples))
+        return Waveform(samples.astype(np.float32), rate)
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """An RGB image from the bytes of any format that Pillow reads.
+
+    Raises:
+        ValueError: not an image, or a damaged one.
+    """
+    try:
+        return Image.open(io.BytesIO(data)).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"unreadable image of {len(data)} bytes: {error}") from error
+
+
+def decode_audio(data: bytes) -> Waveform:
+    """A waveform from the bytes of any format that libsndfile reads (wav, flac, ogg, mp3); channels are averaged.
+
+    Raises:
+        ValueError: not a sound file, a damaged one, or one without samples.
+    """
+    try:
+        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unreadable audio of {len(data)} bytes: {error}") from error
+    if not len(samples):
+        raise ValueError("audio without samples")
+    return Waveform(samples.mean(axis=1), rate)
+
+
+def decode_video(data: bytes, max_frames: int) -> list[Image.Image]:
+    """RGB frames, at most ``max_frames``, evenly spaced from first to last.
+
+    Animated WebP, PNG and GIF are read by Pillow; everything else needs PyAV (``pip install omnitrain[video]``).
+
+    Raises:
+        ValueError: not a video, a damaged one, or PyAV is needed and missing.
+    """
+    try:
+        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data)))]
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        frames = _decode_with_av(data)
+    if not frames:
+        raise ValueError("video without frames")
+    if len(frames) > max_frames:
+        frames = [frames[i] for i in np.linspace(0, len(frames) - 1, max_frames).round().astype(int)]
+    return frames
+
+
+def _decode_with_av(data: bytes) -> list[Image.Image]:
+    try:
+        import av
+    except ImportError:
+        raise ValueError(
+            f"unreadable video of {len(data)} bytes: Pillow reads animated WebP, PNG and GIF; "
+            "other formats need PyAV: pip install 'omnitrain[video]'"
+        ) from None
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            return [frame.to_image() for frame in container.decode(video=0)]
+    except (av.error.FFmpegError, IndexError) as error:
+        raise ValueError(f"unreadable video of {len(data)} bytes: {error}") from error

@@ -1,0 +1,164 @@
+"""Parquet (or Hub) data sets -> :class:`Row`, one message list with the bytes of its media."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from omnitrain.errors import DataError
+from omnitrain.recipe import Columns, DataSource
+
+MODALITIES = ("image", "audio", "video")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data set.
+
+    Attributes:
+        id: unique name of the row.
+        source: metrics are split by it.
+        messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...]}, ...]``.
+        media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
+        extra: all other columns, for scorers.
+    """
+
+    id: str
+    source: str
+    messages: list[dict[str, Any]]
+    media: dict[str, list[Any]]
+    extra: dict[str, Any]
+
+    def media_bytes(self, modality: str, position: int) -> bytes:
+        """The encoded file of the ``position``-th part of ``modality``.
+
+        Raises:
+            ValueError: the row has fewer media than parts, or the file cannot be read.
+        """
+        values = self.media.get(modality, [])
+        if position >= len(values):
+            raise ValueError(f"the messages show {modality} {position + 1}, the row holds {len(values)}")
+        value = values[position]
+        data = value.get("bytes") if isinstance(value, dict) else value
+        if isinstance(data, bytes):
+            return data
+        path = value.get("path") if isinstance(value, dict) else value
+        try:
+            return Path(path).read_bytes()
+        except (OSError, TypeError) as error:
+            raise ValueError(f"{modality} {position + 1} has no bytes and its file cannot be read: {error}") from error
+
+
+class RowSource(Sequence[Row]):
+    """A data set whose columns were checked; media stay encoded until a row is used."""
+
+    def __init__(self, source: DataSource) -> None:
+        """Open the data set.
+
+        Raises:
+            DataError: it does not exist, cannot be read, or lacks a column.
+        """
+        table = _open(source)
+        _check_columns(table.column_names, source)
+        self.name = source.name or Path(source.path).stem
+        self.columns = source.columns
+        self._table = _keep_encoded(table, source.columns)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, position: int) -> Row:  # type: ignore[override]
+        record = dict(self._table[position])
+        columns = self.columns
+        media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
+        return Row(
+            id=str(record.pop(columns.id, f"{self.name}[{position}]")),
+            source=str(record.pop(columns.source, self.name)),
+            messages=record.pop(columns.messages),
+            media=media,
+            extra=record,
+        )
+
+    def by_source(self) -> dict[str, list[int]]:
+        """Source -> positions of its rows, in order of first appearance."""
+        if self.columns.source not in self._table.column_names:
+            return {self.name: list(range(len(self)))}
+        groups: dict[str, list[int]] = {}
+        for position, name in enumerate(self._table[self.columns.source]):
+            groups.setdefault(str(name), []).append(position)
+        return groups
+
+
+def _open(source: DataSource) -> datasets.Dataset:
+    path = Path(source.path)
+    if path.is_dir():
+        files = sorted(str(file) for file in path.glob("**/*.parquet"))
+    elif any(character in source.path for character in "*?["):
+        files = sorted(str(file) for file in Path().glob(source.path)) if not path.is_absolute() else _glob(path)
+    else:
+        files = [source.path] if path.is_file() else []
+    try:
+        if files:
+            return datasets.load_dataset("parquet", data_files=files, split="train")
+        if path.suffix or path.exists() or source.path.count("/") != 1:
+            raise FileNotFoundError
+        return datasets.load_dataset(source.path, split=source.split)
+    except FileNotFoundError:
+        raise DataError(f"data: no parquet file at {source.path!r} (looked at {path.absolute()}){_nearest(path)}") from None
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise DataError(f"data: {source.path!r} cannot be read as parquet: {cause}") from error
+
+
+def _glob(path: Path) -> list[str]:
+    root = Path(path.anchor)
+    return sorted(str(file) for file in root.glob(str(path.relative_to(root))))
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; the folder {path.parent} does not exist"
+    present = [file.name for file in path.parent.iterdir()]
+    close = difflib.get_close_matches(path.name, present, n=1)
+    return f"; did you mean {str(path.parent / close[0])!r}?" if close else ""
+
+
+def _check_columns(found: list[str], source: DataSource) -> None:
+    """The message column must exist, and so must every column that the recipe names explicitly."""
+    wanted = {"messages", *source.columns.model_fields_set}
+    problems = []
+    for field in sorted(wanted):
+        name = getattr(source.columns, field)
+        if name not in found:
+            close = difflib.get_close_matches(name, found, n=1)
+            hint = f"; set `columns.{field}: {close[0]}`?" if close else f"; set `columns.{field}` to one of them"
+            problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
+    if problems:
+        raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
+
+
+def _keep_encoded(table: datasets.Dataset, columns: Columns) -> datasets.Dataset:
+    """Switch off decoding in the data set: a damaged file must cost one row, not the run."""
+    features = table.features.copy()
+    for modality in MODALITIES:
+        name = getattr(columns, f"{modality}s")
+        if name in features:
+            features[name] = _undecoded(features[name])
+    return table.cast(features) if features != table.features else table
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature))
+    return type(feature)(decode=False) if hasattr(feature, "decode") else feature
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,17 @@
+"""Errors whose message is for the user: what was found, what was expected, what to change."""
+
+
+class UserError(ValueError):
+    """A mistake in a recipe, in data or in weights. The CLI prints the message and exits with code 2."""
+
+
+class RecipeError(UserError):
+    """One or more mistakes in a recipe, all listed in the message."""
+
+
+class WeightsError(UserError):
+    """Weights that lack, rename or reshape tensors."""
+
+
+class DataError(UserError):
+    """Data that is missing, has the wrong columns, or holds a modality that the model cannot read or write."""

@@ -1,0 +1,1 @@
+"""``OmniModel``: HuggingFace encoders, a foundation model and decoders as one model."""

@@ -1,0 +1,209 @@
+"""``build_foundation_model`` and ``build_omni_model``: from names, configs or modules to one model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoModelForCausalLM, PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.components import DecoderMixin, EncoderMixin
+from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
+from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
+from omnitrain.models.encoders.towers import tower_from_source
+from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
+from omnitrain.models.hf import Source, as_config, as_dict, load_strictly, resolve
+from omnitrain.models.omni import OmniConfig, OmniModel
+from omnitrain.recipe import Decoder, Encoder, HFSource
+
+
+def build_foundation_model(
+    source: Source, *, init_device: str = "cpu", torch_dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A causal language model.
+
+    Args:
+        source: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
+            model, which is returned as it is.
+        init_device: where the weights are made; ``meta`` makes none.
+        torch_dtype: of the weights; None: fp32 for fresh ones, the checkpoint's own for loaded ones.
+
+    Raises:
+        UserError: no such model, or one without a language-model head.
+        WeightsError: tensors missing or renamed.
+    """
+    with _on(init_device):
+        model = resolve(_described(source, init_device), AutoModelForCausalLM, torch_dtype)
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{type(model).__name__} has no language-model head; the foundation must be a causal LM")
+    return model if init_device == "meta" else model.to(init_device)
+
+
+def build_omni_model(
+    config_path: str | None = None,
+    weights_path: str | None = None,
+    *,
+    foundation: Source | None = None,
+    encoders: dict[str, Any] | None = None,
+    decoders: dict[str, Any] | None = None,
+    init_device: str = "cpu",
+    torch_dtype: torch.dtype | None = None,
+) -> OmniModel:
+    """An omni model from a checkpoint of one, or from its parts.
+
+    Args:
+        config_path: folder of a saved omni model; with ``weights_path`` unset its weights are random.
+        weights_path: folder of a saved omni model whose weights are loaded (all or error).
+        foundation: see :func:`build_foundation_model`.
+        encoders: component name -> :class:`omnitrain.recipe.Encoder` (or its dict), or a ready model with
+            :class:`EncoderMixin`.
+        decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict), or a ready model with
+            :class:`DecoderMixin`.
+        init_device: ``cpu``, ``cuda``, or ``meta`` (shapes only).
+        torch_dtype: of the weights; None: fp32 for fresh ones, the checkpoint's own for loaded ones.
+
+    Raises:
+        UserError: neither or both of checkpoint and parts, unknown models, settings that do not fit.
+        WeightsError: tensors missing, left over or misshapen.
+    """
+    if (config_path or weights_path) and (foundation is not None or encoders or decoders):
+        raise UserError("give either a checkpoint (config_path, weights_path) or parts (foundation, ...), not both")
+    if config_path or weights_path:
+        return _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
+    if foundation is None:
+        raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
+    base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
+    hidden_size = base.get_input_embeddings().weight.size(1)
+    parts: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}}
+    with _on(init_device):
+        for name, spec in (encoders or {}).items():
+            parts["encoders"][name] = _encoder(name, spec, hidden_size, init_device, torch_dtype)
+        for name, spec in (decoders or {}).items():
+            parts["decoders"][name] = _decoder(name, spec, hidden_size, init_device, torch_dtype)
+        config = OmniConfig(
+            foundation=as_dict(base.config),
+            **{kind: {name: as_dict(part.config) for name, part in group.items()} for kind, group in parts.items()},
+        )
+        model = OmniModel(config, {"foundation": base, **parts["encoders"], **parts["decoders"]})
+    return model if init_device == "meta" else model.to(init_device)
+
+
+def _from_checkpoint(
+    config_path: str | None, weights_path: str | None, init_device: str, torch_dtype: torch.dtype | None
+) -> OmniModel:
+    config = OmniConfig.from_pretrained(config_path or weights_path)
+    if weights_path and init_device != "meta":
+        model = cast(OmniModel, load_strictly(OmniModel, weights_path, torch_dtype, config=config))
+        return model.to(init_device)
+    with _on(init_device):
+        return OmniModel(config).to(torch_dtype or torch.float32)
+
+
+def _on(device: str) -> Any:
+    return torch.device("meta") if device == "meta" else nullcontext()
+
+
+def _described(source: Source, init_device: str) -> Source:
+    """On ``meta`` only shapes count: a path becomes its config, so that no weights are read."""
+    if init_device != "meta" or not isinstance(source, str):
+        return source
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no HF model at {source!r}: {str(error).splitlines()[0]}") from None
+
+
+def _hf_source(source: HFSource, init_device: str) -> Source:
+    return _described(source.path if source.path is not None else dict(source.config or {}), init_device)
+
+
+def _encoder(
+    name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None
+) -> PreTrainedModel:
+    if isinstance(spec, EncoderMixin):
+        return cast(PreTrainedModel, spec)
+    spec = spec if isinstance(spec, Encoder) else Encoder.model_validate(spec)
+    is_audio = _hears(name, spec)
+    tower = tower_from_source(_hf_source(spec.tower, init_device), "audio" if is_audio else "image", dtype)
+    shared: dict[str, Any] = {
+        "tower": as_dict(tower.config),
+        "projector": spec.projector.model_dump(),
+        "hidden_size": hidden_size,
+    }
+    if is_audio:
+        audio = AudioEncoderConfig(**shared, processor=_extractor_settings(spec, tower))
+        return AudioEncoder(audio, tower).to(dtype or tower.dtype)
+    vision = VisionEncoderConfig(**shared, processor=_image_settings(spec, tower), max_frames=spec.max_frames)
+    return VisionEncoder(vision, tower).to(dtype or tower.dtype)
+
+
+def _hears(name: str, spec: Encoder) -> bool:
+    """Audio or vision? The tower's config tells: spectrogram bins, or patches."""
+    from transformers import AutoConfig
+
+    config = as_config(spec.tower.config) if spec.tower.config else AutoConfig.from_pretrained(spec.tower.path)
+    nodes = [config, *(getattr(config, key) for key in config.sub_configs)]
+    if any(hasattr(node, "num_mel_bins") for node in nodes):
+        return True
+    if any(hasattr(node, "patch_size") for node in nodes):
+        return False
+    raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision tower nor a spectrogram encoder")
+
+
+def _image_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]:
+    """Image processor settings: named, saved beside the tower, or derived from the tower's config."""
+    folder = spec.processor if isinstance(spec.processor, str) else spec.tower.path
+    if folder is not None and not isinstance(spec.processor, dict):
+        return _settings_of(AutoImageProcessor.from_pretrained(folder, backend="pil"))
+    config = tower.config
+    if hasattr(config, "spatial_merge_size"):
+        derived: dict[str, Any] = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": config.patch_size,
+            "temporal_patch_size": config.temporal_patch_size,
+            "merge_size": config.spatial_merge_size,
+        }
+    else:
+        side = {"height": config.image_size, "width": config.image_size}
+        half = [0.5, 0.5, 0.5]
+        derived = {"image_processor_type": "SiglipImageProcessor", "size": side, "image_mean": half, "image_std": half}
+    return derived | (spec.processor or {})
+
+
+def _extractor_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]:
+    """Feature extractor settings: named, saved beside the tower, or Whisper's with the tower's number of mel bins."""
+    folder = spec.processor if isinstance(spec.processor, str) else spec.tower.path
+    if folder is not None and not isinstance(spec.processor, dict):
+        return _settings_of(AutoFeatureExtractor.from_pretrained(folder))
+    derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": tower.config.num_mel_bins}
+    return derived | (spec.processor or {})
+
+
+def _settings_of(processor: Any) -> dict[str, Any]:
+    import json
+
+    return {k: v for k, v in json.loads(processor.to_json_string()).items() if k != "processor_class"}
+
+
+def _decoder(
+    name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None
+) -> PreTrainedModel:
+    if isinstance(spec, DecoderMixin):
+        return cast(PreTrainedModel, spec)
+    spec = spec if isinstance(spec, Decoder) else Decoder.model_validate(spec)
+    tokenizer = resolve(_hf_source(spec.tokenizer, init_device), dtype=torch.float32)
+    config = TokenDecoderConfig(
+        tokenizer=as_dict(tokenizer.config),
+        hidden_size=hidden_size,
+        image_size=spec.image_size,
+        num_codebooks=spec.num_codebooks,
+        max_tokens=spec.max_tokens,
+    )
+    try:
+        return TokenDecoder(config, tokenizer)
+    except UserError as error:
+        raise UserError(f"model.decoders.{name}: {error}") from None

@@ -1,0 +1,1 @@
+"""Decoders: modalities that the model writes."""

@@ -1,0 +1,216 @@
+"""``MelVQ``: sound as a sequence of codes, each the nearest codebook vector of a few log-mel frames.
+
+There is no network: the codebook comes from k-means, and Griffin-Lim finds a phase for the decoded magnitudes. That is
+enough for short, clean speech, trains in seconds, and lets a language model write sound with one code per 40 ms.
+
+With ``frames_per_code = 2``::
+
+    samples    |..........................|      ceil to whole codes, zeros at the end
+    frames     | f0 | f1 | f2 | f3 | f4 | f5 |   [num_frames, num_mels], frame i centred on sample i * hop_length
+    codes      |    c0   |    c1   |    c2   |   [num_codes]
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.audio_utils import mel_filter_bank
+
+_MOMENTUM = 0.99  # of fast Griffin-Lim
+
+
+class MelVQConfig(PreTrainedConfig):
+    """Everything that ``log_mel`` needs, so that data workers need no weights.
+
+    Attributes:
+        sampling_rate: Hz.
+        n_fft: samples of the (Hann) analysis window.
+        hop_length: samples from frame to frame; at most ``n_fft // 2``, or the waveform could not be put together.
+        num_mels: bands between ``min_frequency`` and half the sampling rate.
+        min_frequency: lower edge of the lowest band, Hz.
+        floor: magnitudes below it count as silence; 1.0 is a sine of full scale.
+        frames_per_code: frames quantised together.
+        codebook_size: number of codes.
+        num_iterations: of Griffin-Lim.
+    """
+
+    model_type = "omnitrain_mel_vq"
+
+    sampling_rate: int = 8000
+    n_fft: int = 256
+    hop_length: int = 80
+    num_mels: int = 40
+    min_frequency: float = 0.0
+    floor: float = 3e-3
+    frames_per_code: int = 4
+    codebook_size: int = 256
+    num_iterations: int = 60
+
+
+class MelVQ(PreTrainedModel):
+    """Log-mel frames -> codes -> waveform.
+
+    ``codebook`` is ``[codebook_size, frames_per_code * num_mels]``. No gradient reaches it: both ways are ``no_grad``.
+    It is a parameter and not a buffer because HF reads a model's dtype off its parameters.
+    """
+
+    config: MelVQConfig
+    config_class = MelVQConfig
+    base_model_prefix = "mel_vq"
+    main_input_name = "log_mel"
+
+    def __init__(self, config: MelVQConfig) -> None:
+        """A random codebook; k-means or ``from_pretrained`` puts a real one in its place.
+
+        Raises:
+            ValueError: the hop is too long for the window.
+        """
+        super().__init__(config)
+        if 2 * config.hop_length > config.n_fft:
+            raise ValueError(f"hop_length {config.hop_length} is more than half of n_fft {config.n_fft}")
+        vectors = torch.randn(config.codebook_size, config.frames_per_code * config.num_mels)
+        self.codebook = torch.nn.Parameter(vectors, requires_grad=False)
+        self.post_init()
+
+    def num_codes(self, num_samples: int) -> int:
+        """Codes of a waveform of ``num_samples`` samples."""
+        return num_codes(num_samples, self.config)
+
+    def log_mel(self, waveform: torch.Tensor) -> torch.Tensor:
+        """See :func:`log_mel`."""
+        return log_mel(waveform, self.config)
+
+    @torch.no_grad()
+    def encode(self, log_mel: torch.Tensor) -> torch.Tensor:
+        """Nearest codebook vectors.
+
+        Args:
+            log_mel: ``[n * frames_per_code, num_mels]``; several clips may lie end to end.
+
+        Returns:
+            ``[n]`` int64.
+
+        Raises:
+            ValueError: frames of another shape, or not a whole number of codes.
+        """
+        rows, bands = log_mel.shape
+        if bands != self.config.num_mels or rows % self.config.frames_per_code:
+            expected = f"[n * {self.config.frames_per_code}, {self.config.num_mels}]"
+            raise ValueError(f"log-mel frames of shape {[rows, bands]}, expected {expected}")
+        vectors = log_mel.float().reshape(-1, self.codebook.size(1))
+        codebook = self.codebook.float()
+        # |v - c|^2 = |v|^2 - 2 (v . c - |c|^2 / 2), whose first term is the same for every code
+        return (vectors @ codebook.t() - codebook.square().sum(1) / 2).argmax(1)
+
+    @torch.no_grad()
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+        """The sound that ``codes`` ``[n]`` int64 spell: float32 ``[n * frames_per_code * hop_length]``, within [-1, 1].
+
+        Raises:
+            ValueError: a code outside the codebook.
+        """
+        if codes.numel() == 0:
+            return torch.zeros(0, device=codes.device)
+        if codes.min() < 0 or codes.max() >= self.config.codebook_size:
+            found = f"{int(codes.min())}..{int(codes.max())}"
+            raise ValueError(f"codes {found} outside of the codebook, 0..{self.config.codebook_size - 1}")
+        frames = self.codebook[codes].float().view(-1, self.config.num_mels)
+        waveform = griffin_lim(linear_magnitude(frames, self.config), self.config)
+        return waveform / waveform.abs().max().clamp(min=1.0)
+
+
+def num_codes(num_samples: int, config: MelVQConfig) -> int:
+    """Codes of a waveform of ``num_samples`` samples: whole ones, the last filled up with silence."""
+    return math.ceil(num_samples / (config.hop_length * config.frames_per_code))
+
+
+@torch.no_grad()
+def log_mel(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
+    """Natural logarithm of mel band magnitudes; needs no weights.
+
+    Args:
+        waveform: float32 ``[samples]`` in [-1, 1] at ``config.sampling_rate``.
+        config: of the :class:`MelVQ` that will read the frames.
+
+    Returns:
+        float32 ``[num_codes * frames_per_code, num_mels]``, each ``log(max(magnitude, config.floor))``.
+
+    Raises:
+        ValueError: not one channel of at least one sample.
+    """
+    if waveform.dim() != 1 or not len(waveform):
+        raise ValueError(f"a waveform of shape {list(waveform.shape)}, expected [samples]")
+    num_frames = num_codes(len(waveform), config) * config.frames_per_code
+    padded = torch.nn.functional.pad(waveform.float(), (0, num_frames * config.hop_length - len(waveform)))
+    magnitude = _stft(padded, config).abs()[:, :num_frames]
+    filters = _mel_filters(config.n_fft, config.num_mels, config.min_frequency, config.sampling_rate)
+    return (magnitude.t() @ filters.to(magnitude.device)).clamp(min=config.floor).log()
+
+
+def linear_magnitude(log_mel: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
+    """``[num_frames, num_mels]`` log-mel -> ``[n_fft // 2 + 1, num_frames]`` magnitudes, by pseudo-inverse filters.
+
+    Negative magnitudes, and bands at the floor, become silence.
+    """
+    inverse = _inverse_filters(config.n_fft, config.num_mels, config.min_frequency, config.sampling_rate)
+    mel = (log_mel.exp() - config.floor).clamp(min=0)
+    return (mel @ inverse.to(mel.device)).clamp(min=0).t()
+
+
+def griffin_lim(magnitude: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
+    """``[n_fft // 2 + 1, num_frames]`` magnitudes -> ``[num_frames * hop_length]`` samples, always the same ones.
+
+    Fast Griffin-Lim (Perraudin, Balazs, Sondergaard 2013) from a fixed random phase.
+    """
+    num_samples = magnitude.size(1) * config.hop_length
+    generator = torch.Generator().manual_seed(0)
+    phase = torch.rand(magnitude.shape, generator=generator).to(magnitude.device) * (2 * math.pi)
+    estimate = torch.polar(torch.ones_like(magnitude), phase)
+    previous = torch.zeros_like(estimate)
+    for _ in range(config.num_iterations):
+        rebuilt = _stft(_istft(magnitude * estimate, num_samples, config), config)[:, : magnitude.size(1)]
+        accelerated = rebuilt + _MOMENTUM * (rebuilt - previous)
+        estimate = accelerated / accelerated.abs().clamp(min=1e-8)
+        previous = rebuilt
+    return _istft(magnitude * estimate, num_samples, config)
+
+
+def _stft(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
+    """``[samples]`` -> complex ``[n_fft // 2 + 1, samples // hop_length + 1]``; full scale has magnitude 1."""
+    window = _window(config.n_fft).to(waveform.device)
+    return torch.stft(
+        waveform, config.n_fft, config.hop_length, window=window, pad_mode="constant", return_complex=True
+    )
+
+
+def _istft(spectrum: torch.Tensor, num_samples: int, config: MelVQConfig) -> torch.Tensor:
+    """The inverse of :func:`_stft`, by least squares where the frames contradict each other."""
+    window = _window(config.n_fft).to(spectrum.device)
+    return torch.istft(spectrum, config.n_fft, config.hop_length, window=window, length=num_samples)
+
+
+@lru_cache(maxsize=8)
+def _window(n_fft: int) -> torch.Tensor:
+    """Hann window ``[n_fft]`` whose sum is 2, so that a sine of amplitude 1 has a peak of 1."""
+    window = torch.hann_window(n_fft, device="cpu")
+    return window * (2 / window.sum())
+
+
+@lru_cache(maxsize=8)
+def _mel_filters(n_fft: int, num_mels: int, min_frequency: float, sampling_rate: int) -> torch.Tensor:
+    """``[n_fft // 2 + 1, num_mels]`` float32, triangles of height 1."""
+    filters = mel_filter_bank(n_fft // 2 + 1, num_mels, min_frequency, sampling_rate / 2, sampling_rate)
+    return torch.from_numpy(filters).float()
+
+
+@lru_cache(maxsize=8)
+def _inverse_filters(n_fft: int, num_mels: int, min_frequency: float, sampling_rate: int) -> torch.Tensor:
+    """``[num_mels, n_fft // 2 + 1]`` float32."""
+    return torch.linalg.pinv(_mel_filters(n_fft, num_mels, min_frequency, sampling_rate))
+
+
+AutoConfig.register(MelVQConfig.model_type, MelVQConfig)
+AutoModel.register(MelVQConfig, MelVQ)

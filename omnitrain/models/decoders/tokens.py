@@ -1,0 +1,132 @@
+"""``TokenDecoder``: a modality written as the discrete tokens of a frozen media tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.models.components import ComponentAdapter, DecoderMixin, TensorFeatures
+from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer
+from omnitrain.models.hf import as_config, model_class
+from omnitrain.models.outputs import LossTerm
+from omnitrain.ops.cross_entropy import linear_cross_entropy
+
+
+class TokenDecoderConfig(PreTrainedConfig):
+    """Config of :class:`TokenDecoder`.
+
+    Attributes:
+        tokenizer: the HF media tokenizer's config as a dict.
+        hidden_size: of the foundation.
+        image_size: side of target images, pixels (images only).
+        num_codebooks: of a residual codec, flattened in time order (audio only).
+        max_tokens: generation of an item stops here at the latest.
+        initializer_range: standard deviation of the fresh embedding and head.
+    """
+
+    model_type = "omnitrain_token_decoder"
+
+    tokenizer: dict | None = None
+    hidden_size: int = 0
+    image_size: int | None = None
+    num_codebooks: int = 1
+    max_tokens: int = 1024
+    initializer_range: float = 0.02
+
+
+class TokenDecoder(PreTrainedModel, DecoderMixin):
+    """Embedding and head over a media tokenizer's codes.
+
+    Items of no fixed length (sound) end with one extra class, which is part of their span: the head predicts it, the
+    embedding feeds it back, and the text that follows is predicted from it.
+    """
+
+    config_class = TokenDecoderConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: TokenDecoderConfig, tokenizer: PreTrainedModel | None = None) -> None:
+        """``tokenizer``: its weights; None: random ones."""
+        super().__init__(config)
+        tokenizer_config = as_config(config.tokenizer or {})
+        self.tokenizer = tokenizer if tokenizer is not None else model_class(tokenizer_config)(tokenizer_config)
+        self.tokenizer.requires_grad_(False)
+        classes = self.codec.num_codes + (not self.codec.fixed_length)
+        self.embedding = nn.Embedding(classes, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, classes, bias=False)
+        self.post_init()
+
+    @property
+    def codec(self) -> MediaTokenizer:
+        """How media become codes and codes media."""
+        return media_tokenizer(self.tokenizer, self.config.image_size, self.config.num_codebooks)
+
+    @property
+    def modality(self) -> str:
+        """``image`` or ``audio``."""
+        return self.codec.modality
+
+    def train(self, mode: bool = True) -> TokenDecoder:
+        """The media tokenizer stays in evaluation mode: it is frozen."""
+        super().train(mode)
+        self.tokenizer.eval()
+        return self
+
+    def adapter(self) -> ComponentAdapter:
+        """Target media -> features, for data workers."""
+        return self.codec.adapter()
+
+    def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings ``[sum(num_tokens), hidden]`` and labels ``[sum(num_tokens)]`` of target media.
+
+        Raises:
+            ValueError: the tokenizer made another number of codes.
+        """
+        with torch.no_grad():
+            labels = self._with_ends(self.codec.encode(features), num_tokens)
+        return self.embedding(labels), labels
+
+    def _with_ends(self, codes: torch.Tensor, num_tokens: tuple[int, ...]) -> torch.Tensor:
+        ends = 0 if self.codec.fixed_length else len(num_tokens)
+        if codes.numel() + ends != sum(num_tokens):
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} made {codes.numel()} codes of {sum(num_tokens) - ends} placeholders"
+            )
+        if not ends:
+            return codes
+        is_end = torch.zeros(sum(num_tokens), dtype=torch.bool)
+        is_end[torch.tensor(list(accumulate(num_tokens))) - 1] = True
+        labels = codes.new_full((sum(num_tokens),), self.codec.num_codes)
+        labels[~is_end.to(codes.device)] = codes
+        return labels
+
+    def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
+        """Cross entropy of ``labels`` ``[n]`` under the hidden states before them, ``[n, hidden]``."""
+        return LossTerm(linear_cross_entropy(hidden, self.head.weight, labels))
+
+    def lm_embed(
+        self, hidden: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the next token of each sequence and embed it (see :class:`DecoderMixin`)."""
+        tokens = sample(self.head(hidden).float())
+        return self.embedding(tokens), tokens
+
+    def is_complete(self, tokens: list[int]) -> bool:
+        """At the fixed length, at the end token, or at ``max_tokens``."""
+        if self.codec.fixed_length:
+            return len(tokens) >= self.codec.fixed_length
+        return bool(tokens) and (tokens[-1] == self.codec.num_codes or len(tokens) >= self.config.max_tokens)
+
+    def lm_generate(self, tokens: list[int]) -> Any:
+        """The ``PIL.Image`` or ``Waveform`` that ``tokens`` spell; an end token is not part of it."""
+        codes = [token for token in tokens if token < self.codec.num_codes]
+        with torch.no_grad():
+            return self.codec.decode(torch.tensor(codes, dtype=torch.long, device=self.head.weight.device))
+
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """A black image, or the shortest silent clip."""
+        return self.codec.minimal_input()

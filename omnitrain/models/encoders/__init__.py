@@ -1,0 +1,1 @@
+"""Encoders: HF towers with a projector into the foundation."""

@@ -1,0 +1,132 @@
+"""Sound through any HF audio encoder that takes log-mel chunks of one length (Whisper and its kin)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.feature_extraction_auto import feature_extractor_class_from_name
+
+from omnitrain.data.media import Waveform
+from omnitrain.data.sample import Features
+from omnitrain.errors import UserError
+from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, to_tensors
+from omnitrain.models.encoders.projector import Projector, merge_frames
+from omnitrain.models.encoders.towers import tower_from_config
+from omnitrain.models.hf import as_config
+
+
+class AudioEncoderConfig(PreTrainedConfig):
+    """Config of :class:`AudioEncoder`.
+
+    Attributes:
+        tower: the HF tower's config as a dict.
+        processor: the HF feature extractor's settings, ``feature_extractor_type`` included.
+        projector: ``{"kind": ..., "factor": ...}``.
+        hidden_size: of the foundation.
+    """
+
+    model_type = "omnitrain_audio_encoder"
+
+    tower: dict | None = None
+    processor: dict | None = None
+    projector: dict | None = None
+    hidden_size: int = 0
+
+
+class AudioAdapter(ComponentAdapter):
+    """Waveforms -> log-mel chunks, by the HF feature extractor. A clip of any length becomes as many chunks."""
+
+    modalities = ("audio",)
+
+    def __init__(self, config: AudioEncoderConfig) -> None:
+        """Build the feature extractor of ``config``, and the tower without weights for its length function."""
+        settings = dict(config.processor or {})
+        self.extractor = feature_extractor(settings)
+        self.merge = config.projector["factor"] if config.projector["kind"] == "pixel_shuffle" else 1  # type: ignore[index]
+        with torch.device("meta"):
+            tower = tower_from_config(as_config(config.tower or {}), "audio")
+        self._tower_rows = getattr(tower, "_get_feat_extract_output_lengths", None)
+        if self._tower_rows is None:
+            raise UserError(f"{type(tower).__name__} does not tell how many rows it makes of a clip")
+
+    def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
+        """Log-mel chunks of one clip (see :meth:`AudioEncoder.lm_encode` for shapes)."""
+        waveform: Waveform = media.resampled(self.extractor.sampling_rate)
+        size = self.extractor.n_samples
+        pieces = [waveform.samples[start : start + size] for start in range(0, len(waveform.samples), size)]
+        output = self.extractor(
+            pieces, sampling_rate=waveform.rate, return_attention_mask=True, return_tensors="np", padding="max_length"
+        )
+        frames = torch.from_numpy(output["attention_mask"].sum(axis=1).astype(np.int64))
+        rows = -(-self._tower_rows(frames).numpy() // self.merge)
+        features = {"input_features": output["input_features"].astype(np.float32), "num_rows": rows.astype(np.int64)}
+        return features, int(rows.sum())
+
+
+def feature_extractor(settings: dict[str, Any]) -> Any:
+    """The HF feature extractor of ``settings``.
+
+    Raises:
+        UserError: unknown ``feature_extractor_type``, or one without fixed-length chunks.
+    """
+    name = settings.pop("feature_extractor_type")
+    found = feature_extractor_class_from_name(name)
+    if found is None:
+        raise UserError(f"feature extractor {name!r} is not in transformers")
+    extractor = found(**settings)
+    if not hasattr(extractor, "n_samples"):
+        raise UserError(f"{name} does not cut sound into chunks of one length (n_samples), as Whisper's does")
+    return extractor
+
+
+class AudioEncoder(PreTrainedModel, EncoderMixin):
+    """An audio tower and a projector; ``pixel_shuffle`` joins ``factor`` neighbouring rows into one."""
+
+    config_class = AudioEncoderConfig
+    main_input_name = "input_features"
+    _supports_sdpa = True
+
+    def __init__(self, config: AudioEncoderConfig, tower: PreTrainedModel | None = None) -> None:
+        """``tower``: its weights; None: random ones."""
+        super().__init__(config)
+        self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "audio")
+        kind, factor = config.projector["kind"], config.projector["factor"]  # type: ignore[index]
+        tower_size = self.tower.config.hidden_size
+        self.projector = Projector(kind, factor, factor, tower_size, config.hidden_size)
+        self.post_init()
+
+    def adapter(self) -> AudioAdapter:
+        """Clips -> features, for data workers."""
+        return AudioAdapter(self.config)
+
+    def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
+        """Rows of all clips; the padding of a clip's last chunk is dropped.
+
+        Args:
+            features: ``input_features`` ``[chunks, mels, frames]`` fp32; ``num_rows`` ``[chunks]`` int64, the rows of
+                each chunk that sound, not padding, made.
+            num_tokens: rows of each clip.
+
+        Returns:
+            ``[sum(num_tokens), hidden]``.
+
+        Raises:
+            ValueError: the tower made another number of rows.
+        """
+        output = self.tower(features["input_features"].to(self.tower.dtype)).last_hidden_state
+        merged = merge_frames(output, self.projector.factor)
+        sounding = torch.arange(merged.size(1), device=merged.device) < features["num_rows"][:, None]
+        rows = merged[sounding]
+        if rows.size(0) != sum(num_tokens):
+            raise ValueError(f"{type(self.tower).__name__} made {rows.size(0)} rows of {sum(num_tokens)} placeholders")
+        return self.projector(rows)
+
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """A tenth of a second of silence."""
+        adapter = self.adapter()
+        rate = adapter.extractor.sampling_rate
+        features, rows = adapter.prepare("audio", Waveform(np.zeros(rate // 10, dtype=np.float32), rate))
+        return to_tensors(features), (rows,)

@@ -1,0 +1,33 @@
+"""The tower inside an HF model: a vision model itself, or the encoder of a larger one (CLIP, Whisper, Qwen-VL)."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.hf import Source, model_class, resolve
+
+
+def tower_from_source(source: Source, modality: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The tower for ``modality`` of the model that ``source`` names (see :func:`omnitrain.models.hf.resolve`).
+
+    Raises:
+        UserError: the model has no encoder for the modality.
+    """
+    return _tower_of(resolve(source, dtype=dtype), modality)
+
+
+def tower_from_config(config: PreTrainedConfig, modality: str) -> PreTrainedModel:
+    """A tower with random weights."""
+    return _tower_of(model_class(config)(config), modality)
+
+
+def _tower_of(model: PreTrainedModel, modality: str) -> PreTrainedModel:
+    is_whole = model.config.is_encoder_decoder or bool(model.config.sub_configs)
+    if not is_whole:
+        return model
+    tower = model.get_encoder() if model.config.is_encoder_decoder else model.get_encoder(modality)
+    if tower is None or tower is model:
+        raise UserError(f"{type(model).__name__} has no {modality} encoder that transformers can name")
+    return tower

@@ -1,0 +1,178 @@
+"""Images and videos through any HF vision tower."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
+
+from omnitrain.data.sample import Features
+from omnitrain.errors import UserError
+from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, to_tensors
+from omnitrain.models.encoders.projector import Projector, merge_grid
+from omnitrain.models.encoders.towers import tower_from_config
+from omnitrain.models.hf import as_config
+
+STILL = -1  # frame index of an image that is no video frame
+
+
+class VisionEncoderConfig(PreTrainedConfig):
+    """Config of :class:`VisionEncoder`.
+
+    Attributes:
+        tower: the HF tower's config as a dict.
+        processor: the HF image processor's settings, ``image_processor_type`` included.
+        projector: ``{"kind": ..., "factor": ...}``.
+        hidden_size: of the foundation.
+        max_frames: read from a video at most.
+    """
+
+    model_type = "omnitrain_vision_encoder"
+
+    tower: dict | None = None
+    processor: dict | None = None
+    projector: dict | None = None
+    hidden_size: int = 0
+    max_frames: int = 32
+
+
+class VisionAdapter(ComponentAdapter):
+    """Images and frames -> pixels, by the HF image processor (its Pillow backend: no torchvision)."""
+
+    modalities = ("image", "video")
+
+    def __init__(self, config: VisionEncoderConfig) -> None:
+        """Build the image processor of ``config``."""
+        self.max_frames = config.max_frames
+        self.processor = image_processor(dict(config.processor or {}))
+        self.tower = as_config(config.tower or {})
+        self.merge = config.projector["factor"] if config.projector["kind"] == "pixel_shuffle" else 1  # type: ignore[index]
+
+    def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
+        """Pixels of one image, or of all frames of a video (see :meth:`VisionEncoder.lm_encode` for shapes)."""
+        frames = media if modality == "video" else [media]
+        index = np.arange(len(frames)) if modality == "video" else np.array([STILL])
+        output = self.processor(images=frames, return_tensors="np")
+        features = {"pixel_values": output["pixel_values"], "frame_index": index.astype(np.int64)}
+        if "image_grid_thw" in output:
+            features["image_grid_thw"] = output["image_grid_thw"].astype(np.int64)
+            merged = int(output["image_grid_thw"].prod(axis=1).sum()) // self.tower.spatial_merge_size**2
+            return features, merged
+        height, width = (side // self.tower.patch_size for side in output["pixel_values"].shape[-2:])
+        if height % self.merge or width % self.merge:
+            raise ValueError(f"{height} x {width} patches cannot be merged {self.merge} x {self.merge}")
+        return features, len(frames) * (height // self.merge) * (width // self.merge)
+
+
+def image_processor(settings: dict[str, Any]) -> Any:
+    """The HF image processor of ``settings`` (its Pillow backend where there is one).
+
+    Raises:
+        UserError: unknown ``image_processor_type``.
+    """
+    name = settings.pop("image_processor_type")
+    base = name.removesuffix("Fast").removesuffix("Pil")
+    for candidate in (f"{base}Pil", base):
+        found = get_image_processor_class_from_name(candidate)
+        if found is not None:
+            return found(**settings)
+    raise UserError(f"image processor {name!r} is not in transformers")
+
+
+class VisionEncoder(PreTrainedModel, EncoderMixin):
+    """A vision tower, temporal positions for video frames, and a projector.
+
+    Towers that take fixed-size images (SigLIP, CLIP, DINOv2, ViT) and towers that take a sequence of patches with
+    ``grid_thw`` (Qwen-VL) both fit; which one it is shows in the signature of the tower's forward.
+    """
+
+    config_class = VisionEncoderConfig
+    main_input_name = "pixel_values"
+    _supports_sdpa = True
+
+    def __init__(self, config: VisionEncoderConfig, tower: PreTrainedModel | None = None) -> None:
+        """``tower``: its weights; None: random ones."""
+        super().__init__(config)
+        self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "image")
+        self.takes_grid = "grid_thw" in inspect.signature(self.tower.forward).parameters
+        kind, factor = config.projector["kind"], config.projector["factor"]  # type: ignore[index]
+        if self.takes_grid and kind == "pixel_shuffle":
+            raise UserError(f"{type(self.tower).__name__} merges patches itself; use projector.kind: linear or mlp")
+        tower_config = self.tower.config
+        tower_size = getattr(tower_config, "out_hidden_size", None) if self.takes_grid else tower_config.hidden_size
+        self.projector = Projector(kind, factor, factor**2, tower_size or tower_config.hidden_size, config.hidden_size)
+        self.time_projector = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_init()
+
+    def adapter(self) -> VisionAdapter:
+        """Images and videos -> features, for data workers."""
+        return VisionAdapter(self.config)
+
+    def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
+        """Rows of all images and frames in one call of the tower.
+
+        Args:
+            features: ``pixel_values`` ``[frames, channels, height, width]`` fp32, or for towers with ``grid_thw``
+                ``[patches, channels * patch_volume]`` with ``image_grid_thw`` ``[frames, 3]`` int64; ``frame_index``
+                ``[frames]`` int64, -1 for still images.
+            num_tokens: rows of each item (an image, or a whole video).
+
+        Returns:
+            ``[sum(num_tokens), hidden]``.
+
+        Raises:
+            ValueError: the tower made another number of rows.
+            UserError: the tower has side outputs that nothing here consumes.
+        """
+        pixels = features["pixel_values"].to(self.tower.dtype)
+        if self.takes_grid:
+            grid = features["image_grid_thw"]
+            output = self.tower(pixels, grid_thw=grid)
+            _refuse_side_outputs(self.tower, output)
+            rows = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+            rows_per_frame = grid.prod(dim=1) // self.tower.config.spatial_merge_size**2
+        else:
+            merged = merge_grid(self._patch_grid(pixels), self.projector.factor)
+            rows = merged.flatten(0, 1)
+            rows_per_frame = torch.full_like(features["frame_index"], merged.size(1))
+        if rows.size(0) != sum(num_tokens):
+            raise ValueError(f"{type(self.tower).__name__} made {rows.size(0)} rows of {sum(num_tokens)} placeholders")
+        return self.projector(rows) + self._time(features["frame_index"]).repeat_interleave(
+            rows_per_frame, dim=0, output_size=rows.size(0)
+        )
+
+    def _patch_grid(self, pixels: torch.Tensor) -> torch.Tensor:
+        """``[frames, C, H, W] -> [frames, H/p, W/p, tower]``; class and register tokens in front are dropped."""
+        height, width = (side // self.tower.config.patch_size for side in pixels.shape[-2:])
+        patches = self.tower(pixel_values=pixels).last_hidden_state
+        return patches[:, patches.size(1) - height * width :].unflatten(1, (height, width))
+
+    def _time(self, frame_index: torch.Tensor) -> torch.Tensor:
+        """``[frames] -> [frames, hidden]``: projected sinusoids of the frame index, zero for still images."""
+        half = self.config.hidden_size // 2
+        scale = torch.arange(half, device=frame_index.device, dtype=torch.float32) * (-math.log(1e4) / half)
+        angles = frame_index[:, None].clamp(min=0) * scale.exp()
+        waves = nn.functional.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, self.config.hidden_size % 2))
+        is_frame = (frame_index != STILL)[:, None]
+        return self.time_projector((waves * is_frame).to(self.time_projector.weight.dtype))
+
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """One black image."""
+        from PIL import Image
+
+        features, rows = self.adapter().prepare("image", Image.new("RGB", (1, 1)))
+        return to_tensors(features), (rows,)
+
+
+def _refuse_side_outputs(tower: PreTrainedModel, output: Any) -> None:
+    if getattr(output, "deepstack_features", None):
+        raise UserError(
+            f"{type(tower).__name__} feeds extra rows into several layers of its own language model (deepstack), and "
+            "this foundation has no place for them; set `deepstack_visual_indexes: []` in the tower's config"
+        )

@@ -1,0 +1,135 @@
+"""HuggingFace models from a path, a config or a module: built fresh, or loaded all-or-error."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from omnitrain.errors import UserError, WeightsError
+
+Source = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
+
+
+def as_config(values: dict[str, Any]) -> PreTrainedConfig:
+    """The HF config of a plain dict with ``model_type``."""
+    rest = dict(values)
+    return AutoConfig.for_model(rest.pop("model_type"), **rest)
+
+
+def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
+    """A config as plain JSON values; :func:`as_config` is the inverse."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def resolve(source: Source, auto_class: Any = AutoModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model from any way of naming one.
+
+    Args:
+        source: Hub id or folder (pretrained weights), config or dict of one (random weights), or a model.
+        auto_class: the transformers auto class that builds it.
+        dtype: of the weights; None: fp32 for fresh weights, the checkpoint's own for loaded ones.
+
+    Raises:
+        UserError: nothing there, or an unknown architecture.
+        WeightsError: tensors missing, renamed or of another shape.
+    """
+    if isinstance(source, PreTrainedModel):
+        return source if dtype is None else source.to(dtype)
+    if isinstance(source, str):
+        return _load(source, auto_class, dtype)
+    config = as_config(source) if isinstance(source, dict) else source
+    model = model_class(config, auto_class)(config)
+    return model.to(dtype or torch.float32)
+
+
+def model_class(config: PreTrainedConfig, auto_class: Any = AutoModel) -> type[PreTrainedModel]:
+    """The class that builds ``config``: the auto class's, else the only model of that config (VQ tokenizers).
+
+    Raises:
+        UserError: there is none.
+    """
+    mapping = auto_class._model_mapping
+    if type(config) in mapping:
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    module_name = type(config).__module__.replace("configuration_", "modeling_")
+    module = importlib.import_module(module_name)
+    owners = [
+        member
+        for member in vars(module).values()
+        if isinstance(member, type)
+        and issubclass(member, PreTrainedModel)
+        and "config" in member.__dict__.get("__annotations__", {})
+        and member.config_class is type(config)
+    ]
+    if auto_class is not AutoModel or len(owners) != 1:
+        kind = auto_class.__name__.replace("AutoModelFor", "").replace("AutoModel", "model")
+        raise UserError(f"model_type {config.model_type!r} has no {kind} class in transformers")
+    return owners[0]
+
+
+def _load(path: str, auto_class: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no HF model at {path!r}: {str(error).splitlines()[0]}{_nearest_folder(path)}") from None
+    return load_strictly(model_class(config, auto_class), path, dtype, allow_extra=True)
+
+
+def load_strictly(
+    cls: type[PreTrainedModel], path: str, dtype: torch.dtype | None = None, *, allow_extra: bool = False, **kwargs: Any
+) -> PreTrainedModel:
+    """``cls.from_pretrained(path)`` in which every tensor of the model was in the files, and every file tensor used.
+
+    Args:
+        cls: model class.
+        path: folder or Hub id.
+        dtype: of the weights; None: the checkpoint's own.
+        allow_extra: tensors in the files that the model does not have are fine (a tower from a whole model).
+        **kwargs: for ``from_pretrained``.
+
+    Raises:
+        UserError: no such folder, or no weights in it.
+        WeightsError: names every missing, unexpected or misshapen tensor, and probable renames.
+    """
+    verbosity = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()  # the report below says it better than the load table
+    try:
+        model, info = cls.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, **kwargs)
+    except OSError as error:
+        raise UserError(f"cannot load {cls.__name__} from {path!r}: {str(error).splitlines()[0]}") from None
+    finally:
+        hf_logging.set_verbosity(verbosity)
+    _raise_on_difference(cls, path, info, allow_extra)
+    return model
+
+
+def _raise_on_difference(cls: type, path: str, info: dict[str, Any], allow_extra: bool) -> None:
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    lines = []
+    for name in missing:
+        close = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.8)
+        lines.append(f"  missing: {name}" + (f" (renamed? the files hold {close[0]})" if close else ""))
+    lines += [f"  wrong shape: {name}: file {found}, model {wanted}" for name, found, wanted in info["mismatched_keys"]]
+    if not allow_extra:
+        lines += [f"  not in the model: {name}" for name in unexpected]
+    if lines:
+        raise WeightsError(
+            f"the weights at {path!r} do not fit {cls.__name__}; load them with the config they were saved with, or "
+            "repair the file:\n" + "\n".join(lines)
+        )
+
+
+def _nearest_folder(path: str) -> str:
+    parent = Path(path).parent
+    if not parent.is_dir():
+        return ""
+    close = difflib.get_close_matches(Path(path).name, [entry.name for entry in parent.iterdir()], n=1)
+    return f"; did you mean {str(parent / close[0])!r}?" if close else ""

@@ -1,0 +1,51 @@
+"""AdamW with fp32 state, and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.recipe import Optimizer
+
+
+def build_optimizer(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
+
+    Args:
+        model: its parameters with ``requires_grad``.
+        settings: rates, betas, decay.
+
+    Raises:
+        UserError: nothing trains, or weights are not fp32 (their updates would be rounded away: at learning rate 1e-5
+            no bf16 weight near 1 ever moves).
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise UserError("model.freeze leaves no parameter to train")
+    low = sorted(name for name, p in trainable.items() if p.dtype != torch.float32)
+    if low:
+        raise UserError(f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); set model.dtype: float32")
+    groups = [
+        {"params": [p for p in trainable.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
+    """Rate of optimizer step ``step`` (0-based) of ``steps``: linear warm-up, then constant or cosine decay."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    share = settings.final_ratio + (1 - settings.final_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return settings.learning_rate * share

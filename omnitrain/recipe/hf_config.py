@@ -1,0 +1,200 @@
+"""Checks dicts that stand for a HuggingFace config: HF itself accepts any key and any misspelling of one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Set
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
+
+from omnitrain.recipe.located import located
+from omnitrain.recipe.suggest import hint
+
+Location = tuple[str | int, ...]
+
+# Accepted by every config class, though no field of it.
+_COMMON_KEYS = {
+    "model_type",
+    "num_labels",
+    "output_attentions",
+    "per_layer_config",
+    "tie_word_embeddings",
+    "torch_dtype",
+}
+# Older spellings that every class with `rope_parameters` converts.
+_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+# Read by some models, though not among HF's `RopeParameters`.
+_MORE_ROPE_PARAMETERS = {
+    "alpha",
+    "llama_4_scaling_beta",
+    "long_mscale",
+    "max_position_embeddings",
+    "mrope_interleaved",
+    "short_mscale",
+    "type",
+}
+_KEY_READ_FROM_KWARGS = re.compile(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)["']""")
+_FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Error: )?")
+
+
+def check_hf_config_keys(value: Any) -> Any:
+    """Check the dict of a HF config, sub configs included, before a model is made from it.
+
+    Args:
+        value: keys of a HF config with ``model_type``; anything but a dict is passed on for pydantic to judge.
+
+    Returns:
+        ``value``, unchanged.
+
+    Raises:
+        ValidationError: every unknown ``model_type``, every key that the config class does not have (each with the
+            nearest that it has) and every value that the class refuses, located at the key.
+    """
+    if isinstance(value, dict):
+        problems = _problems(value, ())
+        if problems:
+            raise ValidationError.from_exception_data("HF config", problems)
+    return value
+
+
+@functools.cache
+def config_keys(config_class: type) -> frozenset[str]:
+    """Names that a HF config class takes: fields, aliases, what it derives and saves, older spellings it converts."""
+    parameters = inspect.signature(config_class.__init__).parameters.values()  # type: ignore[misc]
+    fields = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"}
+    keys = fields | _saved_keys(config_class) | _COMMON_KEYS | _keys_read_after_init(config_class)
+    if "rope_parameters" in fields:
+        keys |= _ROPE_KEYS
+    return frozenset(key for key in keys if not key.startswith("_"))
+
+
+def _problems(value: dict[Any, Any], at: Location, config_class: type | None = None) -> list[InitErrorDetails]:
+    if config_class is None:
+        config_class = _config_class(value.get("model_type"))
+    if config_class is None:
+        return [_model_type_problem(value, at)]
+    valid = config_keys(config_class)
+    problems = [_unknown_key(key, given, at, config_class, valid) for key, given in value.items() if key not in valid]
+    for key, sub_class in _sub_config_classes(config_class, value).items():
+        problems += _problems(value[key], (*at, key), sub_class)
+    for key in {"rope_parameters", "rope_scaling"} & value.keys():
+        problems += _rope_problems(value[key], (*at, key), config_class)
+    return problems or _refused_values(value, at, config_class)
+
+
+def _config_class(model_type: Any) -> type | None:
+    from transformers import CONFIG_MAPPING
+
+    if isinstance(model_type, str) and model_type.startswith("omnitrain") and model_type not in CONFIG_MAPPING:
+        # Registers our own types. By name, for recipes are below models and import nothing of them.
+        importlib.import_module("omnitrain.models")
+    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (its `get` loads nothing)
+
+
+def _model_type_problem(value: dict[Any, Any], at: Location) -> InitErrorDetails:
+    from transformers import CONFIG_MAPPING
+
+    model_type = value.get("model_type")
+    if model_type is None:
+        message = "missing; expected the name of a HF architecture, such as qwen3 or siglip_vision_model; add it"
+    else:
+        known = [name for name in CONFIG_MAPPING if isinstance(name, str)]
+        match = hint(str(model_type), known)
+        advice = match if match.startswith("did you mean") else "see the model types of AutoConfig"
+        message = f"found {model_type!r}; expected a model type that this transformers knows; {advice}"
+    return located(message, (*at, "model_type"), model_type)
+
+
+def _unknown_key(key: Any, given: Any, at: Location, config_class: type, valid: Set[str]) -> InitErrorDetails:
+    message = f"unknown key of {config_class.__name__}, found {given!r}; {hint(str(key), valid)}"
+    return located(message, (*at, str(key)), given)
+
+
+def _rope_problems(value: Any, at: Location, config_class: type) -> list[InitErrorDetails]:
+    """Rotary parameters are a dict without a class, or one such dict per layer type."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+    from transformers.modeling_rope_utils import RopeParameters
+
+    if not isinstance(value, dict):
+        return []
+    parameters = {*RopeParameters.__annotations__, *_MORE_ROPE_PARAMETERS}
+    layer_types = {*ALLOWED_LAYER_TYPES, *getattr(config_class, "_rope_type_labels", ())}
+    problems = []
+    for key, given in value.items():
+        valid = layer_types if isinstance(given, dict) else parameters
+        if key not in valid and not (given is None and key in layer_types):
+            problems.append(located(f"unknown key, found {given!r}; {hint(str(key), valid)}", (*at, str(key)), given))
+        problems += _rope_problems(given, (*at, str(key)), config_class)
+    return problems
+
+
+def _saved_keys(config_class: Any) -> set[str]:
+    """Aliases, settable properties and derived attributes: released config.json files have all of these."""
+    members = [member for base in _own_classes(config_class) for member in vars(base).items()]
+    properties = {name for name, member in members if isinstance(member, property) and member.fset is not None}
+    derived: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # a class without defaults derives nothing before it has its values
+        derived = vars(config_class())
+    return {*config_class.attribute_map, *derived, *properties}
+
+
+def _keys_read_after_init(config_class: type) -> set[str]:
+    hooks = [vars(base).get("__post_init__") for base in _own_classes(config_class)]
+    sources = [inspect.getsource(hook) for hook in hooks if hook is not None]
+    return {key for source in sources for key in _KEY_READ_FROM_KWARGS.findall(source)}
+
+
+def _own_classes(config_class: type) -> list[type]:
+    """The class and its parents below HF's base class, whose hooks and properties are not about an architecture."""
+    from transformers import PreTrainedConfig
+
+    return [base for base in config_class.__mro__ if base not in PreTrainedConfig.__mro__]
+
+
+def _sub_config_classes(config_class: type, value: dict[Any, Any]) -> dict[str, type | None]:
+    """Sub configs that are given as dicts -> their class; None where their own ``model_type`` decides."""
+    from transformers import PreTrainedConfig
+
+    classes: dict[str, type | None] = {}
+    for key, declared in config_class.sub_configs.items():  # type: ignore[attr-defined]
+        if not isinstance(value.get(key), dict):
+            continue
+        if issubclass(declared, PreTrainedConfig):
+            classes[key] = declared
+        elif "model_type" in value[key]:
+            classes[key] = None
+        else:
+            default = getattr(config_class(), key, None)
+            classes[key] = type(default) if isinstance(default, PreTrainedConfig) else None
+    return classes
+
+
+def _refused_values(value: dict[Any, Any], at: Location, config_class: type) -> list[InitErrorDetails]:
+    """Make the config, without the fields refused so far, until the class is content."""
+    arguments = copy.deepcopy(value)
+    arguments.pop("model_type", None)
+    problems: list[InitErrorDetails] = []
+    while True:
+        try:
+            config_class(**arguments)
+        except Exception as error:  # each class refuses in its own way, and all of them are for the user
+            field = _FIELD_IN_MESSAGE.match(str(error))
+            if field is None or field[1] not in arguments:
+                # Without some of its fields a config may be inconsistent; only the first reasons are the user's.
+                return problems or [located(f"{config_class.__name__} refuses it: {_one_line(error)}", at, value)]
+            given = arguments.pop(field[1])
+            reason = _one_line(_FIELD_IN_MESSAGE.sub("", str(error)))
+            problems.append(located(f"found {given!r}; {reason}; change the value", (*at, field[1]), given))
+        else:
+            return problems
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -1,0 +1,67 @@
+"""``key.sub=value`` overrides of a recipe that is still plain dicts and lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omnitrain.errors import RecipeError
+from omnitrain.recipe.yaml_text import parse_yaml
+
+
+def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Set values in ``tree``, in place and in order.
+
+    Keys are not checked here: an unknown one is found when the tree is validated, like any other.
+
+    Args:
+        tree: the recipe as YAML gives it.
+        overrides: ``key.sub=value``; values are YAML, numbers index lists (``data.train.0.path=...``).
+
+    Returns:
+        One line per override that could not be applied.
+    """
+    problems = []
+    for override in overrides:
+        try:
+            path, value = _parse(override)
+            _assign(tree, path, value)
+        except RecipeError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _parse(override: str) -> tuple[list[str], Any]:
+    dotted, equals, text = override.partition("=")
+    path = dotted.strip().split(".")
+    if not equals or not all(path):
+        raise RecipeError(f"override `{override}`: expected key.sub=value, such as train.steps=20")
+    return path, parse_yaml(text, f"override `{override}`")
+
+
+def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    node: Any = tree
+    for depth, part in enumerate(path[:-1]):
+        node = _child(node, _key(node, part, path[:depth]), path[depth + 1])
+    node[_key(node, path[-1], path[:-1])] = value
+
+
+def _child(node: Any, key: str | int, next_part: str) -> Any:
+    child = node.get(key) if isinstance(node, dict) else node[key]
+    if child is not None:
+        return child
+    if next_part.isdigit():
+        return []  # no list there: its index is refused
+    node[key] = {}
+    return node[key]
+
+
+def _key(node: Any, part: str, parents: list[str]) -> str | int:
+    if isinstance(node, dict):
+        return part
+    dotted = ".".join(parents)
+    if not isinstance(node, list):
+        raise RecipeError(f"{dotted}.{part}: `{dotted}` is {node!r}, which has no keys; set `{dotted}` as a whole")
+    if part.isdigit() and int(part) < len(node):
+        return int(part)
+    indexes = f"an index from 0 to {len(node) - 1}" if node else "no index, the list is empty"
+    raise RecipeError(f"{dotted}.{part}: found `{part}`; expected {indexes}; or set `{dotted}` as a whole")

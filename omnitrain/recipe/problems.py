@@ -1,0 +1,129 @@
+"""pydantic's errors in the user's words, one line each: the path, what was found and expected, what to change."""
+
+from __future__ import annotations
+
+import re
+import types
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from omnitrain.recipe.located import LOCATED
+from omnitrain.recipe.suggest import hint, nearest
+
+Path = tuple[str | int, ...]
+
+_UNKNOWN = "extra_forbidden"  # pydantic's name for a key that a node does not have
+_LONGEST_VALUE = 60  # characters of a found value that are shown
+_SUBJECT = re.compile(r"^\w+ should (?:be|have) ")
+_NODE_CLASS = re.compile(r"a valid dictionary or instance of \w+")
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A place in the typed tree that an error points to."""
+
+    path: Path
+    field: FieldInfo | None
+    sibling_keys: tuple[str, ...]
+
+
+def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """One line per problem, in pydantic's order.
+
+    A missing key whose misspelling is reported anyway is left out, and the branches of a union make one line.
+
+    Args:
+        error: what validating ``root`` raised.
+        root: the class of the tree's root.
+    """
+    details = error.errors(include_url=False)
+    spots = [_locate(detail["loc"], root) for detail in details]
+    meant = {_meant_path(spot) for spot, detail in zip(spots, details, strict=True) if detail["type"] == _UNKNOWN}
+    groups: dict[Path, tuple[_Spot, list[ErrorDetails]]] = {}
+    for spot, detail in zip(spots, details, strict=True):
+        if detail["type"] != "missing" or spot.path not in meant:
+            groups.setdefault(spot.path, (spot, []))[1].append(detail)
+    return [_line(spot, group) for spot, group in groups.values()]
+
+
+def _locate(location: Path, root: type[BaseModel]) -> _Spot:
+    """Follow pydantic's location through the tree, leaving out the names of union branches that it contains."""
+    annotation: Any = root
+    field: FieldInfo | None = None
+    keys: tuple[str, ...] = ()
+    path: list[str | int] = []
+    for part in location:
+        branches = _branches(annotation)
+        if len(branches) > 1:
+            annotation = Any
+        elif part != "[key]":
+            node = branches[0]
+            field, keys, annotation = _step_into(node, part)
+            path.append(part)
+    return _Spot(tuple(path), field, keys)
+
+
+def _step_into(node: Any, part: str | int) -> tuple[FieldInfo | None, tuple[str, ...], Any]:
+    if isinstance(node, type) and issubclass(node, BaseModel):
+        field = node.model_fields.get(str(part))
+        return field, tuple(node.model_fields), field.annotation if field is not None else Any
+    arguments = get_args(node)
+    return None, (), arguments[-1] if arguments else Any
+
+
+def _branches(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Annotated:
+        return _branches(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [branch for one in get_args(annotation) if one is not type(None) for branch in _branches(one)]
+    return [annotation]
+
+
+def _meant_path(spot: _Spot) -> Path:
+    return (*spot.path[:-1], nearest(str(spot.path[-1]), spot.sibling_keys) or "")
+
+
+def _line(spot: _Spot, details: list[ErrorDetails]) -> str:
+    path = ".".join(str(part) for part in spot.path) or "recipe"
+    first = details[0]
+    kind, found = first["type"], first["input"]
+    if kind == _UNKNOWN:
+        return f"{path}: unknown key, found {_shown(found)}; {hint(str(spot.path[-1]), spot.sibling_keys)}"
+    if kind == "missing":
+        return f"{path}: missing; expected: {_description(spot.field)}; add `{spot.path[-1]}`"
+    if kind == LOCATED:
+        return f"{path}: {first['msg']}"
+    if kind == "value_error":
+        return f"{path}: {first['msg'].removeprefix('Value error, ')}"
+    expected = ", or ".join(_expectation(detail) for detail in details)
+    return f"{path}: found {_shown(found)}; expected {expected}; {_advice(spot, first)}"
+
+
+def _expectation(detail: ErrorDetails) -> str:
+    return _NODE_CLASS.sub("a mapping of keys to values", _SUBJECT.sub("", detail["msg"]))
+
+
+def _advice(spot: _Spot, detail: ErrorDetails) -> str:
+    if detail["type"] == "literal_error":
+        match = nearest(str(detail["input"]), re.findall(r"'([^']+)'", detail["ctx"]["expected"]))
+        if match is not None:
+            return f"did you mean `{match}`?"
+    if spot.field is None or spot.field.is_required() or spot.field.default_factory is not None:
+        return "change it"
+    if spot.field.default is None:
+        return "change it, or remove it"
+    return f"change it, or remove it for the default {_shown(spot.field.default)}"
+
+
+def _description(field: FieldInfo | None) -> str:
+    description = field.description if field is not None else None
+    return (description or "a value").split(". ")[0].removesuffix(".")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

@@ -1,0 +1,246 @@
+"""The recipe: one typed tree that YAML files, ``key.sub=value`` overrides and Python all spell.
+
+Every field has a description; ``omnitrain schema`` prints them as JSON schema. Unknown keys are errors
+(:mod:`omnitrain.recipe.load` names the nearest valid one).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from omnitrain.recipe.hf_config import check_hf_config_keys
+from omnitrain.recipe.located import located
+from omnitrain.recipe.suggest import hint
+
+
+class Strict(BaseModel):
+    """A node of the tree: unknown keys are refused, assignments are validated."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class HFSource(Strict):
+    """Where a HuggingFace model comes from: pretrained weights (``path``) or a fresh one from ``config``."""
+
+    path: str | None = Field(None, description="Hub id or local folder of a pretrained model.")
+    config: Annotated[dict[str, Any], BeforeValidator(check_hf_config_keys)] | None = Field(
+        None, description="Keys of a HF config with `model_type`; the model starts from random weights."
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one_source(self) -> HFSource:
+        if (self.path is None) == (self.config is None):
+            given = "both" if self.path is not None else "neither"
+            raise ValueError(
+                f"give exactly one of `path` (pretrained weights) and `config` (a fresh model), found {given}"
+            )
+        return self
+
+
+def _path_shorthand(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Source = Annotated[HFSource, BeforeValidator(_path_shorthand, json_schema_input_type=str | HFSource)]
+
+
+class Projector(Strict):
+    """Maps a tower's rows to the foundation's hidden size."""
+
+    kind: Literal["linear", "mlp", "pixel_shuffle"] = Field(
+        "mlp",
+        description="`linear`: one layer; `mlp`: two layers with GELU; `pixel_shuffle`: merges `factor` x `factor` "
+        "neighbouring patches (for audio: `factor` neighbouring frames) into one row, then an MLP.",
+    )
+    factor: int = Field(2, ge=1, description="Merge factor of `pixel_shuffle`; unused by the other kinds.")
+
+
+class Encoder(Strict):
+    """A tower that reads a modality, and its projector into the foundation."""
+
+    tower: Source = Field(description="The HF vision or audio tower. A string is short for {path: ...}.")
+    projector: Projector = Field(default_factory=Projector, description="From the tower's rows to the foundation.")
+    max_frames: int = Field(32, ge=1, description="Frames read from a video; longer ones are sampled evenly.")
+    processor: str | dict[str, Any] | None = Field(
+        None,
+        description="The HF image processor or feature extractor: a folder or Hub id, or its arguments. Unset: the one "
+        "saved beside the tower, or one derived from the tower's config.",
+    )
+
+
+class Decoder(Strict):
+    """A modality the model writes, as the discrete tokens of a frozen tokenizer."""
+
+    tokenizer: Source = Field(
+        description="The frozen media tokenizer: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec "
+        "(EnCodec, DAC, Mimi) or omnitrain's mel-VQ for audio. A string is short for {path: ...}."
+    )
+    image_size: int | None = Field(None, ge=1, description="Side of the square target images, pixels. Images only.")
+    num_codebooks: int = Field(1, ge=1, description="Codebooks of a residual codec to model, flattened in time order.")
+    max_tokens: int = Field(1024, ge=1, description="Generation of one item stops here at the latest, tokens.")
+    loss_weight: float = Field(1.0, ge=0, description="Weight of this decoder's mean loss in the total.")
+
+
+class Model(Strict):
+    """The omni model: a checkpoint of one, or its parts."""
+
+    checkpoint: str | None = Field(None, description="Folder of a saved omni model; then no parts may be given.")
+    foundation: Source | None = Field(None, description="The language model. A string is short for {path: ...}.")
+    tokenizer: str | None = Field(None, description="Text tokenizer folder or Hub id. Unset: beside the foundation.")
+    encoders: dict[str, Encoder] = Field(default_factory=dict, description="Component name -> encoder.")
+    decoders: dict[str, Decoder] = Field(default_factory=dict, description="Component name -> decoder.")
+    freeze: list[str] = Field(
+        default_factory=list,
+        description="Components or sub-modules that do not train: `foundation`, `image_encoder.tower`, ... A name "
+        "that matches nothing is an error.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights.")
+
+    @model_validator(mode="after")
+    def _checkpoint_or_parts(self) -> Model:
+        parts = [name for name in ("foundation", "tokenizer", "encoders", "decoders") if getattr(self, name)]
+        if self.checkpoint is not None and parts:
+            raise ValueError(f"`checkpoint` already holds the whole model; remove {parts}")
+        if self.checkpoint is None and self.foundation is None:
+            raise ValueError("give `checkpoint` (a saved omni model) or `foundation` (a language model)")
+        return self
+
+
+class Columns(Strict):
+    """Names of the columns in the data."""
+
+    id: str = Field("id", description="Unique string id of a row; rows without the column are named by position.")
+    source: str = Field("task", description="String column by which metrics are split; absent: the data set's name.")
+    messages: str = Field("messages", description="Chat messages, OpenAI style: role, content parts (type, text).")
+    images: str = Field("images", description="Images of the row, in the order of its image parts.")
+    audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
+    videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
+
+
+class DataSource(Strict):
+    """One data set."""
+
+    path: str = Field(description="Parquet file, glob of parquet files, folder of them, or a Hub data set id.")
+    name: str | None = Field(None, description="Name in metrics. Unset: the file's stem.")
+    split: str = Field("train", description="Split to take when `path` is a Hub data set.")
+    weight: float = Field(1.0, gt=0, description="Share of this source among all samples drawn (relative).")
+    columns: Columns = Field(default_factory=Columns, description="Column names.")
+
+
+class ChatFormat(Strict):
+    """How a conversation becomes text; only what follows `assistant` up to and with `end` is trained on."""
+
+    system: str = Field("<|im_start|>system\n", description="Opens a system message.")
+    user: str = Field("<|im_start|>user\n", description="Opens a user message.")
+    assistant: str = Field("<|im_start|>assistant\n", description="Opens an assistant message.")
+    end: str = Field("<|im_end|>", description="Closes every message; ends generation.")
+    separator: str = Field("\n", description="Follows `end`.")
+    image: str = Field("<|image|>", description="Start token of an image, read or written.")
+    audio: str = Field("<|audio|>", description="Start token of an audio clip, read or written.")
+    video: str = Field("<|video|>", description="Start token of a video.")
+
+
+class Data(Strict):
+    """Data sets, how rows become samples, how samples become packs."""
+
+    train: list[DataSource] = Field(min_length=1, description="Training data sets, mixed by weight.")
+    heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
+    chat: ChatFormat = Field(default_factory=ChatFormat, description="The chat format.")
+    pack_tokens: int = Field(4096, ge=1, description="Length of a packed micro-batch, tokens; never padded.")
+    overlong: Literal["drop", "error"] = Field(
+        "drop", description="A sample longer than `pack_tokens`: `drop` (counted and listed) or `error`."
+    )
+    packing_buffer: int = Field(64, ge=1, description="Samples held back to choose from when filling a pack.")
+    workers: int = Field(1, ge=0, description="Background processes that decode and tokenise.")
+
+
+class Optimizer(Strict):
+    """AdamW with fp32 state, linear warm-up, cosine decay (Loshchilov & Hutter 2019, 2017)."""
+
+    learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0.")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="Shape after the warm-up.")
+    final_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate of `cosine`, as a share of the peak.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled decay, on matrices only.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay rates of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null: never.")
+
+
+class Train(Strict):
+    """The loop."""
+
+    steps: int = Field(1000, ge=1, description="Optimizer steps.")
+    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step (gradient accumulation).")
+    seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
+    device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
+    cpu_threads: int | None = Field(None, ge=1, description="Threads of one operation on CPU. Unset: torch's default.")
+    text_loss_weight: float = Field(1.0, ge=0, description="Weight of the mean text loss in the total.")
+    log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
+    save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
+
+
+class Sampling(Strict):
+    """How the next token is drawn."""
+
+    temperature: float = Field(0.0, ge=0, description="0: greedy.")
+    top_k: int | None = Field(None, ge=1, description="Keep the k most likely tokens.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Keep the smallest set with this probability mass.")
+
+
+class Evaluation(Strict):
+    """Held-out loss and generated answers at the end of a run."""
+
+    examples_per_source: int | None = Field(None, ge=1, description="Held-out rows per source. Unset: all.")
+    batch_size: int = Field(64, ge=1, description="Prompts generated together.")
+    max_new_tokens: int = Field(256, ge=1, description="Longest answer, text and media tokens together.")
+    sampling: dict[str, Sampling] = Field(
+        default_factory=dict, description="`text` or a decoder's name -> how its tokens are drawn. Unset: greedy."
+    )
+    scorer: str | None = Field(
+        None,
+        description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`, called with the list of answers, returns {name: number}. "
+        "Unset: exact match of text, per source.",
+    )
+    saved_samples: int = Field(4, ge=0, description="Generated answers per source written to `samples/`.")
+
+
+class Recipe(Strict):
+    """Everything a run needs. The resolved recipe is saved with every run and runs again as it is."""
+
+    output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
+    model: Model = Field(description="The omni model.")
+    data: Data = Field(description="Data sets and packing.")
+    train: Train = Field(default_factory=Train, description="The training loop.")
+    evaluation: Evaluation | None = Field(None, description="Evaluation at the end. Unset: none.")
+
+    @model_validator(mode="after")
+    def _sampling_names_what_the_model_writes(self) -> Recipe:
+        if self.evaluation is None or self.model.checkpoint is not None:
+            return self
+        writers = {"text", *self.model.decoders}
+        unknown = {name: rule for name, rule in self.evaluation.sampling.items() if name not in writers}
+        if unknown:
+            at = ("evaluation", "sampling")
+            problems = [located(f"unknown name; {hint(name, writers)}", (*at, name), unknown[name]) for name in unknown]
+            raise ValidationError.from_exception_data("Recipe", problems)
+        return self
+
+    @classmethod
+    def load(cls, path: str, overrides: list[str] | None = None) -> Recipe:
+        """Read a YAML recipe.
+
+        Args:
+            path: YAML file, or the name of a shipped recipe (``quickstart``).
+            overrides: ``key.sub=value`` strings; values are YAML.
+
+        Raises:
+            RecipeError: every problem at once, each with its path and, for unknown keys, the nearest valid key.
+        """
+        from omnitrain.recipe.load import load_recipe
+
+        return load_recipe(path, overrides)

@@ -1,0 +1,105 @@
+"""Recipes as YAML text: duplicate keys are errors, ``1e-3`` is a number, every error has a line and a column."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from omnitrain.errors import RecipeError
+
+# YAML 1.1, which PyYAML follows, reads `1e-3` (no dot) as a string; YAML 1.2 reads a float, and so do people.
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+
+
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings that look like ``1e-3``, so that they are strings again when read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Loader.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789"))
+_Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789"))
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """Read one YAML document.
+
+    Args:
+        text: the document.
+        origin: where it came from, for messages: a file name or an override.
+
+    Returns:
+        Dicts, lists and scalars; no two places share an object, whatever the anchors.
+
+    Raises:
+        RecipeError: bad syntax, duplicate keys or an anchor inside itself, each with line and column.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        problems = list(_node_problems(root))
+        if not problems:
+            return _unshared(loader.construct_document(root))
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{origin}{_describe(error, text)}") from None
+    raise RecipeError("\n".join(f"{origin}:{problem}" for problem in problems))
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML text, keys in their order, that :func:`parse_yaml` reads back to an equal value (tuples become lists)."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _node_problems(node: yaml.Node, parents: tuple[yaml.Node, ...] = ()) -> Iterator[str]:
+    if any(node is parent for parent in parents):
+        yield f"{_position(node.start_mark)}: this anchor contains itself; write the value out"
+    elif isinstance(node, yaml.MappingNode):
+        yield from _duplicate_keys(node)
+        for _, child in node.value:
+            yield from _node_problems(child, (*parents, node))
+    elif isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            yield from _node_problems(child, (*parents, node))
+
+
+def _duplicate_keys(node: yaml.MappingNode) -> Iterator[str]:
+    first: dict[str, yaml.Node] = {}
+    for key, _ in node.value:
+        earlier = first.setdefault(str(key.value), key)
+        if earlier is not key:
+            line = earlier.start_mark.line + 1
+            yield f"{_position(key.start_mark)}: key `{key.value}` was already given in line {line}; remove one of them"
+
+
+def _position(mark: yaml.Mark) -> str:
+    return f"{mark.line + 1}:{mark.column + 1}"
+
+
+def _describe(error: yaml.YAMLError, text: str) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        return f":{_position(error.problem_mark)}: not valid YAML: {reason}"
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        column = error.position - (before.rfind("\n") + 1) + 1
+        return f":{before.count(chr(10)) + 1}:{column}: not valid YAML: {error.reason}"
+    return f": not valid YAML: {error}"
+
+
+def _unshared(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unshared(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_unshared(child) for child in value]
+    return value

@@ -1,0 +1,1 @@
+"""Figures and pages about a machine or a run."""

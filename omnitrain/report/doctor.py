@@ -1,0 +1,197 @@
+"""What omnitrain finds on this machine: versions, devices, memory, optional backends, and pairs known to be bad."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: ``ok`` is True (fine), False (a problem) or None (absent, and that is allowed)."""
+
+    section: str
+    name: str
+    found: str
+    ok: bool | None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An optional package: its module, the distribution it comes in, what it is for and the extra that brings it."""
+
+    module: str
+    distribution: str
+    purpose: str
+    extra: str | None
+
+
+BACKENDS = (
+    Backend("liger_kernel", "liger-kernel", "fused losses and norms on GPU", "gpu"),
+    Backend("flash_attn", "flash-attn", "attention kernels on GPU", "gpu"),
+    Backend("triton", "triton", "kernels compiled at run time; comes with torch for CUDA", None),
+    Backend("av", "av", "reads video files", "video"),
+    Backend("peft", "peft", "LoRA", "lora"),
+    Backend("wandb", "wandb", "metrics to Weights & Biases", "track"),
+    Backend("tensorboard", "tensorboard", "metrics to TensorBoard", "track"),
+    Backend("trackio", "trackio", "metrics to Trackio", "track"),
+)
+
+
+@dataclass(frozen=True)
+class BadPair:
+    """Versions of a package that do something badly, and what to do about it."""
+
+    distribution: str
+    versions: str
+    trouble: str
+    source: str
+
+
+BAD_PAIRS = (
+    BadPair(
+        "torch",
+        ">=2.9,<2.10",
+        "conv3d patch embeddings (Qwen-VL kin) run 10 to 50,000 times slower, with up to 17 times the memory; "
+        "take a newer torch",
+        "pytorch#166643, pytorch#174051",
+    ),
+)
+
+
+def examine() -> list[Finding]:
+    """Look at the machine. Never raises for what is broken on it: that is a finding."""
+    return [*_versions(), *_devices(), *_memory(), *map(_backend, BACKENDS), *_bad_pairs(_installed_version)]
+
+
+def render(findings: list[Finding]) -> str:
+    """The findings as text, one section after the other, with a verdict at the end."""
+    lines: list[str] = []
+    width = max(len(finding.name) for finding in findings)
+    for number, finding in enumerate(findings):
+        if number == 0 or findings[number - 1].section != finding.section:
+            lines += ["", finding.section]
+        mark = {True: "ok", False: "!!", None: "--"}[finding.ok]
+        lines.append(f"  {mark}  {finding.name:<{width}}  {finding.found}")
+    problems = sum(finding.ok is False for finding in findings)
+    verdict = "no problem found" if problems == 0 else f"{problems} to look at, marked !!"
+    return "\n".join([*lines[1:], "", verdict])
+
+
+def _versions() -> list[Finding]:
+    python = Finding("versions", "python", platform.python_version(), True)
+    try:
+        metadata = importlib.metadata.metadata("omnitrain")
+    except importlib.metadata.PackageNotFoundError:
+        return [python, Finding("versions", "omnitrain", "not installed; run `make install` or `pip install .`", False)]
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
+    return [
+        Finding("versions", "omnitrain", metadata["Version"], True),
+        _in_range("python", platform.python_version(), SpecifierSet(metadata["Requires-Python"] or "")),
+        *(_requirement(one) for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})),
+    ]
+
+
+def _requirement(requirement: Requirement) -> Finding:
+    version = _installed_version(requirement.name)
+    if version is None:
+        return Finding("versions", requirement.name, f"missing; pip install '{requirement}'", False)
+    return _in_range(requirement.name, version, requirement.specifier)
+
+
+def _in_range(name: str, version: str, supported: SpecifierSet) -> Finding:
+    ok = supported.contains(Version(version), prereleases=True)
+    bounds = f" (supported: {supported})" if str(supported) else ""
+    return Finding("versions", name, f"{version}{bounds}" if ok else f"{version}, outside of {supported}", ok)
+
+
+def _devices() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = Finding("devices", "cpu", f"{platform.machine()}, {cores} cores usable", True)
+    try:
+        import torch
+    except Exception as error:  # a broken torch raises OSError as well as ImportError
+        return [cpu, Finding("devices", "torch", f"does not import: {_one_line(error)}", False)]
+    if torch.cuda.is_available():
+        return [cpu, *(_gpu(index) for index in range(torch.cuda.device_count()))]
+    return [cpu, Finding("devices", "cuda", f"none: {_why_no_cuda()}", None)]
+
+
+def _gpu(index: int) -> Finding:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    memory = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    return Finding("devices", f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, {memory}", True)
+
+
+def _why_no_cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return _one_line(error)
+    return f"torch is built for CUDA {torch.version.cuda} but sees no device"
+
+
+def _memory() -> list[Finding]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = _available_memory()
+    free = "" if available is None else f"{available / _GIB:.1f} GiB available of "
+    return [Finding("memory", "host", f"{free}{total / _GIB:.1f} GiB", True)]
+
+
+def _available_memory() -> int | None:
+    """Bytes, from Linux's /proc/meminfo; None elsewhere."""
+    table = Path("/proc/meminfo")
+    lines = table.read_text().splitlines() if table.is_file() else []
+    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kibibytes[0] * 1024 if kibibytes else None
+
+
+def _backend(backend: Backend) -> Finding:
+    version = _installed_version(backend.distribution)
+    try:
+        importlib.import_module(backend.module)
+    except Exception as error:  # a kernel built for another torch raises anything
+        if version is not None:
+            broken = f"{version} is installed but does not import: {_one_line(error)}"
+            return Finding("optional", backend.module, broken, False)
+        remedy = f"; pip install 'omnitrain[{backend.extra}]'" if backend.extra else ""
+        return Finding("optional", backend.module, f"missing ({_one_line(error)}): {backend.purpose}{remedy}", None)
+    return Finding("optional", backend.module, f"{version or 'unknown version'}: {backend.purpose}", True)
+
+
+def _bad_pairs(version_of: Callable[[str], str | None]) -> list[Finding]:
+    findings = []
+    for pair in BAD_PAIRS:
+        version = version_of(pair.distribution)
+        if version is not None and SpecifierSet(pair.versions).contains(Version(version), prereleases=True):
+            trouble = f"{version}: {pair.trouble} ({pair.source})"
+            findings.append(Finding("known-bad versions", pair.distribution, trouble, False))
+    return findings
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split()) or type(message).__name__

@@ -1,0 +1,68 @@
+"""What a run shows: tables at the start, a live bar, a table of scores at the end."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from omnitrain.models.table import ComponentRow
+
+console = Console(highlight=False)
+
+
+def show_components(rows: list[ComponentRow]) -> None:
+    """Print the component table."""
+    table = Table("component", "class", "parameters", "trainable", "dtype", "ops", title="Model", title_justify="left")
+    for row in rows:
+        trainable = f"{row.trainable:,}" if row.trainable else "frozen"
+        table.add_row(row.name, row.class_name, f"{row.parameters:,}", trainable, row.dtype, row.ops)
+    console.print(table)
+
+
+def show_scores(scores: dict[str, Any], title: str) -> None:
+    """Print named numbers, shares as percentages."""
+    table = Table("held-out", "score", title=title, title_justify="left")
+    for name, value in scores.items():
+        is_share = isinstance(value, float) and 0 <= value <= 1
+        table.add_row(name, f"{100 * value:.1f} %" if is_share else f"{value:.4g}")
+    console.print(table)
+
+
+class StepProgress:
+    """A live bar on a terminal; elsewhere a line every tenth of the way."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        """``steps`` in all, ``done`` before this start."""
+        self._steps = steps
+        self._printed = 10 * done // steps
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=done, status="")
+
+    def __enter__(self) -> StepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, status: str | None = None) -> None:
+        """Move to ``step``; ``status`` replaces the text beside the bar."""
+        self._bar.update(self._task, completed=step, **({"status": status} if status else {}))
+        tenth = 10 * step // self._steps
+        if not console.is_terminal and status and tenth > self._printed:
+            self._printed = tenth
+            console.print(f"step {step}/{self._steps}  {status}")

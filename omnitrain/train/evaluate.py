@@ -1,0 +1,212 @@
+"""Held-out loss, generated answers and their scores."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import soundfile
+import torch
+from PIL import Image
+
+from omnitrain.data.loader import pack_all
+from omnitrain.data.media import Waveform
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import Row, RowSource
+from omnitrain.data.sample import Rejected, Sample
+from omnitrain.errors import UserError
+from omnitrain.models.generation import Answer, generate
+from omnitrain.models.omni import OmniModel
+from omnitrain.recipe import Recipe
+from omnitrain.train.metrics import LossMeter
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A held-out row and what the model answered.
+
+    Attributes:
+        row: the whole row, its reference answer and extra columns included.
+        answer: the generated answer.
+    """
+
+    row: Row
+    answer: Answer
+
+
+Scorer = Callable[[Sequence[Answered]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out results.
+
+    Attributes:
+        losses: as :meth:`LossMeter.read` gives them.
+        answers: one per held-out row that could be read.
+        scores: what the scorer made of the answers.
+        rejected: rows that could not be read.
+    """
+
+    losses: dict[str, Any]
+    answers: list[Answered]
+    scores: dict[str, float]
+    rejected: list[Rejected]
+
+
+def evaluate(model: OmniModel, processor: OmniProcessor, recipe: Recipe, notify: Progress = lambda _: None) -> Evaluation:
+    """Run a recipe's evaluation.
+
+    Args:
+        model: in any mode; left in evaluation mode.
+        processor: of the model.
+        recipe: with an ``evaluation`` node and held-out data.
+        notify: told what is going on.
+
+    Raises:
+        UserError: no such scorer, or data that cannot be opened.
+    """
+    settings = recipe.evaluation
+    assert settings is not None
+    score = load_scorer(settings.scorer)
+    model.eval()
+    rows = list(heldout_rows(recipe))
+    prepared = [processor.sample(row, index, recipe.data.pack_tokens) for index, row in enumerate(rows)]
+    samples = [item for item in prepared if isinstance(item, Sample)]
+    notify(f"held-out loss over {len(samples)} samples")
+    losses = heldout_loss(model, samples, recipe.data.pack_tokens)
+    answers: list[Answered] = []
+    readable = [rows[sample.index] for sample in samples]
+    readable.sort(key=lambda row: row.source)  # prompts of one source have similar lengths
+    for start in range(0, len(readable), settings.batch_size):
+        notify(f"answers {start}/{len(readable)}")
+        batch = readable[start : start + settings.batch_size]
+        prompts = [processor.prompt(row) for row in batch]
+        made = generate(
+            model,
+            processor,
+            [prompt for prompt in prompts if isinstance(prompt, Sample)],
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling,
+            seed=recipe.train.seed + start,
+        )
+        answers += [Answered(row, answer) for row, answer in zip(batch, made, strict=True)]
+    rejected = [item for item in prepared if isinstance(item, Rejected)]
+    return Evaluation(losses, answers, score(answers), rejected)
+
+
+def heldout_rows(recipe: Recipe) -> Iterator[Row]:
+    """The held-out rows of a recipe, ``examples_per_source`` of each source at most."""
+    limit = recipe.evaluation.examples_per_source if recipe.evaluation else None
+    for source in recipe.data.heldout:
+        table = RowSource(source)
+        for positions in table.by_source().values():
+            yield from (table[position] for position in positions[:limit])
+
+
+@torch.no_grad()
+def heldout_loss(model: OmniModel, samples: Sequence[Sample], pack_tokens: int) -> dict[str, Any]:
+    """Mean loss and tokens, per head and per source (:meth:`LossMeter.read`)."""
+    meter = LossMeter()
+    for pack in pack_all(samples, pack_tokens):
+        pack = pack.to(model.device)
+        meter.add(pack, model(pack).losses)
+    return meter.read()
+
+
+def exact_match(answers: Sequence[Answered]) -> dict[str, float]:
+    """Share of answers whose text equals the reference's, per source; sources with text references only."""
+    hits: dict[str, list[bool]] = {}
+    for answered in answers:
+        reference = reference_text(answered.row)
+        if reference:
+            hits.setdefault(answered.row.source, []).append(answered.answer.text == reference)
+    return {source: sum(values) / len(values) for source, values in hits.items()}
+
+
+def reference_text(row: Row) -> str:
+    """Text of the row's last message, if an assistant said it; else empty."""
+    last = row.messages[-1]
+    if last["role"] != "assistant":
+        return ""
+    content = last["content"]
+    parts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    return "".join(parts).strip()
+
+
+def load_scorer(name: str | None) -> Scorer:
+    """The function behind ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``; None: :func:`exact_match`.
+
+    Raises:
+        UserError: no such file, module or function.
+    """
+    if name is None:
+        return exact_match
+    place, _, function = name.rpartition(":")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        return getattr(module, function)
+    except (OSError, ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"evaluation.scorer: {name!r} cannot be loaded ({error}); expected FILE.py:FUNCTION or MODULE:FUNCTION"
+        ) from None
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path.absolute()}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def save_samples(answers: Sequence[Answered], folder: Path, per_source: int) -> Path:
+    """Write the first answers of each source: ``samples.md`` with the texts, images and sounds beside it.
+
+    Returns:
+        The markdown file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    counts: dict[str, int] = {}
+    lines = ["# Generated samples", ""]
+    for answered in answers:
+        source = answered.row.source
+        counts[source] = counts.get(source, 0) + 1
+        if counts[source] > per_source:
+            continue
+        lines += [f"## {source} {counts[source]}", "", f"Row `{answered.row.id}`. Reference: {reference_text(answered.row) or 'media'}", ""]
+        stem = re.sub(r"\W+", "_", f"{source}_{counts[source]}")
+        lines += [f"- {shown}" for shown in write_parts(answered.answer.parts, folder, stem)] + [""]
+    page = folder / "samples.md"
+    page.write_text("\n".join(lines))
+    return page
+
+
+def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str]:
+    """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
+
+    Returns:
+        One line per part: the text, or a markdown link to the file.
+    """
+    shown = []
+    for position, part in enumerate(parts):
+        if isinstance(part, Image.Image):
+            name = f"{stem}_{position}.png"
+            part.save(folder / name)
+            shown.append(f"![{name}]({name})")
+        elif isinstance(part, Waveform):
+            name = f"{stem}_{position}.wav"
+            soundfile.write(folder / name, part.samples, part.rate)
+            shown.append(f"[{name}]({name})")
+        else:
+            shown.append(part)
+    return shown

@@ -1,0 +1,101 @@
+"""What a run measures: losses per head and source, tokens, speed, memory, waiting for data."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.outputs import LossTerm
+
+
+class LossMeter:
+    """Sums of losses and tokens per (head, source) since the last reading, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, int] = {}
+        self._totals: dict[str, torch.Tensor] = {}  # head -> [sources, 2]: loss sum, tokens
+
+    def add(self, pack: Pack, losses: dict[str, LossTerm]) -> None:
+        """Take in the losses of one pack."""
+        ids = [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
+        source_of_sample = torch.tensor(ids, device=pack.cu_seqlens.device)
+        for name, term in losses.items():
+            rows = pack.text_rows if name == "text" else pack.targets[name].positions
+            sources = source_of_sample[torch.bucketize(rows, pack.cu_seqlens[1:], right=True)]
+            values = torch.stack([term.rows.detach(), torch.ones_like(term.rows)], dim=1)
+            self._total(name, values).index_add_(0, sources, values)
+
+    def _total(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        old = self._totals.get(name, like.new_zeros(0, 2))
+        missing = len(self._sources) - len(old)
+        self._totals[name] = torch.cat([old, old.new_zeros(missing, 2)]) if missing else old
+        return self._totals[name]
+
+    def read(self) -> dict[str, Any]:
+        """Mean loss and tokens, per head and per source and head; starts anew."""
+        heads: dict[str, Any] = {}
+        sources: dict[str, Any] = {}
+        for name, totals in sorted(self._totals.items()):
+            table = totals.tolist()
+            heads[name] = _mean(sum(row[0] for row in table), sum(row[1] for row in table))
+            for source, index in sorted(self._sources.items()):
+                if index < len(table) and table[index][1]:
+                    sources.setdefault(source, {})[name] = _mean(*table[index])
+        self._totals = {}
+        return {"heads": heads, "sources": sources}
+
+
+def _mean(total: float, count: float) -> dict[str, float | int | None]:
+    return {"loss": total / count if count else None, "tokens": int(count)}
+
+
+class Stopwatch:
+    """Seconds and tokens since the last reading, and how much of it was waiting for data."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._tokens = 0
+        self._waited = 0.0
+
+    def add(self, tokens: int, waited: float) -> None:
+        """Count the tokens of a step and the seconds it waited for its packs."""
+        self._tokens += tokens
+        self._waited += waited
+
+    def read(self) -> dict[str, float]:
+        """``tokens_per_second`` and ``data_wait`` (share of the time); starts anew."""
+        now = time.perf_counter()
+        seconds = max(now - self._start, 1e-9)
+        reading = {"tokens_per_second": self._tokens / seconds, "data_wait": self._waited / seconds}
+        self._start, self._tokens, self._waited = now, 0, 0.0
+        return reading
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak of this process: allocated on the GPU, else resident, MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line, appended and flushed."""
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        """Lines behind ``resume_step`` of an earlier run are dropped: they will be written again."""
+        self._path = path
+        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= resume_step] if (
+            path.is_file() and resume_step
+        ) else []
+        path.write_text("".join(f"{line}\n" for line in kept))
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line."""
+        with self._path.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")

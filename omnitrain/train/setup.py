@@ -1,0 +1,98 @@
+"""From a recipe to a model and its processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.freeze import freeze
+from omnitrain.models.omni import OmniModel
+from omnitrain.recipe import ChatFormat, HFSource, Recipe
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
+    """The model of a recipe, frozen as it says, and its processor.
+
+    Args:
+        recipe: the recipe; fresh weights follow from its seed.
+        init_device: ``meta`` makes shapes only.
+
+    Raises:
+        UserError: anything in the recipe that does not fit together.
+    """
+    if recipe.model.checkpoint is not None:
+        return load_checkpoint(recipe.model.checkpoint, recipe.model.freeze, init_device)
+    torch.manual_seed(recipe.train.seed)
+    assert recipe.model.foundation is not None
+    model = build_omni_model(
+        foundation=_source(recipe.model.foundation),
+        encoders=dict(recipe.model.encoders),
+        decoders=dict(recipe.model.decoders),
+        init_device=init_device,
+        torch_dtype=_DTYPES[recipe.model.dtype],
+    )
+    tokenizer = _tokenizer(recipe)
+    readers, writers = model.media_adapters()
+    _add_chat_tokens(tokenizer, recipe.data.chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities})
+    _fit_vocabulary(model, tokenizer)
+    freeze(model, recipe.model.freeze)
+    return model, OmniProcessor(tokenizer, recipe.data.chat, readers, writers)
+
+
+def load_checkpoint(
+    folder: str | Path, frozen: list[str] | None = None, init_device: str = "cpu"
+) -> tuple[OmniModel, OmniProcessor]:
+    """A saved model and its processor.
+
+    Args:
+        folder: written by a run, or by ``save_pretrained`` of both.
+        frozen: components that do not train.
+        init_device: ``meta`` makes shapes only.
+
+    Raises:
+        UserError: not such a folder.
+        WeightsError: tensors missing, left over or misshapen.
+    """
+    if not Path(folder, "config.json").is_file():
+        raise UserError(f"model.checkpoint: {str(folder)!r} holds no config.json; expected a saved omni model")
+    model = build_omni_model(weights_path=str(folder), init_device=init_device)
+    freeze(model, frozen or [])
+    return model, OmniProcessor.from_pretrained(folder, *model.media_adapters())
+
+
+def _source(source: HFSource) -> Any:
+    return source.path if source.path is not None else source.config
+
+
+def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    assert recipe.model.foundation is not None
+    path = recipe.model.tokenizer or recipe.model.foundation.path
+    if path is None:
+        raise UserError("model.tokenizer: a foundation made from a config needs the path of a text tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.tokenizer: no tokenizer at {path!r}: {str(error).splitlines()[0]}") from None
+
+
+def _add_chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, modalities: set[str]) -> None:
+    """Start tokens that the tokenizer does not have become new special tokens."""
+    wanted = [getattr(chat, modality) for modality in sorted(modalities)]
+    new = [token for token in wanted if len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1]
+    tokenizer.add_tokens(new, special_tokens=True)
+
+
+def _fit_vocabulary(model: OmniModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Grow the foundation's embeddings where the tokenizer has more tokens than they have rows."""
+    rows = model.foundation.get_input_embeddings().weight.size(0)
+    if len(tokenizer) > rows:
+        model.foundation.resize_token_embeddings(len(tokenizer), mean_resizing=model.device.type != "meta")
+        model.config.foundation = {**(model.config.foundation or {}), "vocab_size": len(tokenizer)}

@@ -1,0 +1,262 @@
+"""``Trainer(recipe).fit()``: one loop, one step on one screen."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as hf_logging
+
+from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.data.loader import LoaderState, PackLoader, build_dataloader
+from omnitrain.data.pack import Pack
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.errors import UserError
+from omnitrain.models.omni import OmniModel
+from omnitrain.models.table import component_rows
+from omnitrain.optim.adamw import build_optimizer, learning_rate
+from omnitrain.optim.gradients import clip_gradients
+from omnitrain.recipe import Recipe
+from omnitrain.recipe.load import save_recipe
+from omnitrain.train.display import StepProgress, console, show_components, show_scores
+from omnitrain.train.evaluate import evaluate, load_scorer, save_samples
+from omnitrain.train.interrupt import Interrupt
+from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.setup import build_from_recipe, load_checkpoint
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient became NaN or infinite; the message names the samples. Nothing was updated."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended.
+
+    Attributes:
+        step: optimizer steps done.
+        interrupted: Ctrl-C ended it early.
+        checkpoint: the last checkpoint.
+        scores: of the evaluation; empty without one.
+    """
+
+    step: int
+    interrupted: bool
+    checkpoint: Path
+    scores: dict[str, float]
+
+
+class Trainer:
+    """Trains the model of a recipe.
+
+    Attributes:
+        recipe: as given.
+        model: the model, in place.
+        processor: rows -> samples.
+        loader: packs of training data.
+        optimizer: AdamW.
+        step: optimizer steps done.
+    """
+
+    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+        """Build everything; nothing is written before :meth:`fit`.
+
+        Args:
+            recipe: what to train.
+            resume: continue the run in ``recipe.output_dir`` from its newest checkpoint.
+
+        Raises:
+            UserError: whatever does not fit together in recipe, data and weights.
+        """
+        started = time.perf_counter()
+        hf_logging.set_verbosity_error()
+        self.recipe = recipe
+        self.folder = Path(recipe.output_dir)
+        self.store = CheckpointStore(self.folder / "checkpoints", recipe.train.keep_checkpoints)
+        self.device = _device(recipe.train.device)
+        if recipe.train.cpu_threads is not None:
+            torch.set_num_threads(recipe.train.cpu_threads)
+        if recipe.evaluation is not None:
+            load_scorer(recipe.evaluation.scorer)
+        checkpoint = self.store.latest() if resume else None
+        self.model: OmniModel
+        self.processor: OmniProcessor
+        self.model, self.processor = (
+            load_checkpoint(checkpoint, recipe.model.freeze) if checkpoint else build_from_recipe(recipe)
+        )
+        self.model.to(self.device).train()  # type: ignore[arg-type]
+        self.optimizer = build_optimizer(self.model, recipe.train.optimizer)
+        self.step, self.seconds = 0, 0.0
+        state = self._restore(checkpoint) if checkpoint else LoaderState()
+        self.loader: PackLoader = build_dataloader(recipe.data, self.processor, seed=recipe.train.seed, state=state)
+        self.weights = {"text": recipe.train.text_loss_weight} | {
+            name: decoder.loss_weight for name, decoder in recipe.model.decoders.items()
+        }
+        self.meter, self.stopwatch = LossMeter(), Stopwatch()
+        self.steps_without_targets = 0
+        self._started = started - self.seconds
+
+    def fit(self) -> RunSummary:
+        """Train to the last step (or Ctrl-C), save, evaluate.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite.
+            UserError: data turned out to be unusable.
+        """
+        train = self.recipe.train
+        self._open_folder()
+        show_components(component_rows(self.model))
+        metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step=self.step)
+        packs = iter(self.loader)
+        self.stopwatch = Stopwatch()
+        with Interrupt() as interrupt, StepProgress(train.steps, self.step) as progress:
+            while self.step < train.steps and not interrupt.requested:
+                waiting = time.perf_counter()
+                batch = [next(packs) for _ in range(train.micro_batches)]
+                waited = time.perf_counter() - waiting
+                loss, norm = self.train_step(batch)
+                self.stopwatch.add(sum(pack.num_tokens for pack in batch), waited)
+                progress.update(self.step)
+                if self.step % train.log_every == 0 or self.step == train.steps:
+                    line = self._metrics(loss, norm)
+                    metrics.write(line)
+                    progress.update(self.step, _status(line))
+                if train.save_every and self.step % train.save_every == 0 and self.step < train.steps:
+                    self._save()
+            checkpoint = self._save()
+        if interrupt.requested:
+            console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
+            return RunSummary(self.step, True, checkpoint, {})
+        return RunSummary(self.step, False, checkpoint, self._evaluate())
+
+    def train_step(self, batch: list[Pack]) -> tuple[float, float]:
+        """One optimizer step over ``batch``.
+
+        Every head's loss is its sum over the whole batch, divided once by the batch's number of predicted tokens: how
+        samples are spread over packs does not show.
+
+        Returns:
+            The total loss and the gradient norm before clipping.
+
+        Raises:
+            NonFiniteError: before the update; the message names the samples.
+        """
+        settings = self.recipe.train.optimizer
+        counts = _total_counts(batch)
+        total = torch.zeros((), device=self.device)
+        for pack in batch:
+            pack = pack.to(self.device)
+            losses = self.model(pack).losses
+            terms = [self.weights.get(n, 1.0) * term.sum / counts[n] for n, term in losses.items() if counts[n]]
+            if terms:
+                loss = torch.stack(terms).sum()
+                loss.backward()
+                total += loss.detach()
+            self.meter.add(pack, losses)
+        norm = clip_gradients(self.model.parameters(), settings.max_grad_norm)
+        loss_value, norm_value = total.item(), norm.item()
+        if not (torch.isfinite(total) and torch.isfinite(norm)):
+            ids = [sample for pack in batch for sample in pack.info.ids]
+            raise NonFiniteError(f"step {self.step + 1}: loss {loss_value}, gradient norm {norm_value}; samples {ids}")
+        if sum(counts.values()):
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings)
+            self.optimizer.step()
+        else:
+            self.steps_without_targets += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss_value, norm_value
+
+    def _metrics(self, loss: float, norm: float) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            **self.meter.read(),
+            **self.stopwatch.read(),
+            "memory_mb": peak_memory_mb(self.device),
+            "rejected": len(self.loader.rejected),
+            "steps_without_targets": self.steps_without_targets,
+        }
+
+    def _save(self) -> Path:
+        self.seconds = time.perf_counter() - self._started
+        checkpoint = self.store.save(self.step, self._write)
+        rejected = [asdict(row) for row in self.loader.rejected.values()]
+        (self.folder / "rejected.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rejected))
+        return checkpoint
+
+    def _write(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "loader": asdict(self.loader.state()),
+            "steps_without_targets": self.steps_without_targets,
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        torch.save(state, folder / "trainer.pt")
+
+    def _restore(self, checkpoint: Path) -> LoaderState:
+        state = torch.load(checkpoint / "trainer.pt", weights_only=True)
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.steps_without_targets = state["steps_without_targets"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        return LoaderState(state["loader"]["next_index"], tuple(state["loader"]["held"]))
+
+    def _open_folder(self) -> None:
+        """Make the run's folder. A new run moves an older one aside instead of mixing with it."""
+        if self.step == 0 and self.folder.exists() and any(self.folder.iterdir()):
+            aside = next(p for n in count(1) if not (p := self.folder.with_name(f"{self.folder.name}.old{n}")).exists())
+            self.folder.rename(aside)
+            console.print(f"{self.folder} held an earlier run; it is now {aside}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_recipe(self.recipe, self.folder / "recipe.yaml")
+
+    def _evaluate(self) -> dict[str, float]:
+        if self.recipe.evaluation is None:
+            return {}
+        with console.status("evaluation") as status:
+            result = evaluate(self.model, self.processor, self.recipe, lambda text: status.update(text))
+        scores = result.scores | {"seconds": time.perf_counter() - self._started}
+        (self.folder / "eval.json").write_text(json.dumps(scores | {"losses": result.losses}, indent=2) + "\n")
+        page = save_samples(result.answers, self.folder / "samples", self.recipe.evaluation.saved_samples)
+        show_scores(scores, title=f"{len(result.answers)} held-out answers")
+        console.print(f"scores: {self.folder / 'eval.json'}   samples: {page}   rows skipped: {len(self.loader.rejected)}")
+        return scores
+
+
+def _total_counts(batch: list[Pack]) -> dict[str, int]:
+    """Predicted tokens per head over all packs of a step."""
+    totals: dict[str, int] = {}
+    for pack in batch:
+        for name, number in pack.loss_counts().items():
+            totals[name] = totals.get(name, 0) + number
+    return totals
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"train.device: {name!r} is no device; expected auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"train.device: {name!r} asked for, and torch {torch.__version__} finds no CUDA device")
+    return device
+
+
+def _status(line: dict[str, Any]) -> str:
+    heads = "  ".join(f"{name} {head['loss']:.3f}" for name, head in line["heads"].items() if head["tokens"])
+    return f"loss {line['loss']:.3f}  {heads}  {line['tokens_per_second']:,.0f} tokens/s"

@@ -1,0 +1,101 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from omnitrain.errors import RecipeError
+from omnitrain.recipe import Recipe, list_recipes, load_recipe, save_recipe
+
+
+def refusal(*arguments: object) -> list[str]:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(*arguments)
+    return str(error.value).splitlines()
+
+
+def test_saved_recipe_is_complete_and_loads_to_an_equal_tree(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file, ["data.chat.end=1e-3", "output_dir='1e5'", 'data.chat.separator="\\n\\t"'])
+    saved = tmp_path / "run" / "recipe.yaml"
+    save_recipe(recipe, saved)
+    assert load_recipe(saved) == recipe
+    assert "weight_decay: 0.01" in saved.read_text()
+    assert os.listdir(saved.parent) == ["recipe.yaml"]
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipe_saves_and_loads_to_an_equal_tree(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert len(list_recipes()[name].read_text().splitlines()) < 60
+
+
+def test_all_problems_are_reported_at_once_one_line_each(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "model: {foundation: {config: {model_type: qwen3, hiden_size: 8, vocab_size: many}}}\n"
+        "data: {tran: [{path: x}], pack_tokens: many}\n"
+        "train: {optimizer: {learning_rat: 1e-3, schedule: cosin}}\n"
+        "evaluation: {saved_samples: -1}\n"
+    )
+    assert refusal(file, ["train.steps", "data.heldout.2.path=x"]) == [
+        f"{file}: 8 problems",
+        "  override `train.steps`: expected key.sub=value, such as train.steps=20",
+        "  data.heldout.2: found `2`; expected no index, the list is empty; or set `data.heldout` as a whole",
+        "  model.foundation.config.hiden_size: unknown key of Qwen3Config, found 8; did you mean `hidden_size`?",
+        "  data.pack_tokens: found 'many'; expected a valid integer, unable to parse string as an integer; "
+        "change it, or remove it for the default 4096",
+        "  data.tran: unknown key, found [{'path': 'x'}]; did you mean `train`?",
+        "  train.optimizer.schedule: found 'cosin'; expected 'cosine' or 'constant'; did you mean `cosine`?",
+        "  train.optimizer.learning_rat: unknown key, found 0.001; did you mean `learning_rate`?",
+        "  evaluation.saved_samples: found -1; expected greater than or equal to 0; "
+        "change it, or remove it for the default 4",
+    ]
+
+
+def test_missing_key_is_named_with_what_it_means(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("data: {train: [{weight: 1}]}")
+    assert refusal(file)[1:] == [
+        "  model: missing; expected: The omni model; add `model`",
+        "  data.train.0.path: missing; expected: Parquet file, glob of parquet files, folder of them, or a Hub data "
+        "set id; add `path`",
+    ]
+
+
+def test_branches_of_a_union_make_one_line(recipe_file: Path) -> None:
+    assert refusal(recipe_file, ["model.encoders.image_encoder.processor=[3]"])[1:] == [
+        "  model.encoders.image_encoder.processor: found [3]; expected a valid string, or a valid dictionary; "
+        "change it, or remove it",
+    ]
+
+
+def test_sampling_of_something_the_model_does_not_write_is_refused(recipe_file: Path) -> None:
+    assert refusal(recipe_file, ["evaluation.sampling.image_decodr.top_k=2"])[1:] == [
+        "  evaluation.sampling.image_decodr: unknown name; did you mean `image_decoder`?",
+    ]
+
+
+def test_missing_file_says_what_was_looked_for_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert refusal("recipes/quickstrat.yaml") == [
+        f"no recipe `recipes/quickstrat.yaml`: looked for the file {tmp_path}/recipes/quickstrat.yaml and for a "
+        f"shipped recipe of that name in {tmp_path}/recipes; did you mean `quickstart`?"
+    ]
+
+
+def test_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("# nothing\n")
+    assert "found an empty file" in refusal(file)[0]
+    file.write_text("- a\n")
+    assert "found a list" in refusal(file)[0]
+    file.write_bytes(b"a: \xff")
+    assert "not UTF-8 text (byte 3)" in refusal(file)[0]
+
+
+def test_recipe_load_is_load_recipe(recipe_file: Path) -> None:
+    assert Recipe.load(str(recipe_file), ["train.steps=3"]).train.steps == 3

@@ -1,0 +1,70 @@
+"""A typo in a recipe never does nothing: every key of every shipped recipe, misspelt, is refused by its full path."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omnitrain.errors import RecipeError
+from omnitrain.recipe import list_recipes, load_recipe
+from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
+
+Key = tuple[str | int, ...]
+
+# The keys in these are names that the user makes up, or (of `processor`) belong to a class known only with the tower.
+FREE_NAMES = ("model.encoders", "model.decoders")
+SHIPPED = list_recipes()
+
+
+def test_every_misspelt_key_of_a_full_recipe_is_refused(recipe_file: Path) -> None:
+    assert misspell_each_key(recipe_file) > 100
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_misspelt_key_of_a_shipped_recipe_is_refused(name: str, tmp_path: Path) -> None:
+    assert misspell_each_key(SHIPPED[name], tmp_path / "misspelt.yaml") > 100
+
+
+def misspell_each_key(recipe: Path, scratch: Path | None = None) -> int:
+    """Misspell the keys of the recipe's text and of its resolved tree, one at a time; returns how many."""
+    scratch = scratch or recipe.with_name("misspelt.yaml")
+    trees = [parse_yaml(recipe.read_text(), str(recipe)), load_recipe(recipe).model_dump()]
+    cases = [(tree, key) for tree in trees for key in keys(tree)]
+    for tree, key in cases:
+        scratch.write_text(dump_yaml(misspelt(tree, key)))
+        with pytest.raises(RecipeError) as refusal:
+            load_recipe(scratch)
+        path = ".".join(map(str, (*key[:-1], misspell(str(key[-1])))))
+        lines = [line for line in str(refusal.value).splitlines() if line.startswith(f"  {path}: ")]
+        expected = "missing" if key[-1] == "model_type" and not lines else f"did you mean `{key[-1]}`?"
+        assert expected in (lines[0] if lines else str(refusal.value)), str(refusal.value)
+    return len(cases)
+
+
+def keys(node: Any, above: Key = ()) -> Iterator[Key]:
+    if isinstance(node, dict):
+        for name, child in node.items():
+            if ".".join(map(str, above)) not in FREE_NAMES:
+                yield (*above, name)
+            if name != "processor":
+                yield from keys(child, (*above, name))
+    elif isinstance(node, list):
+        for index, child in enumerate(node):
+            yield from keys(child, (*above, index))
+
+
+def misspelt(tree: Any, key: Key) -> Any:
+    tree = copy.deepcopy(tree)
+    node = tree
+    for part in key[:-1]:
+        node = node[part]
+    node[misspell(str(key[-1]))] = node.pop(key[-1])
+    return tree
+
+
+def misspell(word: str) -> str:
+    """Double the letter in the middle."""
+    middle = len(word) // 2
+    return word[: middle + 1] + word[middle:]
