@@ -11,7 +11,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "omnitrain needs Python >= 3.11; found '$(PYTHON)': $$($(PYTHON) --version 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+		{ echo "omnitrain needs Python >= 3.11; found '$(PYTHON)': $$($(PYTHON) --version 2>&1 | head -n 1). Try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 		{ echo "'$(PYTHON)' has no venv or pip; install them (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from omnitrain.data.loader import OmniDataCollatorWithPacking, build_dataloader
     from omnitrain.data.pack import Pack
+    from omnitrain.data.processor import OmniProcessor
     from omnitrain.data.sample import MediaSpan, Sample
     from omnitrain.models.build import build_foundation_model, build_omni_model
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import LossTerm, OmniOutput
-    from omnitrain.models.processor import OmniProcessor
     from omnitrain.recipe import Recipe
     from omnitrain.train.trainer import Trainer
 
@@ -27,7 +27,7 @@ _HOMES = {
     "OmniDataCollatorWithPacking": "omnitrain.data.loader",
     "OmniModel": "omnitrain.models.omni",
     "OmniOutput": "omnitrain.models.outputs",
-    "OmniProcessor": "omnitrain.models.processor",
+    "OmniProcessor": "omnitrain.data.processor",
     "Pack": "omnitrain.data.pack",
     "Recipe": "omnitrain.recipe",
     "Sample": "omnitrain.data.sample",

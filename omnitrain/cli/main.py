@@ -122,9 +122,9 @@ def run(
 def generate(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a saved omni model.")],
     prompt: Annotated[str, typer.Option(help="What the user says.")],
-    image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Image to read; may be repeated.")] = None,
-    audio: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Audio to read; may be repeated.")] = None,
-    video: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Video to read; may be repeated.")] = None,
+    image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image to read; may be repeated.")] = None,
+    audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio to read; may be repeated.")] = None,
+    video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video to read; may be repeated.")] = None,
     output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for generated media.")] = Path("generated"),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
@@ -133,7 +133,7 @@ def generate(
     """Answer a prompt with text, images and audio."""
     from omnitrain.train.answer import answer
 
-    answered = answer(
+    _, parts = answer(
         checkpoint,
         prompt,
         images=image or [],
@@ -144,9 +144,8 @@ def generate(
         temperature=temperature,
         seed=seed,
     )
-    typer.echo(answered.text)
-    for file in answered.files:
-        typer.echo(file)
+    for part in parts:
+        typer.echo(part)
 
 
 @app.command()

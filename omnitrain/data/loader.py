@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,16 +82,17 @@ class PackLoader:
         return LoaderState(self._next_index, tuple(sample.index for sample in self._held))
 
     def __iter__(self) -> Iterator[Pack]:
-        samples = iter(self._samples())
-        for _ in self._start.held:
-            self._draw(samples)
-        while True:
-            while len(self._held) < self.data.packing_buffer or _tokens(self._held) < self.data.pack_tokens:
+        # Closed by name: workers that the garbage collector has to end hang for five seconds.
+        with contextlib.closing(self._samples()) as samples:
+            for _ in self._start.held:
                 self._draw(samples)
-            chosen = fill_pack(self._held, self.data.pack_tokens)
-            indices = {sample.index for sample in chosen}
-            self._held = [sample for sample in self._held if sample.index not in indices]
-            yield Pack.from_samples(chosen)
+            while True:
+                while len(self._held) < self.data.packing_buffer or _tokens(self._held) < self.data.pack_tokens:
+                    self._draw(samples)
+                chosen = fill_pack(self._held, self.data.pack_tokens)
+                indices = {sample.index for sample in chosen}
+                self._held = [sample for sample in self._held if sample.index not in indices]
+                yield Pack.from_samples(chosen)
 
     def _draw(self, samples: Iterator[Sample | Rejected | UserError]) -> None:
         drawn = next(samples)
@@ -106,7 +108,7 @@ class PackLoader:
         if len(self.rejected) >= sum(self.order.lengths):
             raise DataError(f"every row was rejected; the last, {drawn.id!r}: {drawn.reason}")
 
-    def _samples(self) -> Iterable[Sample | Rejected | UserError]:
+    def _samples(self) -> Generator[Sample | Rejected | UserError, None, None]:
         loader: DataLoader[Any] = DataLoader(
             self.rows,
             batch_size=_ROWS_PER_MESSAGE,

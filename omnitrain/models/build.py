@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.towers import tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
-from omnitrain.models.hf import Source, as_config, as_dict, load_strictly, resolve
+from omnitrain.models.hf import Source, as_config, as_dict, config_at, load_strictly, resolve
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.recipe import Decoder, Encoder, HFSource
 
@@ -109,12 +110,7 @@ def _described(source: Source, init_device: str) -> Source:
     """On ``meta`` only shapes count: a path becomes its config, so that no weights are read."""
     if init_device != "meta" or not isinstance(source, str):
         return source
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no HF model at {source!r}: {str(error).splitlines()[0]}") from None
+    return config_at(source)
 
 
 def _hf_source(source: HFSource, init_device: str) -> Source:
@@ -143,9 +139,7 @@ def _encoder(
 
 def _hears(name: str, spec: Encoder) -> bool:
     """Audio or vision? The tower's config tells: spectrogram bins, or patches."""
-    from transformers import AutoConfig
-
-    config = as_config(spec.tower.config) if spec.tower.config else AutoConfig.from_pretrained(spec.tower.path)
+    config = as_config(spec.tower.config) if spec.tower.config else config_at(str(spec.tower.path))
     nodes = [config, *(getattr(config, key) for key in config.sub_configs)]
     if any(hasattr(node, "num_mel_bins") for node in nodes):
         return True
@@ -184,8 +178,6 @@ def _extractor_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]
 
 
 def _settings_of(processor: Any) -> dict[str, Any]:
-    import json
-
     return {k: v for k, v in json.loads(processor.to_json_string()).items() if k != "processor_class"}
 
 

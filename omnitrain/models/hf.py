@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import json
@@ -76,11 +77,31 @@ def model_class(config: PreTrainedConfig, auto_class: Any = AutoModel) -> type[P
 
 
 def _load(path: str, auto_class: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+    return load_strictly(model_class(config_at(path), auto_class), path, dtype, allow_extra=True)
+
+
+def config_at(path: str) -> PreTrainedConfig:
+    """The HF config of a Hub id or folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    require_folder(path, "HF model")
     try:
-        config = AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"no HF model at {path!r}: {str(error).splitlines()[0]}{_nearest_folder(path)}") from None
-    return load_strictly(model_class(config, auto_class), path, dtype, allow_extra=True)
+        raise UserError(f"no HF model at {path!r}: {str(error).splitlines()[0]}") from None
+
+
+def require_folder(path: str, what: str) -> None:
+    """A name that can only be a local folder must be one; others may be Hub ids (``org/name``).
+
+    Raises:
+        UserError: names the folder that was looked for, and the nearest one there is.
+    """
+    is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if is_local and not Path(path).expanduser().is_dir():
+        raise UserError(f"no {what} at {path!r}: no folder {Path(path).absolute()}{_nearest_folder(path)}")
 
 
 def load_strictly(
@@ -99,16 +120,31 @@ def load_strictly(
         UserError: no such folder, or no weights in it.
         WeightsError: names every missing, unexpected or misshapen tensor, and probable renames.
     """
+    require_folder(path, cls.__name__)
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # the report below says it better than the load table
     try:
-        model, info = cls.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, **kwargs)
+        model, info = cls.from_pretrained(
+            path, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
     except OSError as error:
         raise UserError(f"cannot load {cls.__name__} from {path!r}: {str(error).splitlines()[0]}") from None
     finally:
         hf_logging.set_verbosity(verbosity)
     _raise_on_difference(cls, path, info, allow_extra)
+    _freeze_as_built(model)
     return model
+
+
+def _freeze_as_built(model: PreTrainedModel) -> None:
+    """Loading makes every parameter trainable; a model that freezes parts of itself (Whisper's positions) means it."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = None
+    with torch.device("meta"):
+        built = type(model)(config)
+    trainable = {name: parameter.requires_grad for name, parameter in built.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable[name])
 
 
 def _raise_on_difference(cls: type, path: str, info: dict[str, Any], allow_extra: bool) -> None:

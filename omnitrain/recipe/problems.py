@@ -58,7 +58,7 @@ def _locate(location: Path, root: type[BaseModel]) -> _Spot:
     path: list[str | int] = []
     for part in location:
         branches = _branches(annotation)
-        if len(branches) > 1:
+        if len(branches) > 1 and _names_a_branch(part, branches):
             annotation = Any
         elif part != "[key]":
             node = branches[0]
@@ -81,6 +81,12 @@ def _branches(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
         return [branch for one in get_args(annotation) if one is not type(None) for branch in _branches(one)]
     return [annotation]
+
+
+def _names_a_branch(part: str | int, branches: list[Any]) -> bool:
+    """`str` or `dict[str,any]` instead of a key: pydantic's way to say which branch of a union it tried."""
+    names = {getattr(get_origin(branch) or branch, "__name__", "") for branch in branches}
+    return str(part).partition("[")[0] in names
 
 
 def _meant_path(spot: _Spot) -> Path:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
+from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.located import located
 from omnitrain.recipe.suggest import hint
 
@@ -63,7 +64,7 @@ class Encoder(Strict):
     tower: Source = Field(description="The HF vision or audio tower. A string is short for {path: ...}.")
     projector: Projector = Field(default_factory=Projector, description="From the tower's rows to the foundation.")
     max_frames: int = Field(32, ge=1, description="Frames read from a video; longer ones are sampled evenly.")
-    processor: str | dict[str, Any] | None = Field(
+    processor: Annotated[str | dict[str, Any] | None, BeforeValidator(check_hf_processor_keys)] = Field(
         None,
         description="The HF image processor or feature extractor: a folder or Hub id, or its arguments. Unset: the one "
         "saved beside the tower, or one derived from the tower's config.",

@@ -11,7 +11,11 @@ from rich.table import Table
 
 from omnitrain.models.table import ComponentRow
 
+_NARROW = 120  # columns where no terminal says how many
+
 console = Console(highlight=False)
+if not console.is_terminal:
+    console = Console(highlight=False, width=_NARROW)
 
 
 def show_components(rows: list[ComponentRow]) -> None:

@@ -12,6 +12,7 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
+from omnitrain.models.hf import require_folder
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import ChatFormat, HFSource, Recipe
 
@@ -77,6 +78,7 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     path = recipe.model.tokenizer or recipe.model.foundation.path
     if path is None:
         raise UserError("model.tokenizer: a foundation made from a config needs the path of a text tokenizer")
+    require_folder(path, "text tokenizer")
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

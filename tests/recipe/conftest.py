@@ -21,6 +21,7 @@ model:
       tower:
         config: {model_type: siglip_vision_model, hidden_size: 32, patch_size: 4}
       projector: {kind: pixel_shuffle, factor: 2}
+      processor: {size: {height: 8, width: 8}, do_normalize: false}
     film_encoder:
       tower:
         config:

@@ -14,7 +14,7 @@ def refusal(*arguments: object) -> list[str]:
 
 
 def test_saved_recipe_is_complete_and_loads_to_an_equal_tree(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_file, ["data.chat.end=1e-3", "output_dir='1e5'", 'data.chat.separator="\\n\\t"'])
+    recipe = load_recipe(recipe_file, ["data.chat.end='1e-3'", "output_dir='1e5'", 'data.chat.separator="\\n\\t"'])
     saved = tmp_path / "run" / "recipe.yaml"
     save_recipe(recipe, saved)
     assert load_recipe(saved) == recipe
@@ -99,3 +99,26 @@ def test_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_recipe_load_is_load_recipe(recipe_file: Path) -> None:
     assert Recipe.load(str(recipe_file), ["train.steps=3"]).train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "model.foundation.path=x",
+            "  model.foundation: give exactly one of `path` (pretrained weights) and `config` (a fresh model), "
+            "found both",
+        ),
+        (
+            "model.checkpoint=x",
+            "  model: `checkpoint` already holds the whole model; "
+            "remove ['foundation', 'tokenizer', 'encoders', 'decoders']",
+        ),
+        (
+            "model={encoders: {}}",
+            "  model: give `checkpoint` (a saved omni model) or `foundation` (a language model)",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together_are_one_line_at_their_node(recipe_file: Path, override: str, line: str) -> None:
+    assert refusal(recipe_file, [override])[1:] == [line]

@@ -13,7 +13,7 @@ from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 Key = tuple[str | int, ...]
 
-# The keys in these are names that the user makes up, or (of `processor`) belong to a class known only with the tower.
+# The keys in these are names that the user makes up.
 FREE_NAMES = ("model.encoders", "model.decoders")
 SHIPPED = list_recipes()
 
@@ -48,8 +48,7 @@ def keys(node: Any, above: Key = ()) -> Iterator[Key]:
         for name, child in node.items():
             if ".".join(map(str, above)) not in FREE_NAMES:
                 yield (*above, name)
-            if name != "processor":
-                yield from keys(child, (*above, name))
+            yield from keys(child, (*above, name))
     elif isinstance(node, list):
         for index, child in enumerate(node):
             yield from keys(child, (*above, index))

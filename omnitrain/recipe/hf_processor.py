@@ -1,0 +1,86 @@
+"""Checks the arguments of a HuggingFace image processor or feature extractor: HF itself accepts any key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Set
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
+
+from omnitrain.recipe.located import located
+from omnitrain.recipe.suggest import hint
+
+_TYPE_KEYS = {"image_processor_type", "feature_extractor_type"}
+# What `omnitrain.models.build` makes when no type is named; which of them, only the tower tells.
+_UNNAMED = (
+    ("image_processor_type", "SiglipImageProcessor"),
+    ("image_processor_type", "Qwen2VLImageProcessor"),
+    ("feature_extractor_type", "WhisperFeatureExtractor"),
+)
+
+
+def check_hf_processor_keys(value: Any) -> Any:
+    """Check the arguments of a HF image processor or feature extractor, sizes included.
+
+    Args:
+        value: keyword arguments; anything but a dict is passed on for pydantic to judge.
+
+    Returns:
+        ``value``, unchanged.
+
+    Raises:
+        ValidationError: every unknown type, and every key that the class (of those omnitrain makes by itself, any)
+            does not have, located at the key, with the nearest that it has.
+    """
+    if isinstance(value, dict):
+        problems = _problems(value)
+        if problems:
+            raise ValidationError.from_exception_data("HF processor", problems)
+    return value
+
+
+def _problems(value: dict[Any, Any]) -> list[InitErrorDetails]:
+    named = [(key, str(value[key])) for key in sorted(_TYPE_KEYS & value.keys())]
+    for key, name in named:
+        if _class_of(key, name) is None:
+            return [located(f"found {name!r}; expected a class that this transformers has; change it", (key,), name)]
+    valid = _TYPE_KEYS.union(*(_argument_names(_class_of(key, name)) for key, name in named or _UNNAMED))
+    problems = _unknown_keys(value, valid)
+    for key, given in value.items():
+        if str(key).endswith("size") and isinstance(given, dict):
+            problems += _unknown_keys(given, _size_keys(), (str(key),))
+    return problems
+
+
+def _unknown_keys(value: dict[Any, Any], valid: Set[str], at: tuple[str, ...] = ()) -> list[InitErrorDetails]:
+    return [
+        located(f"unknown key, found {given!r}; {hint(str(key), valid)}", (*at, str(key)), given)
+        for key, given in value.items()
+        if key not in valid
+    ]
+
+
+def _class_of(type_key: str, name: str) -> Any:
+    if type_key == "feature_extractor_type":
+        from transformers.models.auto.feature_extraction_auto import feature_extractor_class_from_name
+
+        return feature_extractor_class_from_name(name)
+    from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
+
+    base = name.removesuffix("Fast").removesuffix("Pil")
+    return get_image_processor_class_from_name(f"{base}Pil") or get_image_processor_class_from_name(base)
+
+
+def _argument_names(processor_class: Any) -> set[str]:
+    inits = [vars(base)["__init__"] for base in processor_class.__mro__[:-1] if "__init__" in vars(base)]
+    parameters = {name for init in inits for name in inspect.signature(init).parameters} - {"self", "args", "kwargs"}
+    declared = getattr(processor_class, "valid_kwargs", None)
+    return parameters | set(processor_class().to_dict()) | set(declared.__annotations__ if declared else ())
+
+
+def _size_keys() -> set[str]:
+    from transformers.image_utils import SizeDict
+
+    return set(SizeDict.__annotations__)

@@ -1,0 +1,292 @@
+"""Makes the quickstart's frozen tokenizers from the training split: `tokenizers/text`, `mel_vq` and `image_vq`.
+
+    python tasks/quickstart/make_tokenizers.py      # about two minutes on one core
+
+text      byte-level BPE, a Hugging Face tokenizer
+mel_vq    omnitrain's MelVQ: k-means over log-mel frames, 40 ms a code
+image_vq  transformers' JanusVQVAE: an 8x8 image is 4x4 codes
+
+Seeds are fixed. Prints what the held-out split loses on its way through each of them: the judges' accuracy on decoded
+media beside the one on real media, and how evenly the codes are used.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from sklearn.cluster import KMeans
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from transformers import JanusVQVAE, PreTrainedTokenizerFast
+from transformers.models.janus.configuration_janus import JanusVQVAEConfig
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+
+from judges import ImageJudge, SpeechJudge, media_of  # noqa: E402
+
+from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig  # noqa: E402
+
+TRAIN, HELDOUT = HERE / "data" / "train.parquet", HERE / "data" / "heldout.parquet"
+SEED = 0
+
+TEXT_VOCABULARY = 384
+PAD, END = "<|pad|>", "<|end|>"
+OTHER_SPECIALS = ("<|system|>", "<|user|>", "<|assistant|>", "<|image|>", "<|audio|>", "<|video|>")
+
+IMAGE_CONFIG = JanusVQVAEConfig(
+    embed_dim=8,
+    num_embeddings=64,
+    latent_channels=16,
+    base_channels=32,
+    channel_multiplier=[1, 1],
+    num_res_blocks=1,
+    num_patches=4,
+)
+STEPS = 2000
+BATCH = 64
+CONTINUOUS_STEPS = 300  # before the codebook exists
+CODEBOOK_STEPS = 1600  # from here on the codebook stays, and the decoder settles on it
+LEARNING_RATE = 2e-3
+COMMITMENT = 0.1
+
+
+# ------------------------------------------------------------------------------------------------------------ text
+
+
+def make_text_tokenizer(parquet: Path) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the texts of all messages. A digit is a token of its own wherever it stands."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TEXT_VOCABULARY,
+        special_tokens=[PAD, END, *OTHER_SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts_of(parquet), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=list(OTHER_SPECIALS),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def texts_of(parquet: Path) -> list[str]:
+    """The texts of all messages, in order."""
+    conversations = pq.read_table(parquet, columns=["messages"])["messages"].to_pylist()
+    parts = [part for messages in conversations for message in messages for part in message["content"]]
+    return [part["text"] for part in parts if part["text"] is not None]
+
+
+# ---------------------------------------------------------------------------------------------------------- speech
+
+
+def make_mel_vq(waveforms: Sequence[np.ndarray]) -> MelVQ:
+    """A MelVQ whose codebook is the k-means of the clips' frames; clips are float32 [samples]."""
+    model = MelVQ(MelVQConfig())
+    frames = torch.cat([model.log_mel(torch.from_numpy(waveform)) for waveform in waveforms])
+    vectors = frames.view(-1, model.codebook.size(1)).numpy()
+    kmeans = KMeans(model.config.codebook_size, n_init=1, random_state=SEED).fit(vectors)
+    model.codebook.copy_(torch.from_numpy(kmeans.cluster_centers_))
+    return model
+
+
+def speech_report(model: MelVQ, judge: SpeechJudge, waveforms: Sequence[np.ndarray], labels: Sequence[str]) -> str:
+    """The judge's accuracy before and after, and the use of the codes."""
+    codes = [model.encode(model.log_mel(torch.from_numpy(waveform))) for waveform in waveforms]
+    decoded = [model.decode(clip).numpy() for clip in codes]
+    return (
+        f"judge {accuracy(judge.predict(waveforms), labels)} on real, {accuracy(judge.predict(decoded), labels)} on "
+        f"decoded; {len(torch.cat(codes)) / len(codes):.1f} codes a clip; "
+        f"{use_of_codes(torch.cat(codes), model.config.codebook_size)}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- images
+
+
+@dataclass
+class Codebook:
+    """Unit vectors that follow the latents nearest to them by moving averages; unused ones start afresh.
+
+    vectors [num_codes, dim] are the averages' directions, counts [num_codes] how many latents of a batch choose each,
+    sums [num_codes, dim] the sum of those. Source: van den Oord, Vinyals, Kavukcuoglu 2017, appendix A.1.
+    """
+
+    vectors: torch.Tensor
+    counts: torch.Tensor
+    sums: torch.Tensor
+    decay: float = 0.98
+    least_use: float = 0.05  # of an even share; below it a vector is replaced
+
+    @classmethod
+    def of(cls, latents: torch.Tensor, num_codes: int, latents_per_batch: int) -> "Codebook":
+        """The k-means of unit vectors `latents` [num_latents, dim]."""
+        kmeans = KMeans(num_codes, n_init=1, random_state=SEED).fit(latents.numpy())
+        counts = torch.bincount(torch.from_numpy(kmeans.labels_).long(), minlength=num_codes)
+        counts = counts * (latents_per_batch / len(latents))
+        vectors = F.normalize(torch.from_numpy(kmeans.cluster_centers_), dim=1)
+        return cls(vectors, counts, vectors * counts[:, None])
+
+    def nearest(self, latents: torch.Tensor) -> torch.Tensor:
+        """Unit vectors [num_latents, dim] -> int64 [num_latents]."""
+        return (latents @ self.vectors.t()).argmax(1)
+
+    def follow(self, latents: torch.Tensor, codes: torch.Tensor) -> None:
+        """One step of the moving averages towards `latents` [num_latents, dim] of `codes` [num_latents]."""
+        chosen = F.one_hot(codes, len(self.vectors)).float()
+        self.counts.lerp_(chosen.sum(0), 1 - self.decay)
+        self.sums.lerp_(chosen.t() @ latents, 1 - self.decay)
+        even_share = len(latents) / len(self.vectors)
+        unused = torch.nonzero(self.counts < self.least_use * even_share).flatten()
+        self.counts[unused] = even_share / 2
+        self.sums[unused] = latents[torch.randint(len(latents), unused.shape)] * even_share / 2
+        self.vectors = F.normalize(self.sums, dim=1)
+
+
+def make_image_vq(images: Sequence[Image.Image]) -> JanusVQVAE:
+    """A JanusVQVAE trained on `images` to give back their pixels.
+
+    Its `encode` compares raw latents with raw vectors, its `decode` normalises the vectors. With unit vectors in the
+    codebook the first is the nearest direction and the second changes nothing, so training on directions is exact.
+    """
+    torch.manual_seed(SEED)
+    model = JanusVQVAE(IMAGE_CONFIG).train()
+    model.quantize.embedding.requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], LEARNING_RATE, betas=(0.9, 0.99)
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS, pct_start=0.05)
+    pixels, codebook = pixels_of(images), None
+    for step in range(STEPS):
+        if step == CONTINUOUS_STEPS:
+            with torch.no_grad():
+                latents = directions(model, pixels).flatten(0, 2)
+            codebook = Codebook.of(latents, IMAGE_CONFIG.num_embeddings, BATCH * IMAGE_CONFIG.num_patches**2)
+        batch = shifted(pixels[torch.randint(len(pixels), (BATCH,))])
+        loss = image_loss(model, batch, codebook, codebook_moves=step < CODEBOOK_STEPS)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    model.quantize.embedding.weight.copy_(codebook.vectors)
+    return model.eval()
+
+
+def image_loss(
+    model: JanusVQVAE, pixels: torch.Tensor, codebook: Codebook | None, codebook_moves: bool
+) -> torch.Tensor:
+    """Squared error of the reconstruction; with a codebook also the latents' distance from their codes."""
+    latents = directions(model, pixels)
+    if codebook is None:
+        return F.mse_loss(decode_latents(model, latents), pixels)
+    flat = latents.detach().flatten(0, 2)
+    codes = codebook.nearest(flat)
+    quantized = codebook.vectors[codes].view(latents.shape)
+    if codebook_moves:
+        codebook.follow(flat, codes)
+    distance = (latents - quantized).square().sum(-1).mean()
+    straight_through = latents + (quantized - latents).detach()
+    return F.mse_loss(decode_latents(model, straight_through), pixels) + COMMITMENT * distance
+
+
+def directions(model: JanusVQVAE, pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels [batch, 3, 8, 8] -> unit vectors [batch, 4, 4, embed_dim]."""
+    return F.normalize(model.quant_conv(model.encoder(pixels)), dim=1).permute(0, 2, 3, 1)
+
+
+def decode_latents(model: JanusVQVAE, latents: torch.Tensor) -> torch.Tensor:
+    """[batch, 4, 4, embed_dim] -> pixels [batch, 3, 8, 8]."""
+    return model.decoder(model.post_quant_conv(latents.permute(0, 3, 1, 2)))
+
+
+def shifted(pixels: torch.Tensor) -> torch.Tensor:
+    """Half of the batches [batch, channels, height, width] move by up to one pixel each way, over black."""
+    down, right = torch.randint(3, (2,)).tolist() if torch.rand(()) < 0.5 else (1, 1)
+    height, width = pixels.shape[2:]
+    return F.pad(pixels, (1, 1, 1, 1), value=-1.0)[:, :, down : down + height, right : right + width]
+
+
+def pixels_of(images: Sequence[Image.Image]) -> torch.Tensor:
+    """float32 [num_images, 3, height, width] in [-1, 1]."""
+    arrays = np.stack([np.asarray(image.convert("RGB"), np.float32) for image in images])
+    return torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous() / 127.5 - 1
+
+
+def images_from(pixels: torch.Tensor) -> list[Image.Image]:
+    """The inverse of `pixels_of`; values beyond [-1, 1] are clamped."""
+    values = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return [Image.fromarray(image.numpy()) for image in values.permute(0, 2, 3, 1)]
+
+
+@torch.no_grad()
+def image_report(model: JanusVQVAE, judge: ImageJudge, images: Sequence[Image.Image], labels: Sequence[str]) -> str:
+    """The judge's accuracy before and after, the error, and the use of the codes."""
+    pixels = pixels_of(images)
+    codes = model.encode(pixels).image_tokens.view(len(pixels), -1)
+    decoded = images_from(model.decode(codes))
+    error = (pixels_of(decoded) - pixels).square().mean().item()
+    return (
+        f"judge {accuracy(judge.predict(images), labels)} on real, {accuracy(judge.predict(decoded), labels)} on "
+        f"decoded; PSNR {10 * np.log10(4 / error):.1f} dB; {codes.size(1)} codes an image; "
+        f"{use_of_codes(codes.flatten(), model.config.num_embeddings)}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- reports
+
+
+def accuracy(predictions: Sequence[str], labels: Sequence[str]) -> str:
+    """The share of right predictions, as "98.5%"."""
+    return f"{np.mean([prediction == label for prediction, label in zip(predictions, labels, strict=True)]):.1%}"
+
+
+def use_of_codes(codes: torch.Tensor, num_codes: int) -> str:
+    """How many of `num_codes` occur in `codes` [n], and exp(entropy) of their shares."""
+    shares = torch.bincount(codes, minlength=num_codes) / len(codes)
+    perplexity = torch.special.entr(shares).sum().exp().item()
+    return f"{int((shares > 0).sum())} of {num_codes} codes used, perplexity {perplexity:.0f}"
+
+
+def size_of(folder: Path) -> str:
+    """The bytes of all files in `folder`, as "1.2 kB"."""
+    return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e3:.1f} kB"
+
+
+def main() -> None:
+    """Makes, saves and measures the three tokenizers, the saved ones as they load."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=HERE / "tokenizers", help="where the three folders go")
+    folder = parser.parse_args().folder
+    speech, images = media_of(TRAIN, "speech"), media_of(TRAIN, "image")
+
+    text = make_text_tokenizer(TRAIN)
+    text.save_pretrained(folder / "text")
+    longest = max(len(text(sentence).input_ids) for sentence in set(texts_of(HELDOUT)))
+    print(f"text ({size_of(folder / 'text')}): {len(text)} tokens; the longest held-out text has {longest}")
+
+    make_mel_vq(speech[0]).save_pretrained(folder / "mel_vq")
+    mel_vq = MelVQ.from_pretrained(folder / "mel_vq")
+    report = speech_report(mel_vq, SpeechJudge().fit(*speech), *media_of(HELDOUT, "speech"))
+    print(f"mel_vq ({size_of(folder / 'mel_vq')}): {report}")
+
+    make_image_vq(images[0]).save_pretrained(folder / "image_vq")
+    image_vq = JanusVQVAE.from_pretrained(folder / "image_vq")
+    report = image_report(image_vq, ImageJudge().fit(*images), *media_of(HELDOUT, "image"))
+    print(f"image_vq ({size_of(folder / 'image_vq')}): {report}")
+
+
+if __name__ == "__main__":
+    main()

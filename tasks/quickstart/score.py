@@ -1,0 +1,64 @@
+"""The quickstart's scorer: text by comparison, media by judges that were trained on the real training split."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from omnitrain.data.media import Waveform
+from omnitrain.train.evaluate import Answered
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from judges import load_judges, media_of  # noqa: E402
+
+TEXT_TASKS = ("image_to_text", "speech_to_text", "video_to_text", "images_to_text")
+IMAGE_TASKS = ("text_to_image", "speech_to_image")
+SPEECH_TASKS = ("text_to_speech", "image_to_speech")
+
+
+def score(answers: Sequence[Answered]) -> dict[str, float]:
+    """Share of right answers per task, and the judges' own accuracy on real held-out media.
+
+    An answer without the medium it should hold is wrong.
+    """
+    image_judge, speech_judge = load_judges(HERE / "data" / "train.parquet")
+    scores = {task: _share([a.answer.text == label(a) for a in of(answers, task)]) for task in TEXT_TASKS}
+    for task in IMAGE_TASKS:
+        scores[task] = _judged(image_judge, of(answers, task), Image.Image)
+    for task in SPEECH_TASKS:
+        scores[task] = _judged(speech_judge, of(answers, task), Waveform)
+    for name, judge, kind in (("judge_image", image_judge, "image"), ("judge_speech", speech_judge, "speech")):
+        media, labels = media_of(HERE / "data" / "heldout.parquet", kind)
+        scores[name] = _share([guess == truth for guess, truth in zip(judge.predict(media), labels, strict=True)])
+    return scores
+
+
+def of(answers: Sequence[Answered], task: str) -> list[Answered]:
+    """The answers of one task."""
+    return [answered for answered in answers if answered.row.source == task]
+
+
+def label(answered: Answered) -> str:
+    """The truth of a row."""
+    return answered.row.extra["label"]
+
+
+def _judged(judge: Any, answers: Sequence[Answered], kind: type) -> float:
+    made = [next((part for part in a.answer.parts if isinstance(part, kind)), None) for a in answers]
+    present = [i for i, part in enumerate(made) if part is not None]
+    heard = judge.predict([_plain(made[i]) for i in present]) if present else []
+    right = [guess == label(answers[i]) for i, guess in zip(present, heard, strict=True)]
+    return sum(right) / len(answers)
+
+
+def _plain(part: Any) -> Any:
+    return part.samples if isinstance(part, Waveform) else part
+
+
+def _share(right: Sequence[bool]) -> float:
+    return sum(right) / len(right)

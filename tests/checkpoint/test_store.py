@@ -1,0 +1,47 @@
+from pathlib import Path
+
+import pytest
+
+from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint
+from omnitrain.errors import UserError
+
+
+def write(text: str):
+    return lambda folder: (folder / "state.txt").write_text(text)
+
+
+def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 20, 3):
+        store.save(step, write(str(step)))
+    assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000020"]
+    assert (store.latest() / "state.txt").read_text() == "20"
+
+
+def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, write("good"))
+
+    def crash(folder: Path) -> None:
+        write("half")(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.save(2, crash)
+    assert (store.latest() / "state.txt").read_text() == "good"
+    assert store.save(2, write("whole")) == store.latest()
+
+
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+def test_damage_is_named(tmp_path: Path, damage: str) -> None:
+    file = CheckpointStore(tmp_path, keep=1).save(1, write("good")) / "state.txt"
+    file.write_text("goof") if damage == "flip" else file.unlink()
+    with pytest.raises(UserError, match=r"damaged: \['state\.txt'\]"):
+        CheckpointStore(tmp_path, keep=1).latest()
+
+
+def test_nothing_to_resume_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint in"):
+        CheckpointStore(tmp_path / "none", keep=1).latest()
+    with pytest.raises(UserError, match="neither a saved omni model"):
+        newest_checkpoint(tmp_path)

@@ -1,0 +1,184 @@
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from omnitrain.cli.main import app
+from omnitrain.errors import DataError
+from omnitrain.recipe import Recipe
+
+RECIPE = """\
+# A recipe with a summary
+model: {foundation: some/model}
+data: {train: [{path: train.parquet}]}
+"""
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of shipped recipes with `small.yaml`; the working folder is its parent."""
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "small.yaml").write_text(RECIPE)
+    monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
+    """Put a module in the place of one that imports torch."""
+    fake = types.ModuleType(module)
+    vars(fake).update(names)
+    monkeypatch.setitem(sys.modules, module, fake)
+
+
+class Trainer:
+    """Remembers what it was given; its run ends as `outcome` says."""
+
+    given: tuple[Recipe, bool]
+    outcome: Any = types.SimpleNamespace(interrupted=False)
+
+    def __init__(self, recipe: Recipe, resume: bool) -> None:
+        Trainer.given = (recipe, resume)
+
+    def fit(self) -> Any:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def test_help_and_recipe_verbs_do_not_import_torch(shipped: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+import omnitrain.recipe.shipped
+from typer.testing import CliRunner
+from omnitrain.cli.main import app
+omnitrain.recipe.shipped._PACKAGE = Path(".")
+for call in (["--help"], ["ls"], ["show", "small"], ["schema"], ["--version"], ["run", "--help"]):
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0, (call, result.output)
+    assert "torch" not in sys.modules, call
+"""
+    path = str(Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r})\n{script}"], check=True, cwd=shipped.parent
+    )
+
+
+def test_python_m_omnitrain_reports_a_mistake_without_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "omnitrain", "show", "no-such"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("omnitrain: no recipe `no-such`: looked for the file ")
+    assert "Traceback" not in done.stderr
+
+
+def test_version() -> None:
+    assert call("--version").output == "omnitrain 0.1.0\n"
+
+
+def test_ls_prints_name_and_summary(shipped: Path) -> None:
+    (shipped / "other.yaml").write_text("model:\n")
+    assert call("ls").output == "other\nsmall  A recipe with a summary\n"
+
+
+def test_show_prints_the_file(shipped: Path) -> None:
+    assert call("show", "small").output == RECIPE
+
+
+def test_cp_does_not_overwrite_unless_forced(shipped: Path) -> None:
+    assert call("cp", "small", "mine.yaml").output == "mine.yaml\n"
+    Path("mine.yaml").write_text("edited")
+    refused = call("cp", "small", "mine.yaml")
+    assert (refused.exit_code, Path("mine.yaml").read_text()) == (2, "edited")
+    assert "mine.yaml exists" in refused.stderr
+    assert call("cp", "small", "mine.yaml", "--force").exit_code == 0
+    assert Path("mine.yaml").read_text() == RECIPE
+
+
+def test_cp_into_a_folder_keeps_the_name_and_needs_the_folder(shipped: Path) -> None:
+    Path("folder").mkdir()
+    assert call("cp", "small", "folder").exit_code == 0
+    assert Path("folder/small.yaml").read_text() == RECIPE
+    assert "no folder nowhere" in call("cp", "small", "nowhere/mine.yaml").stderr
+
+
+def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: [])
+    assert call("check", "small").exit_code == 0
+    stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: ["one", "two"])
+    found = call("check", "small", "train.steps=3")
+    assert (found.exit_code, found.stderr) == (2, "omnitrain: small: problems\n  one\n  two\n")
+
+
+def test_run_hands_over_the_recipe_with_its_overrides(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    assert call("run", "small", "train.steps=7", "output_dir=here", "--resume").exit_code == 0
+    recipe, resume = Trainer.given
+    assert (recipe.train.steps, recipe.output_dir, resume) == (7, "here", True)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "message"),
+    [
+        (types.SimpleNamespace(interrupted=True), 130, ""),
+        (KeyboardInterrupt(), 130, "omnitrain: interrupted\n"),
+        (DataError("no file x.parquet"), 2, "omnitrain: no file x.parquet\n"),
+    ],
+)
+def test_run_ends_with_the_code_of_its_outcome(
+    outcome: Any, code: int, message: str, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "outcome", outcome)
+    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    ended = call("run", "small")
+    assert (ended.exit_code, ended.stderr) == (code, message)
+
+
+def test_an_unexpected_error_keeps_its_traceback(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "outcome", ZeroDivisionError("a bug"))
+    stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
+    assert isinstance(call("run", "small").exception, ZeroDivisionError)
+
+
+def test_a_recipe_typo_exits_2_before_anything_heavy_is_imported(shipped: Path) -> None:
+    mistake = call("run", "small", "train.stps=7")
+    assert mistake.exit_code == 2
+    assert "train.stps: unknown key, found 7; did you mean `steps`?" in mistake.stderr
+
+
+def test_generate_prints_the_parts_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def answer(checkpoint: Path, prompt: str, **options: Any) -> Any:
+        given.update(options, checkpoint=checkpoint, prompt=prompt)
+        return None, ["a seven", "out/answer_0.png"]
+
+    stand_in(monkeypatch, "omnitrain.train.answer", answer=answer)
+    said = call(
+        "generate", "run", "--prompt", "draw", "--image", "a.png", "--image", "b.png", "--output", "out", "--seed", "3"
+    )
+    assert said.output == "a seven\nout/answer_0.png\n"
+    assert given["images"] == ["a.png", "b.png"]
+    assert (given["audios"], given["output_dir"], given["seed"], given["temperature"]) == ([], Path("out"), 3, 0.0)
+
+
+def test_schema_and_doctor_print_and_exit_0() -> None:
+    assert json.loads(call("schema").output)["required"] == ["model", "data"]
+    examined = call("doctor")
+    assert examined.exit_code == 0
+    assert "versions\n" in examined.output

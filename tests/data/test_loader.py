@@ -1,0 +1,130 @@
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from omnitrain.data.loader import LoaderState, build_dataloader, fill_pack
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import Row
+from omnitrain.errors import DataError, UserError
+from omnitrain.recipe import Data
+from tests.tiny import CHAT, TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples, write_parquet
+
+Build = Callable[..., object]
+
+
+@pytest.fixture(scope="module")
+def processor() -> OmniProcessor:
+    return tiny_processor(tiny_model())
+
+
+def data(folder: Path, rows: list[Row], **settings: object) -> Data:
+    path = write_parquet(folder / "rows.parquet", rows)
+    defaults = {"chat": CHAT, "pack_tokens": 160, "packing_buffer": 8, "workers": 0}
+    return Data.model_validate({"train": [{"path": str(path)}], **defaults, **settings})
+
+
+def rows(count: int = 28) -> list[Row]:
+    return [tiny_row(TASKS[i % len(TASKS)], i) for i in range(count)]
+
+
+def indices(packs: list) -> list[tuple[int, ...]]:
+    return [tuple(sorted(pack.info.indices)) for pack in packs]
+
+
+def test_every_sample_is_packed_once_and_packs_are_dense(processor: OmniProcessor, tmp_path: Path) -> None:
+    packs = list(islice(iter(build_dataloader(data(tmp_path, rows()), processor)), 40))
+    seen = [index for pack in packs for index in pack.info.indices]
+    assert len(seen) == len(set(seen))
+    assert set(range(max(seen) - 24)) <= set(seen)  # nobody waits for ever
+    assert all(pack.num_tokens <= 160 for pack in packs)
+    assert sum(pack.num_tokens for pack in packs) / (160 * len(packs)) > 0.9
+
+
+def test_a_loader_continues_exactly_where_its_state_says(processor: OmniProcessor, tmp_path: Path) -> None:
+    settings = data(tmp_path, rows())
+    whole = list(islice(iter(build_dataloader(settings, processor, seed=5)), 12))
+    first = build_dataloader(settings, processor, seed=5)
+    list(islice(iter(first), 7))
+    state = first.state()
+    assert state.held, "the test must cover samples that were drawn and not yet packed"
+    rest = list(islice(iter(build_dataloader(settings, processor, seed=5, state=state)), 5))
+    assert indices(rest) == indices(whole[7:])
+
+
+def test_workers_change_nothing(processor: OmniProcessor, tmp_path: Path) -> None:
+    alone = list(islice(iter(build_dataloader(data(tmp_path, rows()), processor)), 6))
+    helped = list(islice(iter(build_dataloader(data(tmp_path, rows(), workers=2), processor)), 6))
+    assert indices(alone) == indices(helped)
+    assert all((a.input_ids == b.input_ids).all() for a, b in zip(alone, helped, strict=True))
+
+
+def test_damaged_files_are_skipped_counted_listed_and_the_rest_keeps_its_order(
+    processor: OmniProcessor, tmp_path: Path
+) -> None:
+    good = rows(28)
+    damaged = list(good)
+    damaged[1] = Row(**{**vars(good[1]), "media": {"image": [b"no image"], "audio": [], "video": []}})
+    damaged[2] = Row(**{**vars(good[2]), "media": {"image": [], "audio": [b"RIFFno sound"], "video": []}})
+    damaged[3] = Row(**{**vars(good[3]), "media": {"image": [], "audio": [], "video": [b"no video"]}})
+    (tmp_path / "bad").mkdir()
+    clean = build_dataloader(data(tmp_path, good, packing_buffer=1, pack_tokens=100_000), processor, seed=1)
+    dirty = build_dataloader(data(tmp_path / "bad", damaged, packing_buffer=1, pack_tokens=100_000), processor, seed=1)
+    drawn_clean, drawn_dirty = [[], []]
+    for loader, drawn in ((clean, drawn_clean), (dirty, drawn_dirty)):
+        samples = iter(loader._samples())
+        for _ in range(56):
+            loader._draw(samples)
+        drawn += [sample.id for sample in loader._held]
+    bad = {good[i].id for i in (1, 2, 3)}
+    assert drawn_dirty == [name for name in drawn_clean if name not in bad]
+    assert set(dirty.rejected) == bad
+    reasons = {row.source: row.reason for row in dirty.rejected.values()}
+    assert "unreadable image of 8 bytes" in reasons["image_to_text"]
+    assert "unreadable audio of 12 bytes" in reasons["speech_to_text"]
+    assert "unreadable video of 8 bytes" in reasons["video_to_text"]
+
+
+def test_overlong_samples_are_dropped_or_refused_as_asked(processor: OmniProcessor, tmp_path: Path) -> None:
+    long = tiny_row("text", 0)
+    long.messages[0]["content"][0]["text"] = "y" * 200
+    settings = data(tmp_path, [*rows(7), long])
+    loader = build_dataloader(settings, processor)
+    list(islice(iter(loader), 5))
+    assert list(loader.rejected) == [long.id] and "at most 160" in loader.rejected[long.id].reason
+    strict = build_dataloader(settings.model_copy(update={"overlong": "error"}), processor)
+    with pytest.raises(DataError, match=r"raise data\.pack_tokens"):
+        list(islice(iter(strict), 5))
+
+
+def test_a_data_set_of_nothing_but_damage_ends_with_an_error(processor: OmniProcessor, tmp_path: Path) -> None:
+    bad = [Row(f"b{i}", "image_to_text", tiny_row("image_to_text", i).messages, {"image": [b"x"], "audio": [], "video": []}, {}) for i in range(4)]
+    with pytest.raises(DataError, match="every row was rejected"):
+        next(iter(build_dataloader(data(tmp_path, bad), processor)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_modality_the_model_cannot_read_is_one_clear_error(tmp_path: Path, workers: int) -> None:
+    model = tiny_model(encoders={})
+    loader = build_dataloader(data(tmp_path, rows(7), workers=workers), tiny_processor(model))
+    with pytest.raises(UserError, match="asks the model to read .*model.encoders") as caught:
+        next(iter(loader))
+    assert "Traceback" not in str(caught.value)
+
+
+def test_missing_file_and_wrong_column_name_what_is_there(processor: OmniProcessor, tmp_path: Path) -> None:
+    path = data(tmp_path, rows(7)).train[0].path
+    with pytest.raises(DataError, match=r"did you mean .*rows\.parquet"):
+        build_dataloader(Data.model_validate({"train": [{"path": path.replace("rows", "row")}]}), processor)
+    wrong = {"train": [{"path": path, "columns": {"messages": "mesages"}}]}
+    with pytest.raises(DataError, match=r"column 'mesages'.*is missing, found .*`columns.messages: messages`"):
+        build_dataloader(Data.model_validate(wrong), processor)
+
+
+def test_filling_takes_the_oldest_then_the_longest_that_fit(processor: OmniProcessor) -> None:
+    held = tiny_samples(processor, 14)
+    chosen = fill_pack(held, capacity=90)
+    assert chosen[0] is held[0] and sum(map(len, chosen)) <= 90
+    left_out = [s for s in held if s not in chosen]
+    assert all(len(s) > 90 - sum(map(len, chosen)) for s in left_out)

@@ -1,0 +1,44 @@
+import io
+
+import numpy as np
+import pytest
+import soundfile
+
+from omnitrain.data.media import Waveform, decode_audio, decode_image, decode_video
+from tests.tiny import png, wav, webp
+
+
+@pytest.mark.parametrize("decode", [decode_image, decode_audio, lambda data: decode_video(data, 4)])
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x89PNG\r\n\x1a\n broken"])
+def test_damage_is_a_value_error_that_says_so(decode, data: bytes) -> None:
+    with pytest.raises(ValueError, match="unreadable|without"):
+        decode(data)
+
+
+def test_cut_files_are_damage() -> None:
+    with pytest.raises(ValueError, match="unreadable image"):
+        decode_image(png(0)[:60])
+
+
+def test_long_videos_are_sampled_evenly_with_both_ends() -> None:
+    frames = decode_video(webp(0, frames=9), max_frames=5)
+    every = decode_video(webp(0, frames=9), max_frames=9)
+    assert [f.tobytes() for f in frames] == [every[i].tobytes() for i in (0, 2, 4, 6, 8)]
+
+
+def test_channels_are_averaged() -> None:
+    stream = io.BytesIO()
+    soundfile.write(stream, np.array([[0.5, 0.0]] * 10), 8000, format="WAV", subtype="FLOAT")
+    np.testing.assert_allclose(decode_audio(stream.getvalue()).samples, 0.25)
+
+
+@pytest.mark.parametrize("rate", [4000, 16000, 22050])
+def test_resampling_keeps_a_tone(rate: int) -> None:
+    tone = Waveform(np.sin(2 * np.pi * 440 * np.arange(8000) / 8000).astype(np.float32), 8000)
+    expected = np.sin(2 * np.pi * 440 * np.arange(rate) / rate)
+    np.testing.assert_allclose(tone.resampled(rate).samples, expected, atol=1e-5)
+
+
+def test_own_rate_is_untouched() -> None:
+    sound = decode_audio(wav(0))
+    assert sound.resampled(8000) is sound

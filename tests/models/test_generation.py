@@ -1,0 +1,95 @@
+import pytest
+import torch
+from PIL import Image
+
+from omnitrain.data.media import Waveform
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.sample import Sample
+from omnitrain.models.generation import generate
+from omnitrain.models.omni import OmniModel
+from omnitrain.recipe import Sampling
+from tests.tiny import TASKS, tiny_model, tiny_processor, tiny_row
+
+
+@pytest.fixture(scope="module")
+def model() -> OmniModel:
+    return tiny_model(seed=3)
+
+
+@pytest.fixture(scope="module")
+def processor(model: OmniModel) -> OmniProcessor:
+    return tiny_processor(model)
+
+
+@pytest.fixture(scope="module")
+def prompts(processor: OmniProcessor) -> list[Sample]:
+    made = [processor.prompt(tiny_row(task, seed)) for seed, task in enumerate(TASKS)]
+    assert len({len(prompt) for prompt in made}) > 3
+    return made
+
+
+def test_with_and_without_cache_the_same_tokens(model: OmniModel, processor: OmniProcessor, prompts: list[Sample]) -> None:
+    cached = generate(model, processor, prompts, max_new_tokens=40)
+    plain = generate(model, processor, prompts, max_new_tokens=40, use_cache=False)
+    assert [a.tokens for a in cached] == [a.tokens for a in plain]
+    assert all(answer.tokens for answer in cached)
+
+
+def test_a_batch_answers_as_each_prompt_alone(model: OmniModel, processor: OmniProcessor, prompts: list[Sample]) -> None:
+    together = generate(model, processor, prompts, max_new_tokens=30)
+    alone = [generate(model, processor, [prompt], max_new_tokens=30)[0] for prompt in prompts]
+    assert [a.tokens for a in together] == [a.tokens for a in alone]
+
+
+@pytest.mark.parametrize("modality", ["image", "audio"])
+def test_a_start_token_switches_to_its_decoder_until_the_item_is_whole_then_text_again(
+    model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch, modality: str
+) -> None:
+    letter = processor.token_ids("a")[0]
+    script = [letter, processor.start_tokens[modality], letter, letter, processor.end_token]
+    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
+    name = {"image": "image_decoder", "audio": "audio_decoder"}[modality]
+    answer = generate(model, processor, prompts[:1], max_new_tokens=60)[0]
+    modes = [mode for mode, _ in answer.tokens]
+    length = {"image": 16, "audio": 12}[modality]  # fixed length; max_tokens, for no end token was drawn
+    assert modes == ["text"] * 2 + [name] * length + ["text"] * 3 and answer.is_finished
+    before, made, after = answer.parts
+    assert (before, after) == ("a", "aa")
+    assert isinstance(made, {"image": Image.Image, "audio": Waveform}[modality])
+
+
+class _Script:
+    """A sampler that says a script to the text head and token 1 to media heads."""
+
+    def __init__(self, script: list[int]) -> None:
+        self.script = script
+        self.said = 0
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.size(-1) < 200:
+            return torch.ones(len(logits), dtype=torch.long)
+        self.said += 1
+        return torch.full((len(logits),), self.script[self.said - 1])
+
+
+def test_the_length_limit_ends_text_and_leaves_out_media_cut_short(
+    model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = [processor.token_ids("a")[0], processor.start_tokens["image"]]
+    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
+    answer = generate(model, processor, prompts[:1], max_new_tokens=10)[0]
+    assert len(answer.tokens) == 10 and not answer.is_finished and answer.parts == ["a"]
+
+
+def test_sampling_follows_its_seed_and_top_k_one_is_greedy(
+    model: OmniModel, processor: OmniProcessor, prompts: list[Sample]
+) -> None:
+    def tokens(seed: int, **sampling: float) -> list:
+        how = {name: Sampling(**sampling) for name in ("text", "image_decoder", "audio_decoder")}
+        answers = generate(model, processor, prompts, max_new_tokens=12, sampling=how, seed=seed)
+        return [answer.tokens for answer in answers]
+
+    assert tokens(0, temperature=1.0) == tokens(0, temperature=1.0)
+    assert tokens(0, temperature=1.0) != tokens(1, temperature=1.0)
+    assert tokens(0, temperature=1.0, top_k=1) == tokens(1, temperature=0.0)
+    assert tokens(0, temperature=1.0, top_p=1e-6) == tokens(1, temperature=0.0)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError, WeightsError
+from omnitrain.models.build import build_foundation_model, build_omni_model
+from omnitrain.models.freeze import freeze
+from omnitrain.models.omni import OmniModel
+from omnitrain.models.table import component_rows
+from tests.tiny import FOUNDATION, MODEL, tiny_model, tiny_processor, tiny_samples
+
+
+@pytest.fixture(scope="module")
+def model() -> OmniModel:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def samples(model: OmniModel) -> list[Sample]:
+    return tiny_samples(tiny_processor(model))
+
+
+def step_gradients(model: OmniModel, packs: list[Pack]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one optimizer step over ``packs``, by the rule of one count for the whole batch."""
+    model.zero_grad()
+    counts: dict[str, int] = {}
+    for pack in packs:
+        for name, count in pack.loss_counts().items():
+            counts[name] = counts.get(name, 0) + count
+    total = 0.0
+    for pack in packs:
+        loss = sum(term.sum / counts[name] for name, term in model(pack).losses.items() if counts[name])
+        loss.backward()
+        total += loss.item()
+    return total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(one: tuple[float, dict], other: tuple[float, dict]) -> None:
+    assert abs(one[0] - other[0]) <= 1e-5 * abs(one[0])
+    assert one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        # The floor is for key biases without rotary positions, whose gradient is zero but for rounding.
+        error = (gradient - other[1][name]).abs().max()
+        assert error <= 1e-5 * gradient.abs().max() + 1e-7, f"{name}: {error:.1e}"
+
+
+def test_the_wrong_answer_would_show(model: OmniModel, samples: list[Sample]) -> None:
+    """The comparison below can fail: one sample less moves gradients by far more than its tolerance."""
+    with pytest.raises(AssertionError):
+        assert_same_step(
+            step_gradients(model, [Pack.from_samples(samples)]), step_gradients(model, [Pack.from_samples(samples[1:])])
+        )
+
+
+@pytest.mark.parametrize("groups", [4, 7, 14])
+def test_accumulation_gives_the_same_loss_and_gradients(model: OmniModel, samples: list[Sample], groups: int) -> None:
+    whole = step_gradients(model, [Pack.from_samples(samples)])
+    packs = [Pack.from_samples(samples[i::groups]) for i in range(groups)]
+    assert_same_step(whole, step_gradients(model, packs))
+
+
+def test_any_packing_gives_the_same_loss_and_gradients(model: OmniModel, samples: list[Sample]) -> None:
+    uneven = [Pack.from_samples(samples[:1]), Pack.from_samples(samples[:0:-1])]
+    assert_same_step(step_gradients(model, [Pack.from_samples(samples)]), step_gradients(model, uneven))
+
+
+def test_each_trainable_parameter_gets_a_gradient(model: OmniModel, samples: list[Sample]) -> None:
+    _, gradients = step_gradients(model, [Pack.from_samples(samples)])
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trainable == set(gradients)
+    silent = [n for n, g in gradients.items() if not g.abs().sum() and not n.endswith("k_proj.bias")]
+    assert silent == []
+
+
+@torch.no_grad()
+def test_changing_one_sample_leaves_the_others_bitwise_unchanged(model: OmniModel, samples: list[Sample]) -> None:
+    model.eval()
+    for changed in range(len(samples)):
+        swapped = list(samples)
+        new_ids = (samples[changed].input_ids + 3) % 250
+        swapped[changed] = dataclasses.replace(samples[changed], input_ids=new_ids)
+        before, after = Pack.from_samples(samples), Pack.from_samples(swapped)
+        hidden = [model(pack).hidden[0].split(pack.info.lengths) for pack in (before, after)]
+        for index, one, other in zip(before.info.indices, *hidden, strict=True):
+            assert torch.equal(one, other) == (index != changed), f"sample {index}, changed {changed}"
+
+
+@torch.no_grad()
+def test_a_packed_sample_equals_the_sample_alone(model: OmniModel, samples: list[Sample]) -> None:
+    model.eval()
+    pack = Pack.from_samples(samples)
+    by_index = {sample.index: sample for sample in samples}
+    for index, packed in zip(pack.info.indices, model(pack).hidden[0].split(pack.info.lengths), strict=True):
+        alone = model(Pack.from_samples([by_index[index]])).hidden[0]
+        torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_text_loss_is_that_of_plain_transformers(model: OmniModel, samples: list[Sample]) -> None:
+    model.eval()
+    sample = next(s for s in samples if not s.spans)
+    pack = Pack.from_samples([sample])
+    labels = torch.where(torch.from_numpy(sample.loss_mask), pack.input_ids[0], -100)[None]
+    plain = model.foundation(input_ids=pack.input_ids, labels=labels, use_cache=False).loss
+    ours = model(pack).losses["text"]
+    torch.testing.assert_close(ours.sum / ours.count, plain, atol=1e-6, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_saved_and_loaded_gives_bitwise_equal_outputs(
+    model: OmniModel, samples: list[Sample], tmp_path: Path
+) -> None:
+    model.eval().save_pretrained(tmp_path)
+    pack = Pack.from_samples(samples)
+    before = model(pack)
+    for loaded in (OmniModel.from_pretrained(tmp_path), build_omni_model(weights_path=str(tmp_path))):
+        after = loaded.eval()(pack)
+        assert torch.equal(before.hidden, after.hidden)
+        assert all(torch.equal(before.losses[n].rows, after.losses[n].rows) for n in before.losses)
+        trainable = {n for n, p in loaded.named_parameters() if p.requires_grad}
+        assert trainable == {n for n, p in model.named_parameters() if p.requires_grad}
+        tied = loaded.foundation.get_output_embeddings().weight is loaded.foundation.get_input_embeddings().weight
+        assert tied
+
+
+@pytest.mark.parametrize("change", ["drop", "rename", "reshape", "add"])
+def test_weights_that_do_not_fit_are_an_error_that_names_them(model: OmniModel, tmp_path: Path, change: str) -> None:
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "image_encoder.projector.layers.1.weight"
+    if change in ("drop", "rename"):
+        tensor = tensors.pop(name)
+    if change == "rename":
+        tensors[name.replace("layers", "layer")] = tensor
+    if change == "reshape":
+        tensors[name] = tensors[name][:-1].clone()
+    if change == "add":
+        tensors["surplus.weight"] = torch.zeros(2)
+        name = "surplus.weight"
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=name) as caught:
+        OmniModel.from_pretrained(tmp_path)
+    if change == "rename":
+        assert "renamed? the files hold image_encoder.projector.layer.1.weight" in str(caught.value)
+
+
+def test_freezing_by_name_freezes_that_and_nothing_else(samples: list[Sample]) -> None:
+    model = tiny_model()
+    freeze(model, ["image_encoder.tower", "foundation"])
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    expected = ("image_encoder.tower.", "foundation.", "image_decoder.tokenizer.", "audio_decoder.tokenizer.")
+    positions = {"audio_encoder.tower.embed_positions.weight"}  # Whisper's own sinusoids never train
+    assert frozen == {n for n, _ in model.named_parameters() if n.startswith(expected)} | positions
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    _, gradients = step_gradients(model, [Pack.from_samples(samples)])
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved.isdisjoint(frozen) and gradients.keys() == before.keys() - frozen
+
+
+@pytest.mark.parametrize(("name", "hint"), [("image_encodr", "image_encoder"), ("image_encoder.towr", "image_encoder.tower")])
+def test_freezing_nothing_is_an_error_with_a_suggestion(model: OmniModel, name: str, hint: str) -> None:
+    with pytest.raises(UserError, match=f"{name}' matches no parameter; did you mean '{hint}'"):
+        freeze(model, [name])
+
+
+def test_the_table_counts_every_parameter(model: OmniModel) -> None:
+    rows = {row.name: row for row in component_rows(model)}
+    assert sum(row.parameters for row in rows.values()) == sum(p.numel() for p in model.parameters())
+    assert rows["image_encoder"].class_name == "SiglipVisionModel"
+    assert rows["foundation"].ops == "attention: segment sdpa"
+    assert rows["image_decoder"].trainable < rows["image_decoder"].parameters
+
+
+def test_meta_costs_nothing_and_has_the_same_shapes(model: OmniModel) -> None:
+    shapes = {n: p.shape for n, p in build_omni_model(**MODEL, init_device="meta").named_parameters()}
+    assert shapes == {n: p.shape for n, p in model.named_parameters()}
+
+
+def test_a_foundation_that_changes_its_logits_is_refused(samples: list[Sample]) -> None:
+    capped = {
+        "model_type": "gemma2",
+        **{k: v for k, v in FOUNDATION.items() if k not in ("model_type",)},
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": None,
+        "sliding_window": 4096,
+    }
+    with pytest.raises(UserError, match="Gemma2ForCausalLM transforms its logits"):
+        tiny_model(foundation=capped)(Pack.from_samples(samples))
+
+
+def test_checkpoint_and_parts_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not both"):
+        build_omni_model(weights_path=str(tmp_path), foundation=FOUNDATION)
+    with pytest.raises(UserError, match="needs a foundation"):
+        build_omni_model()
+
+
+def test_a_foundation_without_a_head_or_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'siglip_vision_model' has no CausalLM class"):
+        build_foundation_model({"model_type": "siglip_vision_model"}, init_device="meta")
+    with pytest.raises(UserError, match="no HF model at"):
+        build_foundation_model(str(tmp_path / "nothing"))
+
+
+def test_a_foundation_may_be_a_path_a_config_or_a_module(tmp_path: Path) -> None:
+    first = build_foundation_model(FOUNDATION)
+    first.save_pretrained(tmp_path)
+    loaded = build_foundation_model(str(tmp_path))
+    assert build_foundation_model(first) is first
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), loaded.parameters(), strict=True))

@@ -1,0 +1,48 @@
+import subprocess
+
+import torch
+
+from omnitrain.optim.adamw import build_optimizer, learning_rate
+from omnitrain.optim.gradients import clip_gradients, gradient_norm
+from omnitrain.recipe import Optimizer
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))]
+    made[0].grad, made[1].grad = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([0.0, 4.0])
+    return made
+
+
+def test_norm_is_over_all_elements_and_missing_gradients_count_zero() -> None:
+    assert gradient_norm(parameters()).item() == 5.0
+    assert gradient_norm([]).item() == 0.0
+
+
+def test_clipping_scales_to_the_bound_and_returns_the_norm_before() -> None:
+    owners = parameters()
+    assert clip_gradients(owners, 1.0).item() == 5.0
+    assert abs(gradient_norm(owners).item() - 1.0) < 1e-6
+    assert clip_gradients(owners, 10.0).item() == gradient_norm(owners).item()
+
+
+def test_nothing_else_clips() -> None:
+    found = subprocess.run(["git", "grep", "-n", "clip_grad_norm_(", "--", "omnitrain"], capture_output=True, text=True)
+    assert found.stdout == ""
+
+
+def test_schedule_warms_up_and_ends_at_the_final_ratio() -> None:
+    settings = Optimizer(learning_rate=1.0, warmup_steps=10, final_ratio=0.1)
+    rates = [learning_rate(step, 110, settings) for step in range(111)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0
+    assert abs(rates[110] - 0.1) < 1e-9 and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_every_fp32_weight_near_one_moves_at_a_small_rate() -> None:
+    model = torch.nn.Linear(10, 10, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = build_optimizer(model, Optimizer(learning_rate=1e-5, weight_decay=0.0))
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    assert (model.weight != 1).all()
+    assert all(state["exp_avg"].dtype == torch.float32 for state in optimizer.state.values())

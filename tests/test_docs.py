@@ -1,0 +1,80 @@
+"""What README.md and docs/*.md tell people to type is true: verbs, recipes, files, overrides, make targets, links."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from omnitrain.cli.main import app
+from omnitrain.recipe import find_recipe, load_recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.is_file()]
+BASH = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+RECIPE_VERBS = ("show", "cp", "check", "run")
+
+
+def command_lines(page: Path) -> Iterator[list[str]]:
+    """The words of each command in a page's bash blocks; comments and prompts are left out."""
+    for block in BASH.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # VARIABLE=value before a command
+                words = words[1:]
+            if words:
+                yield words
+
+
+def commands(program: str) -> list[Any]:
+    found = [(page, words) for page in PAGES for words in command_lines(page) if Path(words[0]).name == program]
+    return [pytest.param(words[1:], id=f"{page.name}: {shlex.join(words)}") for page, words in found]
+
+
+@pytest.mark.parametrize("words", commands("omnitrain"))
+def test_omnitrain_command_parses_and_its_recipe_and_overrides_resolve(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    group = typer.main.get_command(app)
+    if words[0].startswith("--"):
+        assert words[0] in ("--help", "--version")
+        return
+    verb = group.commands[words[0]]  # type: ignore[attr-defined]
+    arguments = verb.make_context(words[0], words[1:]).params if words[1:] != ["--help"] else {}
+    if words[0] in RECIPE_VERBS and arguments:
+        recipe = recipe_of(arguments, copied_recipes())
+        load_recipe(recipe, arguments.get("overrides"))
+
+
+def recipe_of(arguments: dict[str, Any], copies: dict[str, str]) -> Path:
+    """The recipe of a command; what an `omnitrain cp` of the docs would write stands for its source."""
+    name = arguments.get("recipe") or arguments["name"]
+    return find_recipe(copies.get(name, name))
+
+
+def copied_recipes() -> dict[str, str]:
+    lines = [words for page in PAGES for words in command_lines(page) if words[:2] == ["omnitrain", "cp"]]
+    return {words[3]: words[2] for words in lines if len(words) > 3}
+
+
+@pytest.mark.parametrize("words", commands("make"))
+def test_make_command_is_a_target(words: list[str]) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {word for word in words if "=" not in word} <= targets
+
+
+@pytest.mark.parametrize("words", commands("python"))
+def test_python_command_names_a_file_that_exists(words: list[str]) -> None:
+    scripts = [word for word in words[:1] if word.endswith(".py")]
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    links = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []

@@ -1,0 +1,32 @@
+"""`pip install .` ships the recipes."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_wheel_contains_the_recipes_and_runs_without_the_checkout(tmp_path: Path) -> None:
+    source, wheels, target = tmp_path / "source", tmp_path / "wheels", tmp_path / "target"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("omnitrain", "recipes"):
+        shutil.copytree(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(source)], check=True)
+    with zipfile.ZipFile(next(wheels.glob("omnitrain-*.whl"))) as wheel:
+        wheel.extractall(target)
+    assert {path.name for path in (target / "omnitrain" / "recipes").glob("*.yaml")} == {
+        path.name for path in (ROOT / "recipes").glob("*.yaml")
+    }
+    script = "import omnitrain.recipe as r; print(r.recipes_folder(), *r.list_recipes())"
+    listed = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=target)
+    names = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    assert listed.stdout.split() == [str(target / "omnitrain" / "recipes"), *names]

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from omnitrain.data.pack import Pack
+from omnitrain.errors import UserError
+from omnitrain.models.omni import OmniModel
+from omnitrain.recipe import Recipe
+from omnitrain.train.answer import answer
+from omnitrain.train.check import check_recipe
+from omnitrain.train.evaluate import Answered
+from omnitrain.train.trainer import NonFiniteError, Trainer
+from tests.tiny import png, tiny_recipe
+
+
+def load(path: Path, *overrides: str) -> Recipe:
+    return Recipe.load(str(path), list(overrides))
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = max((run / "checkpoints").glob("step-*"))
+    return dict(OmniModel.from_pretrained(checkpoint).state_dict())
+
+
+def fail_on_interrupt_after(trainer: Trainer, step: int) -> None:
+    """Send ourselves Ctrl-C at the end of ``step``."""
+    inner = trainer.train_step
+
+    def train_step(batch: list[Pack]) -> Any:
+        result = inner(batch)
+        if trainer.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+def test_two_runs_with_one_seed_give_the_same_losses_and_another_seed_others(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        Trainer(load(recipe, f"output_dir={tmp_path / name}", f"train.seed={seed}")).fit()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+
+def test_training_lowers_the_loss(tmp_path: Path) -> None:
+    Trainer(load(tiny_recipe(tmp_path, steps=30), "train.optimizer.learning_rate=1e-2")).fit()
+    seen = losses(tmp_path / "run")
+    assert sum(seen[-3:]) < 0.8 * sum(seen[:3])
+
+
+def test_a_run_that_ctrl_c_cut_resumes_as_if_never_cut(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, steps=8)
+    Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
+    cut = Trainer(load(recipe))
+    fail_on_interrupt_after(cut, 3)
+    summary = cut.fit()
+    assert summary.interrupted and summary.step == 3
+    resumed = Trainer(load(recipe), resume=True)
+    assert resumed.fit().step == 8
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert all(torch.equal(w, weights(tmp_path / "whole")[n]) for n, w in weights(tmp_path / "run").items())
+
+
+def test_the_saved_recipe_runs_again_as_it_is(tmp_path: Path) -> None:
+    Trainer(load(tiny_recipe(tmp_path), "train.steps=2")).fit()
+    saved = load(tmp_path / "run" / "recipe.yaml")
+    assert saved.train.steps == 2
+    Trainer(saved).fit()
+    assert losses(tmp_path / "run") == losses(tmp_path / "run.old1")
+
+
+def test_metrics_split_losses_and_tokens_by_head_and_source(tmp_path: Path) -> None:
+    Trainer(load(tiny_recipe(tmp_path, log_every=4))).fit()
+    (line,) = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for head, total in line["heads"].items():
+        parts = [source[head] for source in line["sources"].values() if head in source]
+        assert sum(part["tokens"] for part in parts) == total["tokens"] > 0
+        mean = sum(part["loss"] * part["tokens"] for part in parts) / total["tokens"]
+        assert abs(mean - total["loss"]) < 1e-4
+    assert set(line["sources"]["image_to_speech"]) == {"text", "audio_decoder"}
+    assert line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 and line["grad_norm"] > 0
+
+
+def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -> None:
+    trainer = Trainer(load(tiny_recipe(tmp_path)))
+    pack = next(iter(trainer.loader))
+    none = torch.zeros(0, dtype=torch.long)
+    empty = Pack(**{**vars(pack), "text_rows": none, "text_labels": none, "targets": {}})
+    trainer.train_step([pack])
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    assert trainer.train_step([empty]) == (0.0, 0.0)
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    assert trainer.steps_without_targets == 1
+
+
+def test_a_non_finite_loss_stops_before_the_update_and_names_the_samples(tmp_path: Path) -> None:
+    trainer = Trainer(load(tiny_recipe(tmp_path)))
+    pack = next(iter(trainer.loader))
+    with torch.no_grad():
+        trainer.model.foundation.model.norm.weight[0] = float("nan")
+    before = trainer.model.image_encoder.projector.layers[1].weight.clone()
+    with pytest.raises(NonFiniteError, match=pack.info.ids[0]):
+        trainer.train_step([pack])
+    assert torch.equal(before, trainer.model.image_encoder.projector.layers[1].weight) and trainer.step == 0
+
+
+def test_frozen_weights_stay_and_all_others_move(tmp_path: Path) -> None:
+    trainer = Trainer(load(tiny_recipe(tmp_path), "model.freeze=[image_encoder]"))
+    before = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    trainer.fit()
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (not parameter.requires_grad), name
+    assert not any(p.requires_grad for p in trainer.model.image_encoder.parameters())
+
+
+def score(answers: list[Answered]) -> dict[str, float]:
+    return {"answers": float(len(answers)), "sources": float(len({a.row.source for a in answers}))}
+
+
+def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path))
+    evaluation = {"scorer": f"{__file__}:score", "examples_per_source": 2, "max_new_tokens": 4, "saved_samples": 1}
+    tree = recipe.model_dump() | {"evaluation": evaluation}
+    tree["data"]["heldout"] = tree["data"]["train"]
+    summary = Trainer(Recipe.model_validate(tree)).fit()
+    written = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert written["answers"] == 14 and written["sources"] == 7 and written["seconds"] > 0
+    assert summary.scores["answers"] == 14 and "text" in written["losses"]["heads"]
+    assert (tmp_path / "run" / "samples" / "samples.md").read_text().count("## ") == 7
+
+
+def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
+    Trainer(load(tiny_recipe(tmp_path))).fit()
+    (tmp_path / "eye.png").write_bytes(png(0))
+    made, shown = answer(tmp_path / "run", "what?", [str(tmp_path / "eye.png")], [], [], output_dir=tmp_path, max_new_tokens=5)
+    assert len(made.tokens) <= 5 and len(shown) == len(made.parts)
+    with pytest.raises(UserError, match="its file cannot be read"):
+        answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
+
+
+def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    assert check_recipe(load(path)) == []
+    recipe = load(path, "data.heldout=[{path: nothing.parquet}]", "evaluation={scorer: 'nothing:f'}")
+    recipe.data.train[0].columns.messages = "mesages"
+    problems = check_recipe(recipe)
+    assert [any(word in p for p in problems) for word in ("nothing.parquet", "nothing:f", "mesages")] == [True] * 3
+    unreadable = load(path, "model.encoders={}")
+    assert any("asks the model to read image" in problem for problem in check_recipe(unreadable))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=[{path: nothing.parquet}]", "no parquet file at 'nothing.parquet'"),
+        ("model.tokenizer=./nothing", "no text tokenizer at './nothing'"),
+        ("model.freeze=[image_encodr]", "did you mean 'image_encoder'"),
+        ("train.device=gpu0", "is no device; expected auto, cpu, cuda"),
+        ("evaluation={scorer: 'nothing:f'}", "expected FILE.py:FUNCTION or MODULE:FUNCTION"),
+        ("model.dtype=bfloat16", "set model.dtype: float32"),
+        ("model.freeze=[foundation,image_encoder,audio_encoder,image_decoder,audio_decoder]", "no parameter to train"),
+    ],
+)
+def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:
+    recipe = load(tiny_recipe(tmp_path), override)
+    with pytest.raises(UserError, match=message):
+        Trainer(recipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing to resume"):
+        Trainer(load(tiny_recipe(tmp_path)), resume=True)
