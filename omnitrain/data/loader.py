@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from omnitrain.data.order import SampleOrder
 from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import RowSource
+from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Data
@@ -34,10 +34,12 @@ class OmniDataCollatorWithPacking:
 
 
 class _PreparedRows(Dataset[Any]):
-    """Prepares rows in the workers. A mistake of the user's comes back as a value: raised there, it would arrive as a
-    worker's traceback."""
+    """Prepares rows in the workers.
 
-    def __init__(self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int) -> None:
+    A mistake of the user's comes back as a value: raised there, it would arrive as a worker's traceback.
+    """
+
+    def __init__(self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int | None) -> None:
         self.sources, self.processor, self.max_tokens = sources, processor, max_tokens
 
     def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
@@ -62,6 +64,7 @@ class PackLoader:
     Iterate it once; :meth:`state` after any pack continues exactly behind that pack.
 
     Attributes:
+        sources: the open data sets.
         rejected: rows skipped so far, by id.
     """
 
@@ -69,7 +72,7 @@ class PackLoader:
         self, sources: Sequence[RowSource], processor: OmniProcessor, data: Data, seed: int, state: LoaderState
     ) -> None:
         """See :func:`build_dataloader`."""
-        self.data = data
+        self.data, self.sources = data, sources
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed)
         self.rows = _PreparedRows(sources, processor, data.pack_tokens)
         self.rejected: dict[str, Rejected] = {}
@@ -145,6 +148,13 @@ def _quiet_worker(_: int) -> None:
     torch.set_num_threads(1)
 
 
+def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dict[str, Sample | Rejected | UserError]:
+    """The first row of every source of metrics, prepared: tells within moments whether a model can use the data."""
+    rows = _PreparedRows(sources, processor, max_tokens=None)
+    firsts = {name: (0, s, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()}
+    return {name: rows[draw] for name, draw in firsts.items()}
+
+
 def _tokens(samples: Sequence[Sample]) -> int:
     return sum(len(sample) for sample in samples)
 
@@ -196,8 +206,4 @@ def build_dataloader(
     Raises:
         DataError: a data set that is missing, empty, or lacks a column.
     """
-    sources = [RowSource(source) for source in data.train]
-    empty = [source.name for source in sources if not len(source)]
-    if empty:
-        raise DataError(f"data.train: no rows in {empty}")
-    return PackLoader(sources, processor, data, seed, state or LoaderState())
+    return PackLoader(open_sources(data.train), processor, data, seed, state or LoaderState())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -87,13 +87,16 @@ class Pack:
         device = torch.device(device)
         if device == self.input_ids.device:
             return self
-        moved = {
-            f.name: getattr(self, f.name).to(device)
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), torch.Tensor)
-        }
-        media = {n: {c: b.to(device) for c, b in getattr(self, n).items()} for n in ("inputs", "targets")}
-        return replace(self, **moved, **media)
+        return Pack(
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            text_rows=self.text_rows.to(device),
+            text_labels=self.text_labels.to(device),
+            inputs={name: batch.to(device) for name, batch in self.inputs.items()},
+            targets={name: batch.to(device) for name, batch in self.targets.items()},
+            info=self.info,
+        )
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Pack:

@@ -104,11 +104,9 @@ class OmniProcessor:
         if messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         opening = [_Text(self.chat.assistant, is_trained=False)]
-        return self._try(row, _render(messages, self.chat) + opening, index, None)
+        return self._try(row, [*_render(messages, self.chat), *opening], index, None)
 
-    def _try(
-        self, row: Row, pieces: list[_Text | _Media], index: int, max_tokens: int | None
-    ) -> Sample | Rejected:
+    def _try(self, row: Row, pieces: list[_Text | _Media], index: int, max_tokens: int | None) -> Sample | Rejected:
         self._check_modalities(row, pieces)
         try:
             sample = self._assemble(row, pieces, index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import datasets
 
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns, DataSource
+from omnitrain.recipe.suggest import nearest
 
 MODALITIES = ("image", "audio", "video")
 
@@ -49,8 +49,8 @@ class Row:
             return data
         path = value.get("path") if isinstance(value, dict) else value
         try:
-            return Path(path).read_bytes()
-        except (OSError, TypeError) as error:
+            return Path(path or "").read_bytes()
+        except OSError as error:
             raise ValueError(f"{modality} {position + 1} has no bytes and its file cannot be read: {error}") from error
 
 
@@ -94,6 +94,25 @@ class RowSource(Sequence[Row]):
         return groups
 
 
+def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
+    """Open every data set.
+
+    Raises:
+        DataError: all that is wrong with any of them, a line each.
+    """
+    opened, problems = [], []
+    for source in sources:
+        try:
+            opened.append(RowSource(source))
+            if not len(opened[-1]):
+                problems.append(f"data: no rows in {source.path!r}")
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise DataError("\n".join(problems))
+    return opened
+
+
 def _open(source: DataSource) -> datasets.Dataset:
     path = Path(source.path)
     if path.is_dir():
@@ -109,7 +128,9 @@ def _open(source: DataSource) -> datasets.Dataset:
             raise FileNotFoundError
         return datasets.load_dataset(source.path, split=source.split)
     except FileNotFoundError:
-        raise DataError(f"data: no parquet file at {source.path!r} (looked at {path.absolute()}){_nearest(path)}") from None
+        raise DataError(
+            f"data: no parquet file at {source.path!r} (looked at {path.absolute()}){_nearest_file(path)}"
+        ) from None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         raise DataError(f"data: {source.path!r} cannot be read as parquet: {cause}") from error
@@ -120,12 +141,11 @@ def _glob(path: Path) -> list[str]:
     return sorted(str(file) for file in root.glob(str(path.relative_to(root))))
 
 
-def _nearest(path: Path) -> str:
+def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist"
-    present = [file.name for file in path.parent.iterdir()]
-    close = difflib.get_close_matches(path.name, present, n=1)
-    return f"; did you mean {str(path.parent / close[0])!r}?" if close else ""
+    close = nearest(path.name, (file.name for file in path.parent.iterdir()))
+    return f"; did you mean {str(path.parent / close)!r}?" if close else ""
 
 
 def _check_columns(found: list[str], source: DataSource) -> None:
@@ -135,8 +155,8 @@ def _check_columns(found: list[str], source: DataSource) -> None:
     for field in sorted(wanted):
         name = getattr(source.columns, field)
         if name not in found:
-            close = difflib.get_close_matches(name, found, n=1)
-            hint = f"; set `columns.{field}: {close[0]}`?" if close else f"; set `columns.{field}` to one of them"
+            close = nearest(name, found)
+            hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
             problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
     if problems:
         raise DataError(f"data: {source.path!r}: " + "; ".join(problems))

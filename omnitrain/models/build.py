@@ -117,9 +117,7 @@ def _hf_source(source: HFSource, init_device: str) -> Source:
     return _described(source.path if source.path is not None else dict(source.config or {}), init_device)
 
 
-def _encoder(
-    name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None
-) -> PreTrainedModel:
+def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None) -> PreTrainedModel:
     if isinstance(spec, EncoderMixin):
         return cast(PreTrainedModel, spec)
     spec = spec if isinstance(spec, Encoder) else Encoder.model_validate(spec)
@@ -150,8 +148,9 @@ def _hears(name: str, spec: Encoder) -> bool:
 
 def _image_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]:
     """Image processor settings: named, saved beside the tower, or derived from the tower's config."""
-    folder = spec.processor if isinstance(spec.processor, str) else spec.tower.path
-    if folder is not None and not isinstance(spec.processor, dict):
+    given = {} if spec.processor is None else spec.processor
+    folder = given if isinstance(given, str) else None if given else spec.tower.path
+    if isinstance(given, str) or folder is not None:
         return _settings_of(AutoImageProcessor.from_pretrained(folder, backend="pil"))
     config = tower.config
     if hasattr(config, "spatial_merge_size"):
@@ -165,25 +164,24 @@ def _image_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]:
         side = {"height": config.image_size, "width": config.image_size}
         half = [0.5, 0.5, 0.5]
         derived = {"image_processor_type": "SiglipImageProcessor", "size": side, "image_mean": half, "image_std": half}
-    return derived | (spec.processor or {})
+    return derived | given
 
 
 def _extractor_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]:
     """Feature extractor settings: named, saved beside the tower, or Whisper's with the tower's number of mel bins."""
-    folder = spec.processor if isinstance(spec.processor, str) else spec.tower.path
-    if folder is not None and not isinstance(spec.processor, dict):
+    given = {} if spec.processor is None else spec.processor
+    folder = given if isinstance(given, str) else None if given else spec.tower.path
+    if isinstance(given, str) or folder is not None:
         return _settings_of(AutoFeatureExtractor.from_pretrained(folder))
     derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": tower.config.num_mel_bins}
-    return derived | (spec.processor or {})
+    return derived | given
 
 
 def _settings_of(processor: Any) -> dict[str, Any]:
     return {k: v for k, v in json.loads(processor.to_json_string()).items() if k != "processor_class"}
 
 
-def _decoder(
-    name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None
-) -> PreTrainedModel:
+def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None) -> PreTrainedModel:
     if isinstance(spec, DecoderMixin):
         return cast(PreTrainedModel, spec)
     spec = spec if isinstance(spec, Decoder) else Decoder.model_validate(spec)

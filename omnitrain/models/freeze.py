@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
+from omnitrain.recipe.suggest import nearest
 
 
 def freeze(model: OmniModel, names: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
     for name in names:
         if name not in modules or not any(True for _ in modules[name].parameters()):
             candidates = sorted(path for path in modules if path.count(".") <= name.count("."))
-            close = difflib.get_close_matches(name, candidates, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"components: {sorted(model.components)}"
+            close = nearest(name, candidates)
+            hint = f"did you mean {close!r}?" if close else f"components: {sorted(model.components)}"
             raise UserError(f"model.freeze: {name!r} matches no parameter; {hint}")
         modules[name].requires_grad_(False)

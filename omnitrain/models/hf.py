@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
+import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
+from omnitrain.recipe.suggest import nearest
 
-Source = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
+Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
 
 def as_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -41,10 +42,10 @@ def resolve(source: Source, auto_class: Any = AutoModel, dtype: torch.dtype | No
         UserError: nothing there, or an unknown architecture.
         WeightsError: tensors missing, renamed or of another shape.
     """
-    if isinstance(source, PreTrainedModel):
-        return source if dtype is None else source.to(dtype)
     if isinstance(source, str):
         return _load(source, auto_class, dtype)
+    if not isinstance(source, (dict, PreTrainedConfig)):
+        return source if dtype is None else source.to(dtype)
     config = as_config(source) if isinstance(source, dict) else source
     model = model_class(config, auto_class)(config)
     return model.to(dtype or torch.float32)
@@ -67,8 +68,8 @@ def model_class(config: PreTrainedConfig, auto_class: Any = AutoModel) -> type[P
         for member in vars(module).values()
         if isinstance(member, type)
         and issubclass(member, PreTrainedModel)
-        and "config" in member.__dict__.get("__annotations__", {})
-        and member.config_class is type(config)
+        and "config" in inspect.get_annotations(member)
+        and getattr(member, "config_class", None) is type(config)
     ]
     if auto_class is not AutoModel or len(owners) != 1:
         kind = auto_class.__name__.replace("AutoModelFor", "").replace("AutoModel", "model")
@@ -147,12 +148,12 @@ def _freeze_as_built(model: PreTrainedModel) -> None:
         parameter.requires_grad_(trainable[name])
 
 
-def _raise_on_difference(cls: type, path: str, info: dict[str, Any], allow_extra: bool) -> None:
+def _raise_on_difference(cls: type[PreTrainedModel], path: str, info: dict[str, Any], allow_extra: bool) -> None:
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     lines = []
     for name in missing:
-        close = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.8)
-        lines.append(f"  missing: {name}" + (f" (renamed? the files hold {close[0]})" if close else ""))
+        close = nearest(name, unexpected)
+        lines.append(f"  missing: {name}" + (f" (renamed? the files hold {close})" if close else ""))
     lines += [f"  wrong shape: {name}: file {found}, model {wanted}" for name, found, wanted in info["mismatched_keys"]]
     if not allow_extra:
         lines += [f"  not in the model: {name}" for name in unexpected]
@@ -167,5 +168,5 @@ def _nearest_folder(path: str) -> str:
     parent = Path(path).parent
     if not parent.is_dir():
         return ""
-    close = difflib.get_close_matches(Path(path).name, [entry.name for entry in parent.iterdir()], n=1)
-    return f"; did you mean {str(parent / close[0])!r}?" if close else ""
+    close = nearest(Path(path).name, (entry.name for entry in parent.iterdir()))
+    return f"; did you mean {str(parent / close)!r}?" if close else ""

@@ -21,7 +21,7 @@ from omnitrain.models.outputs import LossTerm, OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
 from omnitrain.ops.cross_entropy import linear_cross_entropy
 
-Head = Callable[[torch.Tensor, nn.Module], Any]
+Head = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 class OmniConfig(PreTrainedConfig):
@@ -63,7 +63,7 @@ class OmniModel(PreTrainedModel):
         use_omnitrain_attention(self)
 
     @classmethod
-    def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:  # type: ignore[override]
+    def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
         """Load a saved omni model; a tensor missing, left over or misshapen is an error.
 
         Raises:
@@ -72,7 +72,7 @@ class OmniModel(PreTrainedModel):
         """
         if kwargs.get("output_loading_info"):
             return super().from_pretrained(path, *args, **kwargs)
-        return load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs)  # type: ignore[return-value]
+        return load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs)
 
     @property
     def encoders(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class OmniModel(PreTrainedModel):
     @property
     def components(self) -> dict[str, PreTrainedModel]:
         """Component name -> module, the foundation first."""
-        return {"foundation": self.foundation, **self.encoders, **self.decoders}  # type: ignore[dict-item]
+        return {"foundation": self.foundation, **self.encoders, **self.decoders}
 
     def media_adapters(self) -> tuple[dict[str, ComponentAdapter], dict[str, ComponentAdapter]]:
         """``(readers, writers)``: the weightless side of encoders and decoders, for :class:`OmniProcessor`."""
@@ -106,7 +106,7 @@ class OmniModel(PreTrainedModel):
         embeds, labels = self.embed(pack)
         losses: dict[str, LossTerm] = {}
 
-        def text_loss(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+        def text_loss(hidden: torch.Tensor, head: Any) -> torch.Tensor:
             rows = linear_cross_entropy(
                 hidden[0, pack.text_rows], head.weight, pack.text_labels, getattr(head, "bias", None)
             )
@@ -172,7 +172,7 @@ def _replaced_forward(module: nn.Module, head: Head) -> Iterator[list[torch.Tens
         result.append(head(hidden, module))
         return result[0]
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield result
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import ATTENTION_NAME
@@ -34,8 +35,8 @@ def component_rows(model: OmniModel) -> list[ComponentRow]:
     return [_row(name, module) for name, module in model.components.items()]
 
 
-def _row(name: str, module: object) -> ComponentRow:
-    parameters = list(module.parameters())  # type: ignore[attr-defined]
+def _row(name: str, module: Any) -> ComponentRow:
+    parameters = list(module.parameters())
     inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
     class_name = type(inner or module).__name__
     return ComponentRow(
@@ -48,11 +49,8 @@ def _row(name: str, module: object) -> ComponentRow:
     )
 
 
-def _ops(module: object) -> str:
-    names = {
-        config._attn_implementation_internal
-        for m in module.modules()  # type: ignore[attr-defined]
-        if hasattr(config := getattr(m, "config", None), "_attn_implementation_internal") and hasattr(m, "is_causal")
-    }
+def _ops(module: Any) -> str:
+    layers = [m for m in module.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
+    names = {layer.config._attn_implementation_internal for layer in layers}
     shown = {"segment sdpa" if name == ATTENTION_NAME else str(name) for name in names}
     return f"attention: {', '.join(sorted(shown))}" if shown else ""

@@ -10,7 +10,7 @@ instead of splitting or masking by itself.
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -53,7 +53,13 @@ def segment_attention(
     for start, count, length in _equal_runs(cu_seqlens):
         q, k, v = (_fold(x, start, count, length) for x in (query, key, value))
         out = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=is_causal and length > 1, scale=scale, enable_gqa=q.size(1) != k.size(1)
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            is_causal=is_causal and length > 1,
+            scale=scale,
+            enable_gqa=q.size(1) != k.size(1),
         )
         outputs.append(out.transpose(1, 2).reshape(1, count * length, q.size(1), v.size(-1)))
     return torch.cat(outputs, dim=1)
@@ -61,7 +67,7 @@ def segment_attention(
 
 def _equal_runs(cu_seqlens: list[int]) -> list[tuple[int, int, int]]:
     """``[0, 3, 6, 8] -> [(0, 2, 3), (6, 1, 2)]``: (first token, segments, length of each)."""
-    lengths = [stop - start for start, stop in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
     runs, start = [], 0
     for length, group in groupby(lengths):
         count = len(list(group))
@@ -100,7 +106,7 @@ def omnitrain_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
         )
     borders = cu_seqlens.tolist()
-    _refuse_unsupported(module, kwargs, max_length=max(b - a for a, b in zip(borders, borders[1:], strict=False)))
+    _refuse_unsupported(module, kwargs, max_length=max(b - a for a, b in pairwise(borders)))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return segment_attention(query, key, value, borders, is_causal=causal, scale=scaling, dropout=dropout), None
 
@@ -122,7 +128,7 @@ def _mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any)
 def use_omnitrain_attention(model: torch.nn.Module) -> None:
     """Make every transformers module below ``model`` attend through :func:`omnitrain_attention`."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation_internal"):
             config._attn_implementation_internal = ATTENTION_NAME
 

@@ -32,8 +32,9 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float | N
     Returns:
         The norm before clipping, scalar fp32.
     """
-    owners = [p for p in parameters if p.grad is not None]
+    owners = list(parameters)
     norm = gradient_norm(owners)
-    if max_norm is not None and owners:
-        torch._foreach_mul_([p.grad for p in owners], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    gradients = [p.grad for p in owners if p.grad is not None]
+    if max_norm is not None and gradients:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

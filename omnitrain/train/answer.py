@@ -11,6 +11,7 @@ from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
 from omnitrain.models.generation import Answer, generate
 from omnitrain.recipe import Sampling
+from omnitrain.train.display import quiet_libraries
 from omnitrain.train.evaluate import write_parts
 from omnitrain.train.setup import load_checkpoint
 
@@ -26,7 +27,7 @@ def answer(
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     seed: int = 0,
-) -> tuple[Answer, list[str]]:
+) -> tuple[Answer, list[str | Path]]:
     """Answer one prompt; generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``.
 
     Args:
@@ -41,11 +42,12 @@ def answer(
         seed: of sampling.
 
     Returns:
-        The answer, and a line per part: text, or the file written.
+        The answer, and an entry per part: text, or the file written.
 
     Raises:
         UserError: no such checkpoint or file, or a modality that the model cannot read.
     """
+    quiet_libraries()
     model, processor = load_checkpoint(newest_checkpoint(checkpoint))
     media = {"image": images, "audio": audios, "video": videos}
     content: list[dict[str, Any]] = [{"type": m, "text": None} for m, files in media.items() for _ in files]

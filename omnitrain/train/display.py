@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+import datasets
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from transformers.utils import logging as hf_logging
 
 from omnitrain.models.table import ComponentRow
 
@@ -16,6 +18,13 @@ _NARROW = 120  # columns where no terminal says how many
 console = Console(highlight=False)
 if not console.is_terminal:
     console = Console(highlight=False, width=_NARROW)
+
+
+def quiet_libraries() -> None:
+    """No progress bars and advice from the libraries below: what matters is said here, or raised."""
+    datasets.disable_progress_bars()
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
 
 
 def show_components(rows: list[ComponentRow]) -> None:
@@ -65,7 +74,9 @@ class StepProgress:
 
     def update(self, step: int, status: str | None = None) -> None:
         """Move to ``step``; ``status`` replaces the text beside the bar."""
-        self._bar.update(self._task, completed=step, **({"status": status} if status else {}))
+        self._bar.update(self._task, completed=step)
+        if status:
+            self._bar.update(self._task, status=status)
         tenth = 10 * step // self._steps
         if not console.is_terminal and status and tenth > self._printed:
             self._printed = tenth

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from omnitrain.data.loader import pack_all
-from omnitrain.data.media import Waveform
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row, RowSource
 from omnitrain.data.sample import Rejected, Sample
@@ -61,23 +60,30 @@ class Evaluation:
     rejected: list[Rejected]
 
 
-def evaluate(model: OmniModel, processor: OmniProcessor, recipe: Recipe, notify: Progress = lambda _: None) -> Evaluation:
+def evaluate(
+    model: OmniModel,
+    processor: OmniProcessor,
+    heldout: Sequence[RowSource],
+    recipe: Recipe,
+    notify: Progress = lambda _: None,
+) -> Evaluation:
     """Run a recipe's evaluation.
 
     Args:
         model: in any mode; left in evaluation mode.
         processor: of the model.
+        heldout: the held-out data sets.
         recipe: with an ``evaluation`` node and held-out data.
         notify: told what is going on.
 
     Raises:
-        UserError: no such scorer, or data that cannot be opened.
+        UserError: no such scorer.
     """
     settings = recipe.evaluation
     assert settings is not None
     score = load_scorer(settings.scorer)
     model.eval()
-    rows = list(heldout_rows(recipe))
+    rows = list(heldout_rows(heldout, settings.examples_per_source))
     prepared = [processor.sample(row, index, recipe.data.pack_tokens) for index, row in enumerate(rows)]
     samples = [item for item in prepared if isinstance(item, Sample)]
     notify(f"held-out loss over {len(samples)} samples")
@@ -102,11 +108,9 @@ def evaluate(model: OmniModel, processor: OmniProcessor, recipe: Recipe, notify:
     return Evaluation(losses, answers, score(answers), rejected)
 
 
-def heldout_rows(recipe: Recipe) -> Iterator[Row]:
-    """The held-out rows of a recipe, ``examples_per_source`` of each source at most."""
-    limit = recipe.evaluation.examples_per_source if recipe.evaluation else None
-    for source in recipe.data.heldout:
-        table = RowSource(source)
+def heldout_rows(heldout: Sequence[RowSource], limit: int | None) -> Iterator[Row]:
+    """Held-out rows, ``limit`` of each source at most."""
+    for table in heldout:
         for positions in table.by_source().values():
             yield from (table[position] for position in positions[:limit])
 
@@ -183,30 +187,40 @@ def save_samples(answers: Sequence[Answered], folder: Path, per_source: int) -> 
         counts[source] = counts.get(source, 0) + 1
         if counts[source] > per_source:
             continue
-        lines += [f"## {source} {counts[source]}", "", f"Row `{answered.row.id}`. Reference: {reference_text(answered.row) or 'media'}", ""]
+        lines += [
+            f"## {source} {counts[source]}",
+            "",
+            f"Row `{answered.row.id}`. Reference: {reference_text(answered.row) or 'media'}",
+            "",
+        ]
         stem = re.sub(r"\W+", "_", f"{source}_{counts[source]}")
-        lines += [f"- {shown}" for shown in write_parts(answered.answer.parts, folder, stem)] + [""]
+        lines += [f"- {_markdown(part)}" for part in write_parts(answered.answer.parts, folder, stem)] + [""]
     page = folder / "samples.md"
     page.write_text("\n".join(lines))
     return page
 
 
-def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str]:
+def _markdown(part: str | Path) -> str:
+    if isinstance(part, str):
+        return part
+    return f"{'!' if part.suffix == '.png' else ''}[{part.name}]({part.name})"
+
+
+def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Path]:
     """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
 
     Returns:
-        One line per part: the text, or a markdown link to the file.
+        One entry per part: the text, or the file written.
     """
-    shown = []
+    shown: list[str | Path] = []
     for position, part in enumerate(parts):
-        if isinstance(part, Image.Image):
-            name = f"{stem}_{position}.png"
-            part.save(folder / name)
-            shown.append(f"![{name}]({name})")
-        elif isinstance(part, Waveform):
-            name = f"{stem}_{position}.wav"
-            soundfile.write(folder / name, part.samples, part.rate)
-            shown.append(f"[{name}]({name})")
-        else:
+        if isinstance(part, str):
             shown.append(part)
+            continue
+        file = folder / f"{stem}_{position}.{'png' if isinstance(part, Image.Image) else 'wav'}"
+        if isinstance(part, Image.Image):
+            part.save(file)
+        else:
+            soundfile.write(file, part.samples, part.rate)
+        shown.append(file)
     return shown

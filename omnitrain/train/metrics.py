@@ -90,9 +90,11 @@ class MetricsFile:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         """Lines behind ``resume_step`` of an earlier run are dropped: they will be written again."""
         self._path = path
-        kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= resume_step] if (
-            path.is_file() and resume_step
-        ) else []
+        kept = (
+            [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= resume_step]
+            if (path.is_file() and resume_step)
+            else []
+        )
         path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, line: dict[str, Any]) -> None:

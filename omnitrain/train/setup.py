@@ -42,7 +42,9 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     )
     tokenizer = _tokenizer(recipe)
     readers, writers = model.media_adapters()
-    _add_chat_tokens(tokenizer, recipe.data.chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities})
+    _add_chat_tokens(
+        tokenizer, recipe.data.chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities}
+    )
     _fit_vocabulary(model, tokenizer)
     freeze(model, recipe.model.freeze)
     return model, OmniProcessor(tokenizer, recipe.data.chat, readers, writers)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as hf_logging
 
 from omnitrain.checkpoint.store import CheckpointStore
-from omnitrain.data.loader import LoaderState, PackLoader, build_dataloader
+from omnitrain.data.loader import LoaderState, PackLoader, build_dataloader, first_samples
 from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
@@ -23,7 +23,7 @@ from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import save_recipe
-from omnitrain.train.display import StepProgress, console, show_components, show_scores
+from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_scores
 from omnitrain.train.evaluate import evaluate, load_scorer, save_samples
 from omnitrain.train.interrupt import Interrupt
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
@@ -74,7 +74,7 @@ class Trainer:
             UserError: whatever does not fit together in recipe, data and weights.
         """
         started = time.perf_counter()
-        hf_logging.set_verbosity_error()
+        quiet_libraries()
         self.recipe = recipe
         self.folder = Path(recipe.output_dir)
         self.store = CheckpointStore(self.folder / "checkpoints", recipe.train.keep_checkpoints)
@@ -89,11 +89,15 @@ class Trainer:
         self.model, self.processor = (
             load_checkpoint(checkpoint, recipe.model.freeze) if checkpoint else build_from_recipe(recipe)
         )
-        self.model.to(self.device).train()  # type: ignore[arg-type]
+        self.model.to(self.device).train()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer)
         self.step, self.seconds = 0, 0.0
         state = self._restore(checkpoint) if checkpoint else LoaderState()
         self.loader: PackLoader = build_dataloader(recipe.data, self.processor, seed=recipe.train.seed, state=state)
+        self.heldout = open_sources(recipe.data.heldout)
+        for first in first_samples([*self.loader.sources, *self.heldout], self.processor).values():
+            if isinstance(first, UserError):
+                raise first
         self.weights = {"text": recipe.train.text_loss_weight} | {
             name: decoder.loss_weight for name, decoder in recipe.model.decoders.items()
         }
@@ -130,7 +134,9 @@ class Trainer:
                     self._save()
             checkpoint = self._save()
         if interrupt.requested:
-            console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
+            console.print(
+                f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues"
+            )
             return RunSummary(self.step, True, checkpoint, {})
         return RunSummary(self.step, False, checkpoint, self._evaluate())
 
@@ -227,12 +233,14 @@ class Trainer:
         if self.recipe.evaluation is None:
             return {}
         with console.status("evaluation") as status:
-            result = evaluate(self.model, self.processor, self.recipe, lambda text: status.update(text))
+            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         (self.folder / "eval.json").write_text(json.dumps(scores | {"losses": result.losses}, indent=2) + "\n")
         page = save_samples(result.answers, self.folder / "samples", self.recipe.evaluation.saved_samples)
         show_scores(scores, title=f"{len(result.answers)} held-out answers")
-        console.print(f"scores: {self.folder / 'eval.json'}   samples: {page}   rows skipped: {len(self.loader.rejected)}")
+        console.print(
+            f"scores: {self.folder / 'eval.json'}   samples: {page}   rows skipped: {len(self.loader.rejected)}"
+        )
         return scores
 
 

@@ -13,7 +13,6 @@ media beside the one on real media, and how evenly the codes are used.
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,19 +41,18 @@ OTHER_SPECIALS = ("<|system|>", "<|user|>", "<|assistant|>", "<|image|>", "<|aud
 
 IMAGE_CONFIG = JanusVQVAEConfig(
     embed_dim=8,
-    num_embeddings=64,
+    num_embeddings=32,
     latent_channels=16,
     base_channels=32,
     channel_multiplier=[1, 1],
     num_res_blocks=1,
     num_patches=4,
 )
-STEPS = 2000
+STEPS = 1500
 BATCH = 64
-CONTINUOUS_STEPS = 300  # before the codebook exists
-CODEBOOK_STEPS = 1600  # from here on the codebook stays, and the decoder settles on it
 LEARNING_RATE = 2e-3
-COMMITMENT = 0.1
+SHARPNESS = 10.0  # of the softmax over directions
+NAMING = 0.1  # weight of naming beside painting
 
 
 # ------------------------------------------------------------------------------------------------------------ text
@@ -117,99 +115,60 @@ def speech_report(model: MelVQ, judge: SpeechJudge, waveforms: Sequence[np.ndarr
 # ---------------------------------------------------------------------------------------------------------- images
 
 
-@dataclass
-class Codebook:
-    """Unit vectors that follow the latents nearest to them by moving averages; unused ones start afresh.
-
-    vectors [num_codes, dim] are the averages' directions, counts [num_codes] how many latents of a batch choose each,
-    sums [num_codes, dim] the sum of those. Source: van den Oord, Vinyals, Kavukcuoglu 2017, appendix A.1.
-    """
-
-    vectors: torch.Tensor
-    counts: torch.Tensor
-    sums: torch.Tensor
-    decay: float = 0.98
-    least_use: float = 0.05  # of an even share; below it a vector is replaced
-
-    @classmethod
-    def of(cls, latents: torch.Tensor, num_codes: int, latents_per_batch: int) -> "Codebook":
-        """The k-means of unit vectors `latents` [num_latents, dim]."""
-        kmeans = KMeans(num_codes, n_init=1, random_state=SEED).fit(latents.numpy())
-        counts = torch.bincount(torch.from_numpy(kmeans.labels_).long(), minlength=num_codes)
-        counts = counts * (latents_per_batch / len(latents))
-        vectors = F.normalize(torch.from_numpy(kmeans.cluster_centers_), dim=1)
-        return cls(vectors, counts, vectors * counts[:, None])
-
-    def nearest(self, latents: torch.Tensor) -> torch.Tensor:
-        """Unit vectors [num_latents, dim] -> int64 [num_latents]."""
-        return (latents @ self.vectors.t()).argmax(1)
-
-    def follow(self, latents: torch.Tensor, codes: torch.Tensor) -> None:
-        """One step of the moving averages towards `latents` [num_latents, dim] of `codes` [num_latents]."""
-        chosen = F.one_hot(codes, len(self.vectors)).float()
-        self.counts.lerp_(chosen.sum(0), 1 - self.decay)
-        self.sums.lerp_(chosen.t() @ latents, 1 - self.decay)
-        even_share = len(latents) / len(self.vectors)
-        unused = torch.nonzero(self.counts < self.least_use * even_share).flatten()
-        self.counts[unused] = even_share / 2
-        self.sums[unused] = latents[torch.randint(len(latents), unused.shape)] * even_share / 2
-        self.vectors = F.normalize(self.sums, dim=1)
-
-
 def make_image_vq(images: Sequence[Image.Image]) -> JanusVQVAE:
-    """A JanusVQVAE trained on `images` to give back their pixels.
+    """A JanusVQVAE whose code at a place says what the 2x2 pixels there look like.
 
-    Its `encode` compares raw latents with raw vectors, its `decode` normalises the vectors. With unit vectors in the
-    codebook the first is the nearest direction and the second changes nothing, so training on directions is exact.
+    Its encoder sees the whole image, and codes trained for reconstruction alone come to depend on all of it; a small
+    language model then takes very long to learn which belong together. So the codes are taught: the encoder learns to
+    name the k-means cluster of the pixels under each code, the decoder to paint images from the names.
     """
     torch.manual_seed(SEED)
     model = JanusVQVAE(IMAGE_CONFIG).train()
-    model.quantize.embedding.requires_grad_(False)
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad], LEARNING_RATE, betas=(0.9, 0.99)
-    )
+    model.quantize.embedding.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS, pct_start=0.05)
-    pixels, codebook = pixels_of(images), None
-    for step in range(STEPS):
-        if step == CONTINUOUS_STEPS:
-            with torch.no_grad():
-                latents = directions(model, pixels).flatten(0, 2)
-            codebook = Codebook.of(latents, IMAGE_CONFIG.num_embeddings, BATCH * IMAGE_CONFIG.num_patches**2)
+    pixels = pixels_of(images)
+    clusters = KMeans(IMAGE_CONFIG.num_embeddings, n_init=1, random_state=SEED).fit(
+        patches(pixels).flatten(0, 1).numpy()
+    )
+    centres = torch.from_numpy(clusters.cluster_centers_)
+    for _ in range(STEPS):
         batch = shifted(pixels[torch.randint(len(pixels), (BATCH,))])
-        loss = image_loss(model, batch, codebook, codebook_moves=step < CODEBOOK_STEPS)
+        loss = image_loss(model, batch, torch.cdist(patches(batch), centres[None]).argmin(-1))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    model.quantize.embedding.weight.copy_(codebook.vectors)
+    with torch.no_grad():
+        model.quantize.embedding.weight.copy_(unit_vectors(model))
     return model.eval()
 
 
-def image_loss(
-    model: JanusVQVAE, pixels: torch.Tensor, codebook: Codebook | None, codebook_moves: bool
-) -> torch.Tensor:
-    """Squared error of the reconstruction; with a codebook also the latents' distance from their codes."""
-    latents = directions(model, pixels)
-    if codebook is None:
-        return F.mse_loss(decode_latents(model, latents), pixels)
-    flat = latents.detach().flatten(0, 2)
-    codes = codebook.nearest(flat)
-    quantized = codebook.vectors[codes].view(latents.shape)
-    if codebook_moves:
-        codebook.follow(flat, codes)
-    distance = (latents - quantized).square().sum(-1).mean()
-    straight_through = latents + (quantized - latents).detach()
-    return F.mse_loss(decode_latents(model, straight_through), pixels) + COMMITMENT * distance
+def image_loss(model: JanusVQVAE, pixels: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of naming `clusters` [batch, 16] and squared error of painting `pixels` [batch, 3, 8, 8] from them.
+
+    `encode` compares raw latents with raw vectors, `decode` normalises the vectors. With unit vectors the first is the
+    nearest direction and the second changes nothing, so training on directions is exact.
+    """
+    vectors = unit_vectors(model)
+    latents = F.normalize(model.quant_conv(model.encoder(pixels)), dim=1).flatten(2).transpose(1, 2)
+    naming = F.cross_entropy((SHARPNESS * latents @ vectors.t()).flatten(0, 1), clusters.flatten())
+    side = IMAGE_CONFIG.num_patches
+    chosen = vectors[clusters].view(-1, side, side, IMAGE_CONFIG.embed_dim).permute(0, 3, 1, 2)
+    return F.mse_loss(model.decoder(model.post_quant_conv(chosen)), pixels) + NAMING * naming
 
 
-def directions(model: JanusVQVAE, pixels: torch.Tensor) -> torch.Tensor:
-    """Pixels [batch, 3, 8, 8] -> unit vectors [batch, 4, 4, embed_dim]."""
-    return F.normalize(model.quant_conv(model.encoder(pixels)), dim=1).permute(0, 2, 3, 1)
+def unit_vectors(model: JanusVQVAE) -> torch.Tensor:
+    """The codebook as directions [num_codes, embed_dim]."""
+    return F.normalize(model.quantize.embedding.weight, dim=1)
 
 
-def decode_latents(model: JanusVQVAE, latents: torch.Tensor) -> torch.Tensor:
-    """[batch, 4, 4, embed_dim] -> pixels [batch, 3, 8, 8]."""
-    return model.decoder(model.post_quant_conv(latents.permute(0, 3, 1, 2)))
+def patches(pixels: torch.Tensor) -> torch.Tensor:
+    """The 2x2 pixels under each code: grey [batch, 3, 8, 8] -> [batch, 16, 4]."""
+    side = IMAGE_CONFIG.num_patches
+    size = pixels.size(-1) // side
+    blocks = pixels[:, 0].unflatten(2, (side, size)).unflatten(1, (side, size))
+    return blocks.transpose(2, 3).reshape(len(pixels), side * side, size * size)
 
 
 def shifted(pixels: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.data.loader import LoaderState, build_dataloader, fill_pack
+from omnitrain.data.loader import build_dataloader, fill_pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.errors import DataError, UserError
@@ -99,7 +99,16 @@ def test_overlong_samples_are_dropped_or_refused_as_asked(processor: OmniProcess
 
 
 def test_a_data_set_of_nothing_but_damage_ends_with_an_error(processor: OmniProcessor, tmp_path: Path) -> None:
-    bad = [Row(f"b{i}", "image_to_text", tiny_row("image_to_text", i).messages, {"image": [b"x"], "audio": [], "video": []}, {}) for i in range(4)]
+    bad = [
+        Row(
+            f"b{i}",
+            "image_to_text",
+            tiny_row("image_to_text", i).messages,
+            {"image": [b"x"], "audio": [], "video": []},
+            {},
+        )
+        for i in range(4)
+    ]
     with pytest.raises(DataError, match="every row was rejected"):
         next(iter(build_dataloader(data(tmp_path, bad), processor)))
 
@@ -108,7 +117,7 @@ def test_a_data_set_of_nothing_but_damage_ends_with_an_error(processor: OmniProc
 def test_a_modality_the_model_cannot_read_is_one_clear_error(tmp_path: Path, workers: int) -> None:
     model = tiny_model(encoders={})
     loader = build_dataloader(data(tmp_path, rows(7), workers=workers), tiny_processor(model))
-    with pytest.raises(UserError, match="asks the model to read .*model.encoders") as caught:
+    with pytest.raises(UserError, match=r"asks the model to read .*model\.encoders") as caught:
         next(iter(loader))
     assert "Traceback" not in str(caught.value)
 

@@ -11,7 +11,7 @@ from tests.tiny import png, wav, webp
 @pytest.mark.parametrize("decode", [decode_image, decode_audio, lambda data: decode_video(data, 4)])
 @pytest.mark.parametrize("data", [b"", b"garbage", b"\x89PNG\r\n\x1a\n broken"])
 def test_damage_is_a_value_error_that_says_so(decode, data: bytes) -> None:
-    with pytest.raises(ValueError, match="unreadable|without"):
+    with pytest.raises(ValueError, match=r"unreadable|without"):
         decode(data)
 
 

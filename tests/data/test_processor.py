@@ -24,7 +24,9 @@ def shown(processor: OmniProcessor, sample: Sample) -> str:
 
 
 def row(*messages: tuple[str, list[dict]], images: int = 0) -> Row:
-    return Row("r", "s", [{"role": r, "content": c} for r, c in messages], {"image": [png(i) for i in range(images)]}, {})
+    return Row(
+        "r", "s", [{"role": r, "content": c} for r, c in messages], {"image": [png(i) for i in range(images)]}, {}
+    )
 
 
 def test_only_assistant_content_and_its_end_are_trained(processor: OmniProcessor) -> None:
@@ -90,4 +92,9 @@ def test_a_start_token_of_several_tokens_is_refused() -> None:
 def test_two_readers_of_one_modality_are_refused() -> None:
     readers, writers = tiny_model().media_adapters()
     with pytest.raises(UserError, match="both handle image"):
-        OmniProcessor(tiny_tokenizer(), tiny_processor(tiny_model()).chat, {**readers, "second": readers["image_encoder"]}, writers)
+        OmniProcessor(
+            tiny_tokenizer(),
+            tiny_processor(tiny_model()).chat,
+            {**readers, "second": readers["image_encoder"]},
+            writers,
+        )

@@ -13,15 +13,63 @@ from tests.tiny import FOUNDATION, JANUS_VQ, MEL_VQ
 VQ = {"embed_dim": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 32}
 IMAGE_TOKENIZERS = {
     "janus": JANUS_VQ,
-    "emu3": {"model_type": "emu3_vqgan", "codebook_size": 16, "attn_resolutions": [], "hidden_size": 32, "num_attention_heads": 1, **VQ, "latent_channels": 4},
+    "emu3": {
+        "model_type": "emu3_vqgan",
+        "codebook_size": 16,
+        "attn_resolutions": [],
+        "hidden_size": 32,
+        "num_attention_heads": 1,
+        **VQ,
+        "latent_channels": 4,
+    },
     "chameleon": {"model_type": "chameleon_vqgan", "num_embeddings": 16, "resolution": 8, **VQ},
 }
-AUDIO_TOKENIZERS = {
+AUDIO_TOKENIZERS: dict[str, dict] = {
     "mel_vq": MEL_VQ,
-    "mimi": {"model_type": "mimi", "sampling_rate": 8000, "hidden_size": 16, "num_filters": 4, "upsampling_ratios": [4, 2], "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 16, "codebook_size": 16, "codebook_dim": 8, "num_quantizers": 3, "num_semantic_quantizers": 1, "vector_quantization_hidden_dimension": 8, "frame_rate": 500.0, "upsample_groups": 16},
-    "dac": {"model_type": "dac", "encoder_hidden_size": 8, "downsampling_ratios": [2, 4], "decoder_hidden_size": 32, "upsampling_ratios": [4, 2], "n_codebooks": 3, "codebook_size": 16, "codebook_dim": 4, "hidden_size": 32, "sampling_rate": 8000},
-    "encodec": {"model_type": "encodec", "sampling_rate": 8000, "num_filters": 4, "upsampling_ratios": [4, 2], "hidden_size": 16, "codebook_size": 16, "codebook_dim": 16, "num_lstm_layers": 1, "target_bandwidths": [12.0], "normalize": False},
-}  # fmt: skip
+    "mimi": {
+        "model_type": "mimi",
+        "sampling_rate": 8000,
+        "hidden_size": 16,
+        "num_filters": 4,
+        "upsampling_ratios": [4, 2],
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 16,
+        "codebook_size": 16,
+        "codebook_dim": 8,
+        "num_quantizers": 3,
+        "num_semantic_quantizers": 1,
+        "vector_quantization_hidden_dimension": 8,
+        "frame_rate": 500.0,
+        "upsample_groups": 16,
+    },
+    "dac": {
+        "model_type": "dac",
+        "encoder_hidden_size": 8,
+        "downsampling_ratios": [2, 4],
+        "decoder_hidden_size": 32,
+        "upsampling_ratios": [4, 2],
+        "n_codebooks": 3,
+        "codebook_size": 16,
+        "codebook_dim": 4,
+        "hidden_size": 32,
+        "sampling_rate": 8000,
+    },
+    "encodec": {
+        "model_type": "encodec",
+        "sampling_rate": 8000,
+        "num_filters": 4,
+        "upsampling_ratios": [4, 2],
+        "hidden_size": 16,
+        "codebook_size": 16,
+        "codebook_dim": 16,
+        "num_lstm_layers": 1,
+        "target_bandwidths": [12.0],
+        "normalize": False,
+    },
+}
 
 
 def decoder(tokenizer: dict, **settings: object) -> TokenDecoder:
@@ -91,4 +139,12 @@ def test_settings_that_do_not_fit_name_the_decoder_and_the_allowed_values() -> N
     with pytest.raises(UserError, match=r"model\.decoders\.decoder: .*image_size"):
         decoder(JANUS_VQ)
     with pytest.raises(UserError, match="no media tokenizer"):
-        decoder({"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2})
+        decoder(
+            {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+        )

@@ -11,14 +11,34 @@ from omnitrain.models.encoders.projector import merge_frames, merge_grid
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
-QWEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2}
+QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 2,
+    "spatial_merge_size": 2,
+}
 TOWERS = {
     "siglip": SIGLIP,
     "clip": {"model_type": "clip_vision_model", "patch_size": 2, **VIT},
-    "dinov2": {"model_type": "dinov2", "patch_size": 2, "mlp_ratio": 2} | {k: v for k, v in VIT.items() if k != "intermediate_size"},
+    "dinov2": {"model_type": "dinov2", "patch_size": 2, "mlp_ratio": 2}
+    | {k: v for k, v in VIT.items() if k != "intermediate_size"},
     "whole clip": {"model_type": "clip", "vision_config": {"patch_size": 2, **VIT}},
-    "qwen2_5_vl": {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 24, "window_size": 8, "fullatt_block_indexes": [0], **QWEN},
-    "qwen3_vl": {"model_type": "qwen3_vl_vision", "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [], **QWEN},
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_vision",
+        "out_hidden_size": 24,
+        "window_size": 8,
+        "fullatt_block_indexes": [0],
+        **QWEN,
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_vision",
+        "out_hidden_size": 24,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+        **QWEN,
+    },
 }
 GRID_PROCESSOR = {"size": {"shortest_edge": 16, "longest_edge": 256}}
 
@@ -100,7 +120,7 @@ def test_rows_that_do_not_match_their_placeholders_are_an_error() -> None:
 
 
 def test_towers_that_do_not_fit_are_refused_with_the_way_out() -> None:
-    with pytest.raises(UserError, match="use projector.kind: linear or mlp"):
+    with pytest.raises(UserError, match=r"use projector\.kind: linear or mlp"):
         encoder(TOWERS["qwen2_5_vl"], "pixel_shuffle", GRID_PROCESSOR)
     with pytest.raises(UserError, match="neither a vision tower nor a spectrogram encoder"):
         encoder(FOUNDATION)

@@ -28,14 +28,18 @@ def prompts(processor: OmniProcessor) -> list[Sample]:
     return made
 
 
-def test_with_and_without_cache_the_same_tokens(model: OmniModel, processor: OmniProcessor, prompts: list[Sample]) -> None:
+def test_with_and_without_cache_the_same_tokens(
+    model: OmniModel, processor: OmniProcessor, prompts: list[Sample]
+) -> None:
     cached = generate(model, processor, prompts, max_new_tokens=40)
     plain = generate(model, processor, prompts, max_new_tokens=40, use_cache=False)
     assert [a.tokens for a in cached] == [a.tokens for a in plain]
     assert all(answer.tokens for answer in cached)
 
 
-def test_a_batch_answers_as_each_prompt_alone(model: OmniModel, processor: OmniProcessor, prompts: list[Sample]) -> None:
+def test_a_batch_answers_as_each_prompt_alone(
+    model: OmniModel, processor: OmniProcessor, prompts: list[Sample]
+) -> None:
     together = generate(model, processor, prompts, max_new_tokens=30)
     alone = [generate(model, processor, [prompt], max_new_tokens=30)[0] for prompt in prompts]
     assert [a.tokens for a in together] == [a.tokens for a in alone]

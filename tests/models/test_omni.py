@@ -114,9 +114,7 @@ def test_text_loss_is_that_of_plain_transformers(model: OmniModel, samples: list
 
 
 @torch.no_grad()
-def test_saved_and_loaded_gives_bitwise_equal_outputs(
-    model: OmniModel, samples: list[Sample], tmp_path: Path
-) -> None:
+def test_saved_and_loaded_gives_bitwise_equal_outputs(model: OmniModel, samples: list[Sample], tmp_path: Path) -> None:
     model.eval().save_pretrained(tmp_path)
     pack = Pack.from_samples(samples)
     before = model(pack)
@@ -166,7 +164,9 @@ def test_freezing_by_name_freezes_that_and_nothing_else(samples: list[Sample]) -
     assert moved.isdisjoint(frozen) and gradients.keys() == before.keys() - frozen
 
 
-@pytest.mark.parametrize(("name", "hint"), [("image_encodr", "image_encoder"), ("image_encoder.towr", "image_encoder.tower")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("image_encodr", "image_encoder"), ("image_encoder.towr", "image_encoder.tower")]
+)
 def test_freezing_nothing_is_an_error_with_a_suggestion(model: OmniModel, name: str, hint: str) -> None:
     with pytest.raises(UserError, match=f"{name}' matches no parameter; did you mean '{hint}'"):
         freeze(model, [name])

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ def draw(length: int, kv_heads: int = 2, value_dim: int = 8) -> tuple[torch.Tens
 def test_a_packed_segment_equals_the_segment_alone(borders: list[int], is_causal: bool, value_dim: int) -> None:
     q, k, v = draw(11, value_dim=value_dim)
     packed = segment_attention(q, k, v, borders, is_causal=is_causal, scale=None)
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         alone = F.scaled_dot_product_attention(
             q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], is_causal=is_causal, enable_gqa=True
         )

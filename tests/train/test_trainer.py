@@ -143,7 +143,9 @@ def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
 def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
     Trainer(load(tiny_recipe(tmp_path))).fit()
     (tmp_path / "eye.png").write_bytes(png(0))
-    made, shown = answer(tmp_path / "run", "what?", [str(tmp_path / "eye.png")], [], [], output_dir=tmp_path, max_new_tokens=5)
+    made, shown = answer(
+        tmp_path / "run", "what?", [str(tmp_path / "eye.png")], [], [], output_dir=tmp_path, max_new_tokens=5
+    )
     assert len(made.tokens) <= 5 and len(shown) == len(made.parts)
     with pytest.raises(UserError, match="its file cannot be read"):
         answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])

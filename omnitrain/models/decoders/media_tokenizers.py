@@ -99,7 +99,9 @@ class ImageVQTokenizer:
         self.model = model
         stride = 2 ** (len(config.channel_multiplier) - 1)
         if image_size is None or image_size % stride:
-            raise UserError(f"an image decoder needs image_size, a multiple of {stride} for this tokenizer: {image_size}")
+            raise UserError(
+                f"an image decoder needs image_size, a multiple of {stride} for this tokenizer: {image_size}"
+            )
         self.image_size, self.side = image_size, image_size // stride
         self.fixed_length: int | None = self.side**2
         self.num_codes = getattr(config, "num_embeddings", None) or config.codebook_size
@@ -199,7 +201,7 @@ class CodecTargetAdapter(ComponentAdapter):
 
 
 class CodecTokenizer:
-    """A HF residual codec; codebook ``q`` of frame ``t`` is token ``t * num_codebooks + q``, each with its own range."""
+    """A HF residual codec: codebook ``q`` of frame ``t`` is token ``t * num_codebooks + q``, in its own range."""
 
     modality = "audio"
     fixed_length: int | None = None
@@ -233,7 +235,9 @@ class CodecTokenizer:
 
     def _flatten(self, codes: torch.Tensor) -> torch.Tensor:
         if codes.size(0) < self.num_codebooks:
-            raise UserError(f"{type(self.model).__name__} gives {codes.size(0)} codebooks, asked for {self.num_codebooks}")
+            raise UserError(
+                f"{type(self.model).__name__} gives {codes.size(0)} codebooks, asked for {self.num_codebooks}"
+            )
         offsets = torch.arange(self.num_codebooks, device=codes.device)[:, None] * self.codebook_size
         return (codes + offsets).t().flatten()
 

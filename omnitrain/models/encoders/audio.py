@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,9 @@ class AudioAdapter(ComponentAdapter):
         self.merge = config.projector["factor"] if config.projector["kind"] == "pixel_shuffle" else 1  # type: ignore[index]
         with torch.device("meta"):
             tower = tower_from_config(as_config(config.tower or {}), "audio")
-        self._tower_rows = getattr(tower, "_get_feat_extract_output_lengths", None)
-        if self._tower_rows is None:
+        if not hasattr(tower, "_get_feat_extract_output_lengths"):
             raise UserError(f"{type(tower).__name__} does not tell how many rows it makes of a clip")
+        self._tower_rows: Callable[[torch.Tensor], torch.Tensor] = tower._get_feat_extract_output_lengths
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Log-mel chunks of one clip (see :meth:`AudioEncoder.lm_encode` for shapes)."""

@@ -1,0 +1,91 @@
+"""What the benchmarks share: options, rounds that take turns, medians, and a report with its formula."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnitrain.data.loader import PackLoader
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICKSTART = "recipes/quickstart.yaml"
+
+_PACKAGES = ("torch", "transformers", "accelerate", "numpy")
+
+
+def parser(description: str, *, rounds: int, steps: int) -> argparse.ArgumentParser:
+    """The options that every benchmark has; ``rounds`` and ``steps`` are its defaults."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--json", type=Path, help="also write the result to this file")
+    options.add_argument("--rounds", type=int, default=rounds, help="measured rounds, of which the median counts")
+    options.add_argument("--steps", type=int, default=steps, help="optimizer steps per round")
+    return options
+
+
+def start(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line, take one thread, and go to the repository's root, where recipes find their data."""
+    given = options.parse_args()
+    if given.json is not None:
+        given.json = given.json.resolve()
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    return given
+
+
+def in_turn(sides: tuple[str, ...], index: int) -> tuple[str, ...]:
+    """The order within round ``index``: ``A B``, ``B A``, ``A B``, ... so that a drift of the machine hits all alike."""
+    return sides[::-1] if index % 2 else sides
+
+
+class Around:
+    """Stands in for a trainer's loader: a subclass iterates in its own way, everything else is the loader's."""
+
+    def __init__(self, loader: PackLoader) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark found.
+
+    Attributes:
+        name: of the benchmark.
+        formula: how the first figure follows from the measured seconds.
+        figures: name -> number, the headline first.
+        rounds: side -> what it measured, one value per round, in order of the rounds.
+    """
+
+    name: str
+    formula: str
+    figures: dict[str, float]
+    rounds: dict[str, list[float]]
+
+
+def report(result: Result, json_path: Path | None) -> None:
+    """Print ``result`` and, where asked for, write it with the versions and the processor it was measured on."""
+    print(f"{result.name}: {result.formula}")
+    for name, value in result.figures.items():
+        print(f"  {name:<40} {value:,.4g}" if abs(value) < 1000 else f"  {name:<40} {value:,.0f}")
+    if json_path is None:
+        return
+    where = {"versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES}}
+    where |= {"cpu": f"{_processor()}, {torch.get_num_threads()} thread"}
+    json_path.write_text(json.dumps(vars(result) | where, indent=2) + "\n")
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,207 @@
+"""Non-padding tokens per second: omnitrain's packs against the collators of HF ``Trainer``.
+
+The samples are the quickstart's training rows as ``OmniProcessor`` makes them: their token ids (media are placeholder
+ids) and their loss masks. All sides train the same plain Qwen3 from the same weights with the same fused AdamW, the
+same clipping and as many data workers, in fp32 on one thread:
+
+- ``omnitrain``: ``Trainer.fit`` on packs of ``data.pack_tokens``, metrics and progress included;
+- ``hf_padded``: ``DataCollatorForSeq2Seq``, padded to the longest of the batch;
+- ``hf_grouped``: the same over ``train_sampling_strategy="group_by_length"``;
+- ``hf_flattened``: ``DataCollatorWithFlattening``, samples end to end in one row, attention by sdpa.
+
+HF neither logs nor saves. Its batch size is ``pack_tokens / mean length``, so that a step has as many tokens on all
+sides. Each round is a run of its own; the clock runs from the end of its warm-up to the end of its last step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, TrainerCallback, TrainingArguments
+
+from omnitrain.data.loader import LoaderState, PackLoader
+from omnitrain.data.pack import IGNORED, Pack
+from omnitrain.data.rows import RowSource
+from omnitrain.data.sample import Rejected, Sample
+from omnitrain.models.build import build_foundation_model
+from omnitrain.recipe import Recipe
+from omnitrain.train.display import console
+from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.trainer import Trainer
+
+FORMULA = (
+    "ratio = median over rounds of (omnitrain / best of hf_padded, hf_grouped, hf_flattened), "
+    "each = input tokens without padding / seconds"
+)
+HF_SIDES = ("hf_padded", "hf_grouped", "hf_flattened")
+WARM_UP = 2  # steps of a run before its clock starts
+
+
+def quickstart_samples(recipe: Recipe, limit: int | None) -> tuple[list[Sample], Any]:
+    """Training samples without their media, and the tokenizer; ``limit``: that many rows, evenly spread."""
+    _, processor = build_from_recipe(recipe)
+    rows = RowSource(recipe.data.train[0])
+    stride = max(1, len(rows) // limit) if limit else 1
+    made = [processor.sample(rows[index], index) for index in range(0, len(rows), stride)]
+    samples = [dataclasses.replace(sample, spans=()) for sample in made if isinstance(sample, Sample)]
+    assert len(samples) == len(made), [sample for sample in made if isinstance(sample, Rejected)]
+    return samples, processor.tokenizer
+
+
+class ReadySamples:
+    """In place of a processor: its "rows" are samples already."""
+
+    def sample(self, row: Sample, index: int, max_tokens: int) -> Sample:
+        """``row`` at its place in the data order."""
+        return dataclasses.replace(row, index=index)
+
+
+class Marked(Around):
+    """Notes when the trainer asks for each pack (it has then finished the step before) and how long that pack is."""
+
+    def __init__(self, loader: PackLoader) -> None:
+        super().__init__(loader)
+        self.asked: list[float] = []
+        self.tokens: list[int] = []
+
+    def __iter__(self) -> Iterator[Pack]:
+        packs = iter(self.loader)
+        while True:
+            self.asked.append(time.perf_counter())
+            pack = next(packs)
+            self.tokens.append(pack.num_tokens)
+            yield pack
+
+
+def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) -> float:
+    """Tokens per second of ``fit``."""
+    # One step more than is measured: the clock stops when its pack is asked for.
+    train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
+    trainer = Trainer(recipe.model_copy(update={"train": train}))
+    marked = Marked(PackLoader([samples], ReadySamples(), recipe.data, seed, LoaderState()))  # type: ignore[list-item,arg-type]
+    trainer.loader = marked  # type: ignore[assignment]
+    trainer.fit()
+    seconds = marked.asked[WARM_UP + steps] - marked.asked[WARM_UP]
+    return sum(marked.tokens[WARM_UP : WARM_UP + steps]) / seconds
+
+
+class StepEnds(TrainerCallback):
+    """Notes when each step has ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Take the time."""
+        self.times.append(time.perf_counter())
+
+
+def run_hf(
+    collator: Any, sampling: str, recipe: Recipe, examples: list[dict[str, Any]], steps: int, seed: int
+) -> float:
+    """Tokens per second of HF ``Trainer`` with ``collator``, without its padding."""
+    torch.manual_seed(recipe.train.seed)
+    model = build_foundation_model(dict(recipe.model.foundation.config))
+    model.set_attn_implementation("sdpa")
+    batches: list[dict[str, torch.Tensor]] = []
+    model.register_forward_pre_hook(lambda _, __, batch: batches.append(batch), with_kwargs=True)
+    ends = StepEnds()
+    arguments = _arguments(recipe, examples, WARM_UP + steps, sampling, seed)
+    trainer = transformers.Trainer(model, arguments, collator, examples, callbacks=[ends])
+    trainer.train()
+    # Flattened batches have neither padding nor a mask.
+    tokens = sum(
+        int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches[WARM_UP:]
+    )
+    return tokens / (ends.times[-1] - ends.times[WARM_UP - 1])
+
+
+def _arguments(
+    recipe: Recipe, examples: list[dict[str, Any]], steps: int, sampling: str, seed: int
+) -> TrainingArguments:
+    optimizer, mean = recipe.train.optimizer, fmean(len(example["input_ids"]) for example in examples)
+    return TrainingArguments(
+        output_dir=recipe.output_dir,
+        max_steps=steps,
+        per_device_train_batch_size=round(recipe.data.pack_tokens / mean),
+        train_sampling_strategy=sampling,
+        optim="adamw_torch_fused",
+        learning_rate=optimizer.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=optimizer.warmup_steps,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        max_grad_norm=optimizer.max_grad_norm,
+        dataloader_num_workers=recipe.data.workers,
+        dataloader_prefetch_factor=8,
+        dataloader_pin_memory=False,
+        average_tokens_across_devices=False,
+        logging_nan_inf_filter=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=seed,
+    )
+
+
+def measure(rounds: int, steps: int, limit: int | None, folder: str) -> Result:
+    """All four sides in turn, each round with another order of the data."""
+    quickstart = Recipe.load(QUICKSTART)
+    samples, tokenizer = quickstart_samples(quickstart, limit)
+    recipe = Recipe.load(QUICKSTART, ["model.encoders={}", "model.decoders={}", "evaluation=null"])
+    recipe.output_dir = f"{folder}/run"
+    examples = [
+        {"input_ids": s.input_ids.tolist(), "labels": np.where(s.loss_mask, s.input_ids, IGNORED).tolist()}
+        for s in samples
+    ]
+    padded = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED)
+    hf = partial(run_hf, recipe=recipe, examples=examples, steps=steps)
+    runs = {
+        "omnitrain": partial(run_omnitrain, recipe, samples, steps),
+        "hf_padded": partial(hf, padded, "random"),
+        "hf_grouped": partial(hf, padded, "group_by_length"),
+        "hf_flattened": partial(hf, DataCollatorWithFlattening(), "random"),
+    }
+    speeds: dict[str, list[float]] = {side: [] for side in runs}
+    for index in range(rounds):
+        for side in in_turn(tuple(runs), index):
+            speeds[side].append(runs[side](seed=index))
+    ratios = [ours / max(theirs) for ours, *theirs in zip(*speeds.values(), strict=True)]
+    return Result(
+        name="padding",
+        formula=FORMULA,
+        figures={
+            "ratio": median(ratios),
+            **{f"{side}_tokens_per_second": median(values) for side, values in speeds.items()},
+            "mean_length": fmean(map(len, samples)),
+        },
+        rounds={**speeds, "ratio": ratios},
+    )
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=10)
+    options.add_argument("--samples", type=int, help="take only so many of the training samples")
+    given = start(options)
+    console.quiet = True
+    with tempfile.TemporaryDirectory() as folder:
+        report(measure(given.rounds, given.steps, given.samples, folder), given.json)
+
+
+if __name__ == "__main__":
+    main()

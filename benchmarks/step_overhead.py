@@ -1,0 +1,131 @@
+"""What a step of ``Trainer.fit`` costs over a bare loop on the same packs.
+
+``trainer`` is ``fit`` itself, on the quickstart's recipe: packs from the loader and its worker, ``train_step``, metrics
+and progress. Its loader is wrapped, so that the clock runs from the moment ``fit`` asks for a round's first pack to the
+moment it asks for the next round's: nothing that happens per step is left out. ``bare`` runs in between, on a copy of
+the model: forward, backward, clipping, AdamW, over the same packs, already in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import torch
+from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
+
+from omnitrain.data.loader import build_dataloader
+from omnitrain.data.pack import Pack
+from omnitrain.models.omni import OmniModel
+from omnitrain.optim.adamw import build_optimizer
+from omnitrain.recipe import Recipe
+from omnitrain.train.trainer import Trainer
+
+FORMULA = "overhead = median over rounds of (trainer seconds / bare seconds) - 1"
+WARM_UP = 1  # rounds that do not count
+
+
+class BareLoop:
+    """A training loop of five lines, over packs in memory."""
+
+    def __init__(self, model: OmniModel, packs: list[Pack], recipe: Recipe) -> None:
+        self.model, self.packs = copy.deepcopy(model), packs
+        self.optimizer = build_optimizer(self.model, recipe.train.optimizer)
+        self.max_norm = recipe.train.optimizer.max_grad_norm
+        self.losses: list[torch.Tensor] = []
+
+    def run(self, first: int, steps: int) -> float:
+        """Train on ``packs[first : first + steps]``; returns the seconds."""
+        started = time.perf_counter()
+        for pack in self.packs[first : first + steps]:
+            loss = torch.stack([term.sum / term.count for term in self.model(pack).losses.values()]).sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.detach())
+        return time.perf_counter() - started
+
+
+class Rounds(Around):
+    """Hands the trainer its packs, and lets the bare loop run between the trainer's rounds."""
+
+    def __init__(self, trainer: Trainer, bare: BareLoop, rounds: int, steps: int) -> None:
+        super().__init__(trainer.loader)
+        self.bare, self.rounds, self.steps = bare, rounds, steps
+        self.seconds: dict[str, list[float]] = {"trainer": [], "bare": []}
+        self.waited = 0.0
+        self.ids: list[tuple[str, ...]] = []
+
+    def __iter__(self) -> Iterator[Pack]:
+        packs = iter(self.loader)
+        for index in range(self.rounds):
+            for side in in_turn(("trainer", "bare"), index):
+                if side == "bare":
+                    self.seconds[side].append(self.bare.run(index * self.steps, self.steps))
+                    continue
+                started = time.perf_counter()
+                for _ in range(self.steps):
+                    asked = time.perf_counter()
+                    pack = next(packs)
+                    self.waited += time.perf_counter() - asked
+                    self.ids.append(pack.info.ids)
+                    yield pack
+                self.seconds[side].append(time.perf_counter() - started)
+        yield next(packs)
+
+
+def measure(rounds: int, steps: int, folder: str) -> Result:
+    """Both sides in turn; the warm-up rounds are dropped."""
+    total = (WARM_UP + rounds) * steps
+    changes = ["train.optimizer.warmup_steps=0", "train.optimizer.schedule=constant", "evaluation=null"]
+    # One step more than is measured: the clock of the last round stops when its packs are asked for.
+    recipe = Recipe.load(QUICKSTART, [*changes, f"train.steps={total + 1}", f"output_dir={folder}/run"])
+    trainer = Trainer(recipe)
+    in_process = recipe.data.model_copy(update={"workers": 0})
+    packs = list(islice(build_dataloader(in_process, trainer.processor, seed=recipe.train.seed), total))
+    bare = BareLoop(trainer.model, packs, recipe)
+    watched = Rounds(trainer, bare, WARM_UP + rounds, steps)
+    trainer.loader = watched  # type: ignore[assignment]
+    trainer.fit()
+    assert watched.ids == [pack.info.ids for pack in packs], "the two sides saw different packs"
+    _check_losses(bare, Path(recipe.output_dir, "metrics.jsonl"))
+    seconds = {side: values[WARM_UP:] for side, values in watched.seconds.items()}
+    ratios = [a / b for a, b in zip(seconds["trainer"], seconds["bare"], strict=True)]
+    per_step = {f"{side}_seconds_per_step": median(values) / steps for side, values in seconds.items()}
+    return Result(
+        name="step_overhead",
+        formula=FORMULA,
+        figures={
+            "overhead": median(ratios) - 1,
+            **per_step,
+            "waited_for_data_seconds_per_step": watched.waited / total,
+            "tokens_per_step": sum(pack.num_tokens for pack in packs) / total,
+        },
+        rounds={**seconds, "ratio": ratios},
+    )
+
+
+def _check_losses(bare: BareLoop, metrics: Path) -> None:
+    """Same packs, same rate, same clipping: the losses must follow each other, or one side did other work."""
+    for line in map(json.loads, metrics.read_text().splitlines()):
+        if line["step"] <= len(bare.losses):
+            torch.testing.assert_close(line["loss"], bare.losses[line["step"] - 1].item(), rtol=1e-3, atol=0)
+
+
+def main() -> None:
+    """Measure and report."""
+    options = start(parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=10))
+    with tempfile.TemporaryDirectory() as folder:
+        report(measure(options.rounds, options.steps, folder), options.json)
+
+
+if __name__ == "__main__":
+    main()
