@@ -41,7 +41,7 @@ def start(options: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def in_turn(sides: tuple[str, ...], index: int) -> tuple[str, ...]:
-    """The order within round ``index``: ``A B``, ``B A``, ``A B``, ... so that a drift of the machine hits all alike."""
+    """The order within round ``index``: ``A B``, ``B A``, ``A B``, ...; a drift of the machine then hits all alike."""
     return sides[::-1] if index % 2 else sides
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, TrainerCallback, TrainingArguments
 
@@ -57,6 +58,15 @@ def quickstart_samples(recipe: Recipe, limit: int | None) -> tuple[list[Sample],
     samples = [dataclasses.replace(sample, spans=()) for sample in made if isinstance(sample, Sample)]
     assert len(samples) == len(made), [sample for sample in made if isinstance(sample, Rejected)]
     return samples, processor.tokenizer
+
+
+def foundation_recipe(folder: str) -> Recipe:
+    """The quickstart without encoders and decoders, over one row of text that such a model accepts at its start."""
+    row = {"id": "0", "task": "text", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
+    Dataset.from_list([row]).to_parquet(f"{folder}/text.parquet")
+    data = [f"data.train=[{{path: {folder}/text.parquet}}]", "data.heldout=[]"]
+    parts = ["model.encoders={}", "model.decoders={}", "evaluation=null", f"output_dir={folder}/run"]
+    return Recipe.load(QUICKSTART, data + parts)
 
 
 class ReadySamples:
@@ -162,8 +172,7 @@ def measure(rounds: int, steps: int, limit: int | None, folder: str) -> Result:
     """All four sides in turn, each round with another order of the data."""
     quickstart = Recipe.load(QUICKSTART)
     samples, tokenizer = quickstart_samples(quickstart, limit)
-    recipe = Recipe.load(QUICKSTART, ["model.encoders={}", "model.decoders={}", "evaluation=null"])
-    recipe.output_dir = f"{folder}/run"
+    recipe = foundation_recipe(folder)
     examples = [
         {"input_ids": s.input_ids.tolist(), "labels": np.where(s.loss_mask, s.input_ids, IGNORED).tolist()}
         for s in samples

@@ -3,7 +3,8 @@
 ``trainer`` is ``fit`` itself, on the quickstart's recipe: packs from the loader and its worker, ``train_step``, metrics
 and progress. Its loader is wrapped, so that the clock runs from the moment ``fit`` asks for a round's first pack to the
 moment it asks for the next round's: nothing that happens per step is left out. ``bare`` runs in between, on a copy of
-the model: forward, backward, clipping, AdamW, over the same packs, already in memory.
+the model: forward, backward, clipping, AdamW, over the same packs, already in memory. ``cpu_overhead`` is the same
+ratio of processor seconds of the main process: on a busy machine it tells work from waiting for a core.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ class BareLoop:
         self.max_norm = recipe.train.optimizer.max_grad_norm
         self.losses: list[torch.Tensor] = []
 
-    def run(self, first: int, steps: int) -> float:
-        """Train on ``packs[first : first + steps]``; returns the seconds."""
-        started = time.perf_counter()
+    def run(self, first: int, steps: int) -> None:
+        """Train on ``packs[first : first + steps]``."""
         for pack in self.packs[first : first + steps]:
             loss = torch.stack([term.sum / term.count for term in self.model(pack).losses.values()]).sum()
             loss.backward()
@@ -51,7 +51,17 @@ class BareLoop:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.losses.append(loss.detach())
-        return time.perf_counter() - started
+
+
+class Clock:
+    """Seconds since its making, of the wall and of this process (which its workers are no part of)."""
+
+    def __init__(self) -> None:
+        self._wall, self._process = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """``seconds`` and ``cpu_seconds``."""
+        return {"seconds": time.perf_counter() - self._wall, "cpu_seconds": time.process_time() - self._process}
 
 
 class Rounds(Around):
@@ -60,26 +70,31 @@ class Rounds(Around):
     def __init__(self, trainer: Trainer, bare: BareLoop, rounds: int, steps: int) -> None:
         super().__init__(trainer.loader)
         self.bare, self.rounds, self.steps = bare, rounds, steps
-        self.seconds: dict[str, list[float]] = {"trainer": [], "bare": []}
-        self.waited = 0.0
+        self.readings: dict[str, list[dict[str, float]]] = {"trainer": [], "bare": []}
+        self.waited: list[float] = []
         self.ids: list[tuple[str, ...]] = []
 
     def __iter__(self) -> Iterator[Pack]:
         packs = iter(self.loader)
         for index in range(self.rounds):
             for side in in_turn(("trainer", "bare"), index):
+                clock = Clock()
                 if side == "bare":
-                    self.seconds[side].append(self.bare.run(index * self.steps, self.steps))
-                    continue
-                started = time.perf_counter()
-                for _ in range(self.steps):
-                    asked = time.perf_counter()
-                    pack = next(packs)
-                    self.waited += time.perf_counter() - asked
-                    self.ids.append(pack.info.ids)
-                    yield pack
-                self.seconds[side].append(time.perf_counter() - started)
+                    self.bare.run(index * self.steps, self.steps)
+                else:
+                    yield from self._steps(packs)
+                self.readings[side].append(clock.read())
         yield next(packs)
+
+    def _steps(self, packs: Iterator[Pack]) -> Iterator[Pack]:
+        waited = 0.0
+        for _ in range(self.steps):
+            asked = time.perf_counter()
+            pack = next(packs)
+            waited += time.perf_counter() - asked
+            self.ids.append(pack.info.ids)
+            yield pack
+        self.waited.append(waited)
 
 
 def measure(rounds: int, steps: int, folder: str) -> Result:
@@ -97,20 +112,28 @@ def measure(rounds: int, steps: int, folder: str) -> Result:
     trainer.fit()
     assert watched.ids == [pack.info.ids for pack in packs], "the two sides saw different packs"
     _check_losses(bare, Path(recipe.output_dir, "metrics.jsonl"))
-    seconds = {side: values[WARM_UP:] for side, values in watched.seconds.items()}
-    ratios = [a / b for a, b in zip(seconds["trainer"], seconds["bare"], strict=True)]
-    per_step = {f"{side}_seconds_per_step": median(values) / steps for side, values in seconds.items()}
+    measured = {
+        f"{side}_{kind}": [reading[kind] for reading in readings[WARM_UP:]]
+        for side, readings in watched.readings.items()
+        for kind in ("seconds", "cpu_seconds")
+    }
+    ratios = _ratios(measured["trainer_seconds"], measured["bare_seconds"])
     return Result(
         name="step_overhead",
         formula=FORMULA,
         figures={
             "overhead": median(ratios) - 1,
-            **per_step,
-            "waited_for_data_seconds_per_step": watched.waited / total,
+            "cpu_overhead": median(_ratios(measured["trainer_cpu_seconds"], measured["bare_cpu_seconds"])) - 1,
+            **{f"{name}_per_step": median(values) / steps for name, values in measured.items()},
+            "next_pack_seconds_per_step": median(watched.waited[WARM_UP:]) / steps,
             "tokens_per_step": sum(pack.num_tokens for pack in packs) / total,
         },
-        rounds={**seconds, "ratio": ratios},
+        rounds={**measured, "ratio": ratios},
     )
+
+
+def _ratios(above: list[float], below: list[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def _check_losses(bare: BareLoop, metrics: Path) -> None:

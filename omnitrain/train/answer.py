@@ -12,7 +12,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.generation import Answer, generate
 from omnitrain.recipe import Sampling
 from omnitrain.train.display import quiet_libraries
-from omnitrain.train.evaluate import write_parts
+from omnitrain.train.samples import write_parts
 from omnitrain.train.setup import load_checkpoint
 
 

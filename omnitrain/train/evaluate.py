@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import soundfile
 import torch
-from PIL import Image
 
 from omnitrain.data.loader import pack_all
 from omnitrain.data.processor import OmniProcessor
@@ -171,56 +168,3 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def save_samples(answers: Sequence[Answered], folder: Path, per_source: int) -> Path:
-    """Write the first answers of each source: ``samples.md`` with the texts, images and sounds beside it.
-
-    Returns:
-        The markdown file.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    counts: dict[str, int] = {}
-    lines = ["# Generated samples", ""]
-    for answered in answers:
-        source = answered.row.source
-        counts[source] = counts.get(source, 0) + 1
-        if counts[source] > per_source:
-            continue
-        lines += [
-            f"## {source} {counts[source]}",
-            "",
-            f"Row `{answered.row.id}`. Reference: {reference_text(answered.row) or 'media'}",
-            "",
-        ]
-        stem = re.sub(r"\W+", "_", f"{source}_{counts[source]}")
-        lines += [f"- {_markdown(part)}" for part in write_parts(answered.answer.parts, folder, stem)] + [""]
-    page = folder / "samples.md"
-    page.write_text("\n".join(lines))
-    return page
-
-
-def _markdown(part: str | Path) -> str:
-    if isinstance(part, str):
-        return part
-    return f"{'!' if part.suffix == '.png' else ''}[{part.name}]({part.name})"
-
-
-def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Path]:
-    """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
-
-    Returns:
-        One entry per part: the text, or the file written.
-    """
-    shown: list[str | Path] = []
-    for position, part in enumerate(parts):
-        if isinstance(part, str):
-            shown.append(part)
-            continue
-        file = folder / f"{stem}_{position}.{'png' if isinstance(part, Image.Image) else 'wav'}"
-        if isinstance(part, Image.Image):
-            part.save(file)
-        else:
-            soundfile.write(file, part.samples, part.rate)
-        shown.append(file)
-    return shown

@@ -24,9 +24,10 @@ from omnitrain.optim.gradients import clip_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import save_recipe
 from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_scores
-from omnitrain.train.evaluate import evaluate, load_scorer, save_samples
+from omnitrain.train.evaluate import evaluate, load_scorer
 from omnitrain.train.interrupt import Interrupt
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.samples import save_samples
 from omnitrain.train.setup import build_from_recipe, load_checkpoint
 
 

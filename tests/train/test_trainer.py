@@ -137,7 +137,9 @@ def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert written["answers"] == 14 and written["sources"] == 7 and written["seconds"] > 0
     assert summary.scores["answers"] == 14 and "text" in written["losses"]["heads"]
-    assert (tmp_path / "run" / "samples" / "samples.md").read_text().count("## ") == 7
+    page = (tmp_path / "run" / "samples" / "samples.md").read_text()
+    assert page.count("## ") == 7 and "Asked (`image_to_text/1`): <img" in page
+    assert (tmp_path / "run" / "samples" / "video_to_text_1_prompt_0.webp").is_file()
 
 
 def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
