@@ -29,7 +29,13 @@ import torch
 import transformers
 from datasets import Dataset
 from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from omnitrain.data.loader import LoaderState, PackLoader
 from omnitrain.data.pack import IGNORED, Pack
@@ -129,6 +135,7 @@ def run_hf(
     ends = StepEnds()
     arguments = _arguments(recipe, examples, WARM_UP + steps, sampling, seed)
     trainer = transformers.Trainer(model, arguments, collator, examples, callbacks=[ends])
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     # Flattened batches have neither padding nor a mask.
     tokens = sum(

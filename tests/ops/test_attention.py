@@ -17,7 +17,7 @@ def draw(length: int, kv_heads: int = 2, value_dim: int = 8) -> tuple[torch.Tens
     return tuple(torch.randn(1, heads, length, dim, generator=generator) for heads, dim in sizes)
 
 
-@pytest.mark.parametrize("borders", [[0, 11], [0, 3, 6, 9, 11], [0, 1, 2, 11], [0, 5, 5, 11]])
+@pytest.mark.parametrize("borders", [[0, 11], [0, 3, 6, 9, 11], [0, 1, 2, 11], [0, 5, 5, 11], [0, 4, 9, 11], [0, 2, 4, 7, 11]])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("value_dim", [8, 4])
 def test_a_packed_segment_equals_the_segment_alone(borders: list[int], is_causal: bool, value_dim: int) -> None:
