@@ -13,5 +13,9 @@ class WeightsError(UserError):
     """Weights that lack, rename or reshape tensors."""
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot go on, through no mistake in its recipe. The CLI prints the message and exits with code 1."""
+
+
 class DataError(UserError):
     """Data that is missing, has the wrong columns, or holds a modality that the model cannot read or write."""

@@ -213,7 +213,14 @@ def tiny_recipe(folder: Path, rows: int = 28, **train: Any) -> Path:
     recipe = {
         "output_dir": str(folder / "run"),
         "model": MODEL | {"foundation": {"config": FOUNDATION}, "tokenizer": str(folder / "tokenizer")},
-        "data": {"train": [{"path": str(data)}], "chat": CHAT, "pack_tokens": 160, "packing_buffer": 8, "workers": 0},
+        "data": {
+            "train": [{"path": str(data)}],
+            "heldout": [{"path": str(data)}],
+            "chat": CHAT,
+            "pack_tokens": 160,
+            "packing_buffer": 8,
+            "workers": 0,
+        },
         "train": {"steps": 4, "cpu_threads": 1, "log_every": 1, "optimizer": {"warmup_steps": 1}} | train,
     }
     path = folder / "recipe.yaml"

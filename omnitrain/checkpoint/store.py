@@ -1,4 +1,4 @@
-"""Checkpoints that a crash cannot half-write: temporary folder, fsync, rename, then ``latest``."""
+"""Checkpoints that a crash cannot half-write: temporary folder, checksums, fsync, rename."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckpointStore:
         Returns:
             The committed folder.
         """
-        final = self.folder / f"step-{step:08d}"
+        final = self.folder_of(step)
         temporary = self.folder / f".{final.name}.partial"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -45,6 +45,10 @@ class CheckpointStore:
         for old in self._steps()[: -self.keep]:
             shutil.rmtree(old)
         return final
+
+    def folder_of(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` lies once it is committed."""
+        return self.folder / f"step-{step:08d}"
 
     def latest(self) -> Path:
         """The newest checkpoint, checked against its checksums.

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -26,6 +27,9 @@ class _Verbs(TyperGroup):
         except UserError as error:
             typer.echo(f"omnitrain: {error}", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from None
+        except TrainingError as error:
+            typer.echo(f"omnitrain: {error}", err=True)
+            raise typer.Exit(EXIT_FAILED) from None
         except KeyboardInterrupt:
             typer.echo("omnitrain: interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -56,6 +56,7 @@ class LoaderState:
 
     next_index: int = 0
     held: tuple[int, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
 
 
 class PackLoader:
@@ -75,14 +76,15 @@ class PackLoader:
         self.data, self.sources = data, sources
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed)
         self.rows = _PreparedRows(sources, processor, data.pack_tokens)
-        self.rejected: dict[str, Rejected] = {}
+        self.rejected = {row.id: row for row in state.rejected}
         self._start = state
         self._next_index = state.next_index
         self._held: list[Sample] = []
 
     def state(self) -> LoaderState:
-        """Global index of the next sample to draw, and indices of samples drawn but not yet in a pack."""
-        return LoaderState(self._next_index, tuple(sample.index for sample in self._held))
+        """Next sample to draw, samples drawn but not yet in a pack (global indices), and rows skipped so far."""
+        held = tuple(sample.index for sample in self._held)
+        return LoaderState(self._next_index, held, tuple(self.rejected.values()))
 
     def __iter__(self) -> Iterator[Pack]:
         # Closed by name: workers that the garbage collector has to end hang for five seconds.

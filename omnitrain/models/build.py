@@ -63,7 +63,8 @@ def build_omni_model(
         decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict), or a ready model with
             :class:`DecoderMixin`.
         init_device: ``cpu``, ``cuda``, or ``meta`` (shapes only).
-        torch_dtype: of the weights; None: fp32 for fresh ones, the checkpoint's own for loaded ones.
+        torch_dtype: of the weights (media tokenizers stay fp32); None: the foundation's, which is fp32 for a fresh one
+            and the checkpoint's own for a loaded one.
 
     Raises:
         UserError: neither or both of checkpoint and parts, unknown models, settings that do not fit.
@@ -77,12 +78,13 @@ def build_omni_model(
         raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
     base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
     hidden_size = base.get_input_embeddings().weight.size(1)
+    dtype = torch_dtype or base.dtype
     parts: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}}
     with _on(init_device):
         for name, spec in (encoders or {}).items():
-            parts["encoders"][name] = _encoder(name, spec, hidden_size, init_device, torch_dtype)
+            parts["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
         for name, spec in (decoders or {}).items():
-            parts["decoders"][name] = _decoder(name, spec, hidden_size, init_device, torch_dtype)
+            parts["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
         config = OmniConfig(
             foundation=as_dict(base.config),
             **{kind: {name: as_dict(part.config) for name, part in group.items()} for kind, group in parts.items()},
@@ -117,7 +119,7 @@ def _hf_source(source: HFSource, init_device: str) -> Source:
     return _described(source.path if source.path is not None else dict(source.config or {}), init_device)
 
 
-def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
     if isinstance(spec, EncoderMixin):
         return cast(PreTrainedModel, spec)
     spec = spec if isinstance(spec, Encoder) else Encoder.model_validate(spec)
@@ -130,9 +132,9 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
     }
     if is_audio:
         audio = AudioEncoderConfig(**shared, processor=_extractor_settings(spec, tower))
-        return AudioEncoder(audio, tower).to(dtype or tower.dtype)
+        return AudioEncoder(audio, tower).to(dtype)
     vision = VisionEncoderConfig(**shared, processor=_image_settings(spec, tower), max_frames=spec.max_frames)
-    return VisionEncoder(vision, tower).to(dtype or tower.dtype)
+    return VisionEncoder(vision, tower).to(dtype)
 
 
 def _hears(name: str, spec: Encoder) -> bool:
@@ -181,7 +183,7 @@ def _settings_of(processor: Any) -> dict[str, Any]:
     return {k: v for k, v in json.loads(processor.to_json_string()).items() if k != "processor_class"}
 
 
-def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
     if isinstance(spec, DecoderMixin):
         return cast(PreTrainedModel, spec)
     spec = spec if isinstance(spec, Decoder) else Decoder.model_validate(spec)
@@ -194,6 +196,9 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         max_tokens=spec.max_tokens,
     )
     try:
-        return TokenDecoder(config, tokenizer)
+        decoder = TokenDecoder(config, tokenizer)
     except UserError as error:
         raise UserError(f"model.decoders.{name}: {error}") from None
+    decoder.embedding.to(dtype)
+    decoder.head.to(dtype)
+    return decoder

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
@@ -20,9 +20,19 @@ Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
 
 def as_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """The HF config of a plain dict with ``model_type``."""
+    """The HF config of a plain dict with ``model_type``.
+
+    Raises:
+        UserError: nobody registered that model type.
+    """
     rest = dict(values)
-    return AutoConfig.for_model(rest.pop("model_type"), **rest)
+    model_type = rest.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"model_type {model_type!r} is unknown to transformers; if it is a class of your own, import the module "
+            "that registers it with AutoConfig and AutoModel first"
+        )
+    return AutoConfig.for_model(model_type, **rest)
 
 
 def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
@@ -72,8 +82,8 @@ def model_class(config: PreTrainedConfig, auto_class: Any = AutoModel) -> type[P
         and getattr(member, "config_class", None) is type(config)
     ]
     if auto_class is not AutoModel or len(owners) != 1:
-        kind = auto_class.__name__.replace("AutoModelFor", "").replace("AutoModel", "model")
-        raise UserError(f"model_type {config.model_type!r} has no {kind} class in transformers")
+        wanted = "causal language model" if auto_class is AutoModelForCausalLM else "model"
+        raise UserError(f"model_type {config.model_type!r} is no {wanted} that transformers can build from its config")
     return owners[0]
 
 

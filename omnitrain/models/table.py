@@ -38,10 +38,9 @@ def component_rows(model: OmniModel) -> list[ComponentRow]:
 def _row(name: str, module: Any) -> ComponentRow:
     parameters = list(module.parameters())
     inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
-    class_name = type(inner or module).__name__
     return ComponentRow(
         name=name,
-        class_name=class_name,
+        class_name=type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else ""),
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise RecipeError("\n  ".join([f"{file}: {count}", *problems]))
     return recipe
+
+
+def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
+    """The check that a recipe over a checkpoint can only get once the model is known (:meth:`Recipe.check_heads`).
+
+    Raises:
+        RecipeError: names every head that the model does not have.
+    """
+    try:
+        recipe.check_heads(decoders)
+    except ValidationError as error:
+        raise RecipeError("\n".join(problem_lines(error, Recipe))) from None
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

@@ -6,6 +6,7 @@ Every field has a description; ``omnitrain schema`` prints them as JSON schema. 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -81,7 +82,6 @@ class Decoder(Strict):
     image_size: int | None = Field(None, ge=1, description="Side of the square target images, pixels. Images only.")
     num_codebooks: int = Field(1, ge=1, description="Codebooks of a residual codec to model, flattened in time order.")
     max_tokens: int = Field(1024, ge=1, description="Generation of one item stops here at the latest, tokens.")
-    loss_weight: float = Field(1.0, ge=0, description="Weight of this decoder's mean loss in the total.")
 
 
 class Model(Strict):
@@ -97,7 +97,6 @@ class Model(Strict):
         description="Components or sub-modules that do not train: `foundation`, `image_encoder.tower`, ... A name "
         "that matches nothing is an error.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype of the weights.")
 
     @model_validator(mode="after")
     def _checkpoint_or_parts(self) -> Model:
@@ -148,7 +147,9 @@ class Data(Strict):
 
     train: list[DataSource] = Field(min_length=1, description="Training data sets, mixed by weight.")
     heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
-    chat: ChatFormat = Field(default_factory=ChatFormat, description="The chat format.")
+    chat: ChatFormat | None = Field(
+        None, description="The chat format. Unset: the one saved with `model.checkpoint`, else the defaults below."
+    )
     pack_tokens: int = Field(4096, ge=1, description="Length of a packed micro-batch, tokens; never padded.")
     overlong: Literal["drop", "error"] = Field(
         "drop", description="A sample longer than `pack_tokens`: `drop` (counted and listed) or `error`."
@@ -178,7 +179,10 @@ class Train(Strict):
     seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
     cpu_threads: int | None = Field(None, ge=1, description="Threads of one operation on CPU. Unset: torch's default.")
-    text_loss_weight: float = Field(1.0, ge=0, description="Weight of the mean text loss in the total.")
+    loss_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="`text` or a decoder's name -> weight of its mean loss in the total. Unset: 1.",
+    )
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
     save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
@@ -220,16 +224,34 @@ class Recipe(Strict):
     evaluation: Evaluation | None = Field(None, description="Evaluation at the end. Unset: none.")
 
     @model_validator(mode="after")
-    def _sampling_names_what_the_model_writes(self) -> Recipe:
-        if self.evaluation is None or self.model.checkpoint is not None:
-            return self
-        writers = {"text", *self.model.decoders}
-        unknown = {name: rule for name, rule in self.evaluation.sampling.items() if name not in writers}
-        if unknown:
-            at = ("evaluation", "sampling")
-            problems = [located(f"unknown name; {hint(name, writers)}", (*at, name), unknown[name]) for name in unknown]
-            raise ValidationError.from_exception_data("Recipe", problems)
+    def _heads_exist(self) -> Recipe:
+        if self.model.checkpoint is None:
+            self.check_heads(self.model.decoders)
         return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Recipe:
+        if self.evaluation is not None and not self.data.heldout:
+            raise ValueError("`evaluation` needs `data.heldout`: name the held-out data, or remove `evaluation`")
+        return self
+
+    def check_heads(self, decoders: Iterable[str]) -> None:
+        """Names under ``train.loss_weights`` and ``evaluation.sampling`` must be ``text`` or one of ``decoders``.
+
+        Raises:
+            ValidationError: every name that is not, with the nearest that is.
+        """
+        heads = {"text", *decoders}
+        weights, sampling = self.train.loss_weights, self.evaluation.sampling if self.evaluation else {}
+        named: dict[tuple[str, ...], Any] = {("train", "loss_weights", name): value for name, value in weights.items()}
+        named |= {("evaluation", "sampling", name): rule for name, rule in sampling.items()}
+        problems = [
+            located(f"unknown name; {hint(path[-1], heads)}", path, value)
+            for path, value in named.items()
+            if path[-1] not in heads
+        ]
+        if problems:
+            raise ValidationError.from_exception_data("Recipe", problems)
 
     @classmethod
     def load(cls, path: str, overrides: list[str] | None = None) -> Recipe:

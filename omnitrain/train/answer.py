@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
@@ -48,7 +47,7 @@ def answer(
         UserError: no such checkpoint or file, or a modality that the model cannot read.
     """
     quiet_libraries()
-    model, processor = load_checkpoint(newest_checkpoint(checkpoint))
+    model, processor = load_checkpoint(checkpoint)
     media = {"image": images, "audio": audios, "video": videos}
     content: list[dict[str, Any]] = [{"type": m, "text": None} for m, files in media.items() for _ in files]
     message = {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}

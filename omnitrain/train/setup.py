@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
@@ -15,8 +16,6 @@ from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import require_folder
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import ChatFormat, HFSource, Recipe
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -30,7 +29,7 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
         UserError: anything in the recipe that does not fit together.
     """
     if recipe.model.checkpoint is not None:
-        return load_checkpoint(recipe.model.checkpoint, recipe.model.freeze, init_device)
+        return load_checkpoint(recipe.model.checkpoint, recipe.model.freeze, init_device, recipe.data.chat)
     torch.manual_seed(recipe.train.seed)
     assert recipe.model.foundation is not None
     model = build_omni_model(
@@ -38,37 +37,42 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
         encoders=dict(recipe.model.encoders),
         decoders=dict(recipe.model.decoders),
         init_device=init_device,
-        torch_dtype=_DTYPES[recipe.model.dtype],
+        torch_dtype=torch.float32,
     )
     tokenizer = _tokenizer(recipe)
     readers, writers = model.media_adapters()
-    _add_chat_tokens(
-        tokenizer, recipe.data.chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities}
-    )
+    chat = recipe.data.chat or ChatFormat()
+    _add_chat_tokens(tokenizer, chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities})
     _fit_vocabulary(model, tokenizer)
     freeze(model, recipe.model.freeze)
-    return model, OmniProcessor(tokenizer, recipe.data.chat, readers, writers)
+    return model, OmniProcessor(tokenizer, chat, readers, writers)
 
 
 def load_checkpoint(
-    folder: str | Path, frozen: list[str] | None = None, init_device: str = "cpu"
+    folder: str | Path,
+    frozen: list[str] | None = None,
+    init_device: str = "cpu",
+    chat: ChatFormat | None = None,
 ) -> tuple[OmniModel, OmniProcessor]:
     """A saved model and its processor.
 
     Args:
-        folder: written by a run, or by ``save_pretrained`` of both.
+        folder: of a run (its newest checkpoint is taken), or written by ``save_pretrained`` of both.
         frozen: components that do not train.
         init_device: ``meta`` makes shapes only.
+        chat: replaces the saved chat format.
 
     Raises:
         UserError: not such a folder.
         WeightsError: tensors missing, left over or misshapen.
     """
-    if not Path(folder, "config.json").is_file():
-        raise UserError(f"model.checkpoint: {str(folder)!r} holds no config.json; expected a saved omni model")
+    folder = newest_checkpoint(folder)
     model = build_omni_model(weights_path=str(folder), init_device=init_device)
     freeze(model, frozen or [])
-    return model, OmniProcessor.from_pretrained(folder, *model.media_adapters())
+    processor = OmniProcessor.from_pretrained(folder, *model.media_adapters())
+    if chat is not None:
+        processor = OmniProcessor(processor.tokenizer, chat, *model.media_adapters())
+    return model, processor
 
 
 def _source(source: HFSource) -> Any:
@@ -88,8 +92,8 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _add_chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, modalities: set[str]) -> None:
-    """Start tokens that the tokenizer does not have become new special tokens."""
-    wanted = [getattr(chat, modality) for modality in sorted(modalities)]
+    """The end of a message and the starts of media become special tokens where the tokenizer does not have them."""
+    wanted = [chat.end, *(getattr(chat, modality) for modality in sorted(modalities))]
     new = [token for token in wanted if len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1]
     tokenizer.add_tokens(new, special_tokens=True)
 

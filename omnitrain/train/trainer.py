@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -16,13 +17,14 @@ from omnitrain.data.loader import LoaderState, PackLoader, build_dataloader, fir
 from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import open_sources
-from omnitrain.errors import UserError
+from omnitrain.data.sample import Rejected
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.load import save_recipe
+from omnitrain.recipe.load import require_heads, save_recipe
 from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_scores
 from omnitrain.train.evaluate import evaluate, load_scorer
 from omnitrain.train.interrupt import Interrupt
@@ -31,7 +33,7 @@ from omnitrain.train.samples import save_samples
 from omnitrain.train.setup import build_from_recipe, load_checkpoint
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(TrainingError):
     """A loss or gradient became NaN or infinite; the message names the samples. Nothing was updated."""
 
 
@@ -84,26 +86,25 @@ class Trainer:
             torch.set_num_threads(recipe.train.cpu_threads)
         if recipe.evaluation is not None:
             load_scorer(recipe.evaluation.scorer)
-        checkpoint = self.store.latest() if resume else None
+        self.resumed = resume
+        checkpoint = self._checkpoint_to_resume() if resume else None
         self.model: OmniModel
         self.processor: OmniProcessor
         self.model, self.processor = (
             load_checkpoint(checkpoint, recipe.model.freeze) if checkpoint else build_from_recipe(recipe)
         )
+        require_heads(recipe, self.model.decoders)
         self.model.to(self.device).train()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer)
-        self.step, self.seconds = 0, 0.0
+        self.step, self.steps_without_targets, self.seconds = 0, 0, 0.0
         state = self._restore(checkpoint) if checkpoint else LoaderState()
         self.loader: PackLoader = build_dataloader(recipe.data, self.processor, seed=recipe.train.seed, state=state)
+        self.last_checkpoint = checkpoint
         self.heldout = open_sources(recipe.data.heldout)
         for first in first_samples([*self.loader.sources, *self.heldout], self.processor).values():
             if isinstance(first, UserError):
                 raise first
-        self.weights = {"text": recipe.train.text_loss_weight} | {
-            name: decoder.loss_weight for name, decoder in recipe.model.decoders.items()
-        }
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
-        self.steps_without_targets = 0
         self._started = started - self.seconds
 
     def fit(self) -> RunSummary:
@@ -153,13 +154,13 @@ class Trainer:
         Raises:
             NonFiniteError: before the update; the message names the samples.
         """
-        settings = self.recipe.train.optimizer
+        settings, weights = self.recipe.train.optimizer, self.recipe.train.loss_weights
         counts = _total_counts(batch)
         total = torch.zeros((), device=self.device)
         for pack in batch:
             pack = pack.to(self.device)
             losses = self.model(pack).losses
-            terms = [self.weights.get(n, 1.0) * term.sum / counts[n] for n, term in losses.items() if counts[n]]
+            terms = [weights.get(n, 1.0) * term.sum / counts[n] for n, term in losses.items() if counts[n]]
             if terms:
                 loss = torch.stack(terms).sum()
                 loss.backward()
@@ -193,12 +194,27 @@ class Trainer:
             "steps_without_targets": self.steps_without_targets,
         }
 
-    def _save(self) -> Path:
-        self.seconds = time.perf_counter() - self._started
-        checkpoint = self.store.save(self.step, self._write)
-        rejected = [asdict(row) for row in self.loader.rejected.values()]
-        (self.folder / "rejected.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rejected))
+    def _checkpoint_to_resume(self) -> Path:
+        checkpoint = self.store.latest()
+        begun = Recipe.load(str(self.folder / "recipe.yaml"))
+        if begun.model != self.recipe.model:
+            raise UserError(
+                f"{self.folder} was begun with another `model` than this recipe's; resume it with its own recipe "
+                f"({self.folder / 'recipe.yaml'}), or start a new run from it: model.checkpoint={self.folder}"
+            )
         return checkpoint
+
+    def _save(self) -> Path:
+        if self.last_checkpoint is None or self.last_checkpoint != self.store.folder_of(self.step):
+            self.seconds = time.perf_counter() - self._started
+            self.last_checkpoint = self.store.save(self.step, self._write)
+            self._list_rejected(self.loader.rejected.values())
+        return self.last_checkpoint
+
+    def _list_rejected(self, rejected: Iterable[Rejected]) -> None:
+        """Write ``rejected.jsonl``: rows that were skipped, and why."""
+        lines = [json.dumps(asdict(row)) + "\n" for row in rejected]
+        (self.folder / "rejected.jsonl").write_text("".join(lines))
 
     def _write(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
@@ -206,8 +222,9 @@ class Trainer:
         state = {
             "step": self.step,
             "seconds": self.seconds,
-            "loader": asdict(self.loader.state()),
+            "loader": {"next_index": self.loader.state().next_index, "held": list(self.loader.state().held)},
             "steps_without_targets": self.steps_without_targets,
+            "rejected": [asdict(row) for row in self.loader.rejected.values()],
             "optimizer": self.optimizer.state_dict(),
             "rng": torch.get_rng_state(),
         }
@@ -219,11 +236,12 @@ class Trainer:
         self.steps_without_targets = state["steps_without_targets"]
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
-        return LoaderState(state["loader"]["next_index"], tuple(state["loader"]["held"]))
+        rejected = tuple(Rejected(**row) for row in state["rejected"])
+        return LoaderState(state["loader"]["next_index"], tuple(state["loader"]["held"]), rejected)
 
     def _open_folder(self) -> None:
         """Make the run's folder. A new run moves an older one aside instead of mixing with it."""
-        if self.step == 0 and self.folder.exists() and any(self.folder.iterdir()):
+        if not self.resumed and self.folder.exists() and any(self.folder.iterdir()):
             aside = next(p for n in count(1) if not (p := self.folder.with_name(f"{self.folder.name}.old{n}")).exists())
             self.folder.rename(aside)
             console.print(f"{self.folder} held an earlier run; it is now {aside}")
@@ -239,9 +257,11 @@ class Trainer:
         (self.folder / "eval.json").write_text(json.dumps(scores | {"losses": result.losses}, indent=2) + "\n")
         page = save_samples(result.answers, self.folder / "samples", self.recipe.evaluation.saved_samples)
         show_scores(scores, title=f"{len(result.answers)} held-out answers")
-        console.print(
-            f"scores: {self.folder / 'eval.json'}   samples: {page}   rows skipped: {len(self.loader.rejected)}"
-        )
+        skipped = [*self.loader.rejected.values(), *result.rejected]
+        self._list_rejected(skipped)
+        console.print(f"scores: {self.folder / 'eval.json'}\nsamples: {page}")
+        if skipped:
+            console.print(f"rows skipped: {len(skipped)}, listed in {self.folder / 'rejected.jsonl'}")
         return scores
 
 

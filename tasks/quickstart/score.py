@@ -52,13 +52,12 @@ def _judged(judge: Any, answers: Sequence[Answered], kind: type) -> float:
     made = [next((part for part in a.answer.parts if isinstance(part, kind)), None) for a in answers]
     present = [i for i, part in enumerate(made) if part is not None]
     heard = judge.predict([_plain(made[i]) for i in present]) if present else []
-    right = [guess == label(answers[i]) for i, guess in zip(present, heard, strict=True)]
-    return sum(right) / len(answers)
+    return _share([guess == label(answers[i]) for i, guess in zip(present, heard, strict=True)], of=len(answers))
 
 
 def _plain(part: Any) -> Any:
     return part.samples if isinstance(part, Waveform) else part
 
 
-def _share(right: Sequence[bool]) -> float:
-    return sum(right) / len(right)
+def _share(right: Sequence[bool], of: int | None = None) -> float:
+    return sum(right) / max(1, len(right) if of is None else of)

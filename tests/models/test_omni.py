@@ -175,7 +175,7 @@ def test_freezing_nothing_is_an_error_with_a_suggestion(model: OmniModel, name: 
 def test_the_table_counts_every_parameter(model: OmniModel) -> None:
     rows = {row.name: row for row in component_rows(model)}
     assert sum(row.parameters for row in rows.values()) == sum(p.numel() for p in model.parameters())
-    assert rows["image_encoder"].class_name == "SiglipVisionModel"
+    assert rows["image_encoder"].class_name == "VisionEncoder (SiglipVisionModel)"
     assert rows["foundation"].ops == "attention: segment sdpa"
     assert rows["image_decoder"].trainable < rows["image_decoder"].parameters
 
@@ -205,7 +205,7 @@ def test_checkpoint_and_parts_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_a_foundation_without_a_head_or_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'siglip_vision_model' has no CausalLM class"):
+    with pytest.raises(UserError, match="'siglip_vision_model' is no causal language model"):
         build_foundation_model({"model_type": "siglip_vision_model"}, init_device="meta")
     with pytest.raises(UserError, match="no HF model at"):
         build_foundation_model(str(tmp_path / "nothing"))

@@ -173,14 +173,13 @@ def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> N
         ("model.freeze=[image_encodr]", "did you mean 'image_encoder'"),
         ("train.device=gpu0", "is no device; expected auto, cpu, cuda"),
         ("evaluation={scorer: 'nothing:f'}", "expected FILE.py:FUNCTION or MODULE:FUNCTION"),
-        ("model.dtype=bfloat16", "set model.dtype: float32"),
+        ("train.loss_weights={txt: 2}", "did you mean `text`"),
         ("model.freeze=[foundation,image_encoder,audio_encoder,image_decoder,audio_decoder]", "no parameter to train"),
     ],
 )
 def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:
-    recipe = load(tiny_recipe(tmp_path), override)
     with pytest.raises(UserError, match=message):
-        Trainer(recipe)
+        Trainer(load(tiny_recipe(tmp_path), override))
     assert not (tmp_path / "run").exists()
 
 

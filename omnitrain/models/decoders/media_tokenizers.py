@@ -60,7 +60,10 @@ def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebook
     if isinstance(model, MelVQ):
         return MelTokenizer(model)
     if not hasattr(model, "encode"):
-        raise UserError(f"{type(model).__name__} is no media tokenizer: it has no `encode`")
+        raise UserError(
+            f"{type(model).__name__} is no media tokenizer: it has no `encode`. Of a whole model save the tokenizer "
+            "alone (such as JanusModel's `vqmodel`) with save_pretrained, and name that folder"
+        )
     if "pixel_values" in inspect.signature(model.encode).parameters:
         return ImageVQTokenizer(model, image_size)
     return CodecTokenizer(model, num_codebooks)
