@@ -78,7 +78,7 @@ def foundation_recipe(folder: str) -> Recipe:
 class ReadySamples:
     """In place of a processor: its "rows" are samples already."""
 
-    def sample(self, row: Sample, index: int, max_tokens: int) -> Sample:
+    def sample(self, row: Sample, index: int = 0, max_tokens: int | None = None) -> Sample:
         """``row`` at its place in the data order."""
         return dataclasses.replace(row, index=index)
 

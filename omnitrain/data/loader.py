@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from omnitrain.data.ahead import run_ahead
 from omnitrain.data.order import SampleOrder
 from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
@@ -22,7 +25,8 @@ from omnitrain.recipe import Data
 
 Draw = tuple[int, int, int]
 
-_ROWS_PER_MESSAGE = 16  # rows that a worker prepares per message to the main process
+_PACKS_AHEAD = 4
+_ROWS_PER_MESSAGE = 32  # rows that a worker prepares per message to the main process
 
 
 class OmniDataCollatorWithPacking:
@@ -39,15 +43,21 @@ class _PreparedRows(Dataset[Any]):
     A mistake of the user's comes back as a value: raised there, it would arrive as a worker's traceback.
     """
 
-    def __init__(self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int | None) -> None:
+    def __init__(
+        self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int | None, cached: int = 0
+    ) -> None:
         self.sources, self.processor, self.max_tokens = sources, processor, max_tokens
+        self._prepared = functools.lru_cache(maxsize=cached)(self._prepare)
 
     def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
         index, source, row = draw
         try:
-            return self.processor.sample(self.sources[source][row], index, self.max_tokens)
+            return dataclasses.replace(self._prepared(source, row), index=index)
         except UserError as error:
             return error
+
+    def _prepare(self, source: int, row: int) -> Sample | Rejected:
+        return self.processor.sample(self.sources[source][row], max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,6 @@ class PackLoader:
 
     Attributes:
         sources: the open data sets.
-        rejected: rows skipped so far, by id.
     """
 
     def __init__(
@@ -75,39 +84,58 @@ class PackLoader:
         """See :func:`build_dataloader`."""
         self.data, self.sources = data, sources
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed)
-        self.rows = _PreparedRows(sources, processor, data.pack_tokens)
-        self.rejected = {row.id: row for row in state.rejected}
-        self._start = state
-        self._next_index = state.next_index
-        self._held: list[Sample] = []
+        self.rows = _PreparedRows(sources, processor, data.pack_tokens, cached=data.cached_samples)
+        self._state = state
 
     def state(self) -> LoaderState:
-        """Next sample to draw, samples drawn but not yet in a pack (global indices), and rows skipped so far."""
-        held = tuple(sample.index for sample in self._held)
-        return LoaderState(self._next_index, held, tuple(self.rejected.values()))
+        """How the pack handed out last left the data: what a checkpoint keeps."""
+        return self._state
 
-    def __iter__(self) -> Iterator[Pack]:
+    @property
+    def rejected(self) -> dict[str, Rejected]:
+        """Rows skipped so far, by id."""
+        return {row.id: row for row in self._state.rejected}
+
+    def __iter__(self) -> Generator[Pack, None, None]:
+        packs = _Packer(self, self._state).packs()
         # Closed by name: workers that the garbage collector has to end hang for five seconds.
+        with contextlib.closing(run_ahead(packs, _PACKS_AHEAD) if self.data.workers else packs) as stream:
+            for pack, self._state in stream:
+                yield pack
+
+
+class _Packer:
+    """One pass of a loader: samples drawn and held back, and packs made of them."""
+
+    def __init__(self, loader: PackLoader, start: LoaderState) -> None:
+        self.data, self.order, self.rows = loader.data, loader.order, loader.rows
+        self.start, self.next_index = start, start.next_index
+        self.held: list[Sample] = []
+        self.rejected = {row.id: row for row in start.rejected}
+
+    def packs(self) -> Generator[tuple[Pack, LoaderState], None, None]:
+        """Packs, each with the state behind it."""
         with contextlib.closing(self._samples()) as samples:
-            for _ in self._start.held:
+            for _ in self.start.held:
                 self._draw(samples)
             while True:
-                while len(self._held) < self.data.packing_buffer or _tokens(self._held) < self.data.pack_tokens:
+                while len(self.held) < self.data.packing_buffer or _tokens(self.held) < self.data.pack_tokens:
                     self._draw(samples)
-                chosen = fill_pack(self._held, self.data.pack_tokens)
+                chosen = fill_pack(self.held, self.data.pack_tokens)
                 indices = {sample.index for sample in chosen}
-                self._held = [sample for sample in self._held if sample.index not in indices]
-                yield Pack.from_samples(chosen)
+                self.held = [sample for sample in self.held if sample.index not in indices]
+                held = tuple(sample.index for sample in self.held)
+                yield Pack.from_samples(chosen), LoaderState(self.next_index, held, tuple(self.rejected.values()))
 
     def _draw(self, samples: Iterator[Sample | Rejected | UserError]) -> None:
         drawn = next(samples)
         if isinstance(drawn, UserError):
             raise drawn
-        self._next_index = max(self._next_index, drawn.index + 1)
+        self.next_index = max(self.next_index, drawn.index + 1)
         if isinstance(drawn, Sample):
-            self._held.append(drawn)
+            self.held.append(drawn)
             return
-        if self.data.overlong == "error" and "tokens, at most" in drawn.reason:
+        if self.data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self.rejected[drawn.id] = drawn
         if len(self.rejected) >= sum(self.order.lengths):
@@ -117,7 +145,7 @@ class PackLoader:
         loader: DataLoader[Any] = DataLoader(
             self.rows,
             batch_size=_ROWS_PER_MESSAGE,
-            sampler=_Draws(self.order, self._start),
+            sampler=_Draws(self.order, self.start),
             num_workers=self.data.workers,
             collate_fn=list,
             worker_init_fn=_quiet_worker,

@@ -113,7 +113,8 @@ class OmniProcessor:
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         if max_tokens is not None and len(sample) > max_tokens:
-            return Rejected(row.id, row.source, f"{len(sample)} tokens, at most {max_tokens} fit into a pack", index)
+            reason = f"{len(sample)} tokens, at most {max_tokens} fit into a pack"
+            return Rejected(row.id, row.source, reason, index, is_overlong=True)
         return sample
 
     def _check_modalities(self, row: Row, pieces: list[_Text | _Media]) -> None:

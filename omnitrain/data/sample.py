@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -67,9 +67,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that could not become a sample: skipped, counted and listed."""
+    """A row that could not become a sample: skipped, counted and listed.
+
+    Attributes:
+        id: names the row.
+        source: metrics are split by it.
+        reason: what was found.
+        index: position in the global data order.
+        is_overlong: a whole sample, but longer than a pack.
+    """
 
     id: str
     source: str
     reason: str
-    index: int = field(default=0)
+    index: int = 0
+    is_overlong: bool = False

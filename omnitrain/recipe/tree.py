@@ -155,6 +155,9 @@ class Data(Strict):
         "drop", description="A sample longer than `pack_tokens`: `drop` (counted and listed) or `error`."
     )
     packing_buffer: int = Field(64, ge=1, description="Samples held back to choose from when filling a pack.")
+    cached_samples: int = Field(
+        0, ge=0, description="Prepared samples that each worker keeps: data that fits is decoded once, not every epoch."
+    )
     workers: int = Field(1, ge=0, description="Background processes that decode and tokenise.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable
@@ -118,9 +119,12 @@ class Trainer:
         self._open_folder()
         show_components(component_rows(self.model))
         metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step=self.step)
-        packs = iter(self.loader)
         self.stopwatch = Stopwatch()
-        with Interrupt() as interrupt, StepProgress(train.steps, self.step) as progress:
+        with (
+            Interrupt() as interrupt,
+            StepProgress(train.steps, self.step) as progress,
+            contextlib.closing(iter(self.loader)) as packs,
+        ):
             while self.step < train.steps and not interrupt.requested:
                 waiting = time.perf_counter()
                 batch = [next(packs) for _ in range(train.micro_batches)]

@@ -1,10 +1,11 @@
+import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from omnitrain.data.loader import build_dataloader, fill_pack
+from omnitrain.data.loader import _Packer, build_dataloader, fill_pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.errors import DataError, UserError
@@ -53,6 +54,31 @@ def test_a_loader_continues_exactly_where_its_state_says(processor: OmniProcesso
     assert indices(rest) == indices(whole[7:])
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_state_is_that_of_the_pack_handed_out_however_far_ahead_the_loader_is(
+    processor: OmniProcessor, tmp_path: Path, workers: int
+) -> None:
+    settings = data(tmp_path, rows(), workers=workers, cached_samples=100)
+    loader = build_dataloader(settings, processor, seed=5)
+    stream = iter(loader)
+    seen = [next(stream) for _ in range(7)]
+    time.sleep(0.3)
+    state = loader.state()
+    stream.close()
+    drawn = {index for pack in seen for index in pack.info.indices} | set(state.held)
+    assert drawn == set(range(state.next_index))
+    rest = list(islice(iter(build_dataloader(settings, processor, seed=5, state=state)), 3))
+    assert indices(rest) == indices(list(islice(iter(build_dataloader(settings, processor, seed=5)), 10))[7:])
+
+
+def test_kept_samples_are_the_same_samples(processor: OmniProcessor, tmp_path: Path) -> None:
+    plain, kept = (
+        list(islice(iter(build_dataloader(data(tmp_path, rows(7), cached_samples=n), processor)), 12)) for n in (0, 7)
+    )
+    assert indices(plain) == indices(kept)
+    assert all((a.input_ids == b.input_ids).all() for a, b in zip(plain, kept, strict=True))
+
+
 def test_workers_change_nothing(processor: OmniProcessor, tmp_path: Path) -> None:
     alone = list(islice(iter(build_dataloader(data(tmp_path, rows()), processor)), 6))
     helped = list(islice(iter(build_dataloader(data(tmp_path, rows(), workers=2), processor)), 6))
@@ -72,15 +98,18 @@ def test_damaged_files_are_skipped_counted_listed_and_the_rest_keeps_its_order(
     clean = build_dataloader(data(tmp_path, good, packing_buffer=1, pack_tokens=100_000), processor, seed=1)
     dirty = build_dataloader(data(tmp_path / "bad", damaged, packing_buffer=1, pack_tokens=100_000), processor, seed=1)
     drawn_clean, drawn_dirty = [[], []]
+    listed: list[dict] = []
     for loader, drawn in ((clean, drawn_clean), (dirty, drawn_dirty)):
-        samples = iter(loader._samples())
+        packer = _Packer(loader, loader.state())
+        samples = packer._samples()
         for _ in range(56):
-            loader._draw(samples)
-        drawn += [sample.id for sample in loader._held]
+            packer._draw(samples)
+        drawn += [sample.id for sample in packer.held]
+        listed.append(packer.rejected)
     bad = {good[i].id for i in (1, 2, 3)}
     assert drawn_dirty == [name for name in drawn_clean if name not in bad]
-    assert set(dirty.rejected) == bad
-    reasons = {row.source: row.reason for row in dirty.rejected.values()}
+    assert set(listed[0]) == set() and set(listed[1]) == bad
+    reasons = {row.source: row.reason for row in listed[1].values()}
     assert "unreadable image of 8 bytes" in reasons["image_to_text"]
     assert "unreadable audio of 12 bytes" in reasons["speech_to_text"]
     assert "unreadable video of 8 bytes" in reasons["video_to_text"]
