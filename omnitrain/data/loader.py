@@ -111,6 +111,7 @@ class _Packer:
         self.data, self.order, self.rows = loader.data, loader.order, loader.rows
         self.start, self.next_index = start, start.next_index
         self.held: list[Sample] = []
+        self.held_tokens = 0
         self.rejected = {row.id: row for row in start.rejected}
 
     def packs(self) -> Generator[tuple[Pack, LoaderState], None, None]:
@@ -119,9 +120,10 @@ class _Packer:
             for _ in self.start.held:
                 self._draw(samples)
             while True:
-                while len(self.held) < self.data.packing_buffer or _tokens(self.held) < self.data.pack_tokens:
+                while len(self.held) < self.data.packing_buffer or self.held_tokens < self.data.pack_tokens:
                     self._draw(samples)
                 chosen = fill_pack(self.held, self.data.pack_tokens)
+                self.held_tokens -= _tokens(chosen)
                 indices = {sample.index for sample in chosen}
                 self.held = [sample for sample in self.held if sample.index not in indices]
                 held = tuple(sample.index for sample in self.held)
@@ -134,6 +136,7 @@ class _Packer:
         self.next_index = max(self.next_index, drawn.index + 1)
         if isinstance(drawn, Sample):
             self.held.append(drawn)
+            self.held_tokens += len(drawn)
             return
         if self.data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Iterable
@@ -120,6 +121,8 @@ class Trainer:
         show_components(component_rows(self.model))
         metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step=self.step)
         self.stopwatch = Stopwatch()
+        gc.collect()
+        gc.freeze()  # half a million objects of imports and models would be walked again and again
         with (
             Interrupt() as interrupt,
             StepProgress(train.steps, self.step) as progress,

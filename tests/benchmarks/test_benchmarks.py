@@ -8,7 +8,7 @@ from omnitrain.train.display import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES = {
-    "step_overhead": ["--rounds=1", "--steps=1"],
+    "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
 }
 
