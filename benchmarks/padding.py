@@ -211,7 +211,7 @@ def measure(rounds: int, steps: int, limit: int | None, folder: str) -> Result:
 
 def main() -> None:
     """Measure and report."""
-    options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=10)
+    options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=30)
     options.add_argument("--samples", type=int, help="take only so many of the training samples")
     given = start(options)
     console.quiet = True

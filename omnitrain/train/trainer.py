@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -121,9 +121,8 @@ class Trainer:
         show_components(component_rows(self.model))
         metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step=self.step)
         self.stopwatch = Stopwatch()
-        gc.collect()
-        gc.freeze()  # half a million objects of imports and models would be walked again and again
         with (
+            _settled_objects_uncollected(),
             Interrupt() as interrupt,
             StepProgress(train.steps, self.step) as progress,
             contextlib.closing(iter(self.loader)) as packs,
@@ -270,6 +269,17 @@ class Trainer:
         if skipped:
             console.print(f"rows skipped: {len(skipped)}, listed in {self.folder / 'rejected.jsonl'}")
         return scores
+
+
+@contextlib.contextmanager
+def _settled_objects_uncollected() -> Iterator[None]:
+    """Imports and models are half a million objects; the garbage collector need not walk them during training."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _total_counts(batch: list[Pack]) -> dict[str, int]:
