@@ -224,5 +224,5 @@ def tiny_recipe(folder: Path, rows: int = 28, **train: Any) -> Path:
         "train": {"steps": 4, "cpu_threads": 1, "log_every": 1, "optimizer": {"warmup_steps": 1}} | train,
     }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     return path

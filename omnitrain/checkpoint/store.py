@@ -72,7 +72,10 @@ def verify(checkpoint: Path) -> None:
     Raises:
         UserError: names every file that is missing or differs.
     """
-    manifest = json.loads((checkpoint / _MANIFEST).read_text())
+    try:
+        manifest = json.loads((checkpoint / _MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {checkpoint} is damaged: {error}; remove the folder") from None
     damaged = [
         name
         for name, checksum in manifest.items()
@@ -90,6 +93,8 @@ def newest_checkpoint(path: str | Path) -> Path:
     """
     path = Path(path)
     if (path / "config.json").is_file():
+        if (path / _MANIFEST).is_file():
+            verify(path)
         return path
     if (path / "checkpoints").is_dir():
         return CheckpointStore(path / "checkpoints", keep=1).latest()

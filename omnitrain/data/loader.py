@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
 import signal
+import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +22,13 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected, Sample
-from omnitrain.errors import DataError, UserError
+from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data
 
 Draw = tuple[int, int, int]
 
 _PACKS_AHEAD = 4
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ROWS_PER_MESSAGE = 32  # rows that a worker prepares per message to the main process
 
 
@@ -112,6 +115,7 @@ class _Packer:
         self.start, self.next_index = start, start.next_index
         self.held: list[Sample] = []
         self.held_tokens = 0
+        self.failures = 0  # rows rejected since the last good one
         self.rejected = {row.id: row for row in start.rejected}
 
     def packs(self) -> Generator[tuple[Pack, LoaderState], None, None]:
@@ -137,11 +141,13 @@ class _Packer:
         if isinstance(drawn, Sample):
             self.held.append(drawn)
             self.held_tokens += len(drawn)
+            self.failures = 0
             return
         if self.data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self.rejected[drawn.id] = drawn
-        if len(self.rejected) >= sum(self.order.lengths):
+        self.failures += 1
+        if self.failures >= sum(self.order.lengths):
             raise DataError(f"every row was rejected; the last, {drawn.id!r}: {drawn.reason}")
 
     def _samples(self) -> Generator[Sample | Rejected | UserError, None, None]:
@@ -153,9 +159,13 @@ class _Packer:
             collate_fn=list,
             worker_init_fn=_quiet_worker,
             prefetch_factor=8 if self.data.workers else None,
+            generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
         )
-        for batch in loader:
-            yield from batch
+        try:
+            for batch in loader:
+                yield from batch
+        except RuntimeError as error:
+            raise TrainingError(f"a data worker ended: {error}") from error
 
 
 class _Draws(torch.utils.data.Sampler[Draw]):
@@ -176,8 +186,11 @@ class _Draws(torch.utils.data.Sampler[Draw]):
 
 
 def _quiet_worker(_: int) -> None:
-    """Ctrl-C reaches every process of the terminal; only the main one answers it."""
+    """Ctrl-C and a scheduler's SIGTERM reach the whole group: the main process answers them. Its death is ours."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
 
 

@@ -96,17 +96,26 @@ class OmniProcessor:
         Raises:
             UserError: the row asks for something the model cannot do at all (a modality without a component).
         """
-        return self._try(row, _render(row.messages, self.chat), index, max_tokens)
+        return self._try(row, row.messages, [], index, max_tokens)
 
     def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
         """Everything before the last assistant message's content: what generation starts from."""
         messages = row.messages
         if messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        opening = [_Text(self.chat.assistant, is_trained=False)]
-        return self._try(row, [*_render(messages, self.chat), *opening], index, None)
+        return self._try(row, messages, [_Text(self.chat.assistant, is_trained=False)], index, None)
 
-    def _try(self, row: Row, pieces: list[_Text | _Media], index: int, max_tokens: int | None) -> Sample | Rejected:
+    def _try(
+        self, row: Row, messages: list[dict[str, Any]], ending: list[_Text], index: int, max_tokens: int | None
+    ) -> Sample | Rejected:
+        try:
+            pieces = [*_render(messages, self.chat), *ending]
+        except (TypeError, KeyError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            reason = (
+                f"malformed messages ({problem}): expected a list of role and content, as text or as parts with type"
+            )
+            return Rejected(row.id, row.source, reason, index)
         self._check_modalities(row, pieces)
         try:
             sample = self._assemble(row, pieces, index)

@@ -158,6 +158,10 @@ def _check_columns(found: list[str], source: DataSource) -> None:
             close = nearest(name, found)
             hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
             problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
+    named = [getattr(source.columns, field) for field in type(source.columns).model_fields]
+    problems += [
+        f"column {name!r} has two roles in `columns`" for name in sorted({n for n in named if named.count(n) > 1})
+    ]
     if problems:
         raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
 

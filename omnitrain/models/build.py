@@ -96,7 +96,11 @@ def build_omni_model(
 def _from_checkpoint(
     config_path: str | None, weights_path: str | None, init_device: str, torch_dtype: torch.dtype | None
 ) -> OmniModel:
-    config = OmniConfig.from_pretrained(config_path or weights_path)
+    folder = config_path or weights_path
+    try:
+        config = OmniConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no omni model at {folder!r}: {str(error).splitlines()[0]}") from None
     if weights_path and init_device != "meta":
         model = cast(OmniModel, load_strictly(OmniModel, weights_path, torch_dtype, config=config))
         return model.to(init_device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -138,7 +139,7 @@ def load_strictly(
         model, info = cls.from_pretrained(
             path, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
-    except OSError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"cannot load {cls.__name__} from {path!r}: {str(error).splitlines()[0]}") from None
     finally:
         hf_logging.set_verbosity(verbosity)

@@ -57,7 +57,8 @@ class OmniModel(PreTrainedModel):
         self.encoder_names = sorted(config.encoders or {})
         self.decoder_names = sorted(config.decoders or {})
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, AutoModelForCausalLM)
-        for name, values in {**(config.encoders or {}), **(config.decoders or {})}.items():
+        # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
+        for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
             self.add_module(name, ready.get(name) or _fresh(values, AutoModel))
         self.post_init()
         use_omnitrain_attention(self)

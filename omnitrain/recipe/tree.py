@@ -169,7 +169,9 @@ class Optimizer(Strict):
     schedule: Literal["cosine", "constant"] = Field("cosine", description="Shape after the warm-up.")
     final_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate of `cosine`, as a share of the peak.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled decay, on matrices only.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Decay rates of the two moments.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="Decay rates of the two moments."
+    )
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null: never.")
 

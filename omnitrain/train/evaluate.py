@@ -153,8 +153,11 @@ def load_scorer(name: str | None) -> Scorer:
     place, _, function = name.rpartition(":")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        return getattr(module, function)
-    except (OSError, ImportError, AttributeError, ValueError) as error:
+        scorer = getattr(module, function)
+        if not callable(scorer):
+            raise TypeError(f"{function} is no function")
+        return scorer
+    except Exception as error:  # a user's file may fail in any way
         raise UserError(
             f"evaluation.scorer: {name!r} cannot be loaded ({error}); expected FILE.py:FUNCTION or MODULE:FUNCTION"
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -82,6 +83,7 @@ class Trainer:
         quiet_libraries()
         self.recipe = recipe
         self.folder = Path(recipe.output_dir)
+        _require_writable(self.folder)
         self.store = CheckpointStore(self.folder / "checkpoints", recipe.train.keep_checkpoints)
         self.device = _device(recipe.train.device)
         if recipe.train.cpu_threads is not None:
@@ -232,22 +234,33 @@ class Trainer:
             "steps_without_targets": self.steps_without_targets,
             "rejected": [asdict(row) for row in self.loader.rejected.values()],
             "optimizer": self.optimizer.state_dict(),
+            "trainable": self._trainable(),
             "rng": torch.get_rng_state(),
         }
         torch.save(state, folder / "trainer.pt")
+
+    def _trainable(self) -> list[str]:
+        """Names of the trained parameters, in the order in which the optimizer's state lists them."""
+        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def _restore(self, checkpoint: Path) -> LoaderState:
         state = torch.load(checkpoint / "trainer.pt", weights_only=True)
         self.step, self.seconds = state["step"], state["seconds"]
         self.steps_without_targets = state["steps_without_targets"]
+        if state["trainable"] != self._trainable():
+            changed = sorted(set(state["trainable"]) ^ set(self._trainable())) or "their order"
+            raise UserError(f"{checkpoint}: other parameters trained than those of this recipe: {changed}")
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, wanted in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(wanted)
         torch.set_rng_state(state["rng"])
         rejected = tuple(Rejected(**row) for row in state["rejected"])
         return LoaderState(state["loader"]["next_index"], tuple(state["loader"]["held"]), rejected)
 
     def _open_folder(self) -> None:
         """Make the run's folder. A new run moves an older one aside instead of mixing with it."""
-        if not self.resumed and self.folder.exists() and any(self.folder.iterdir()):
+        if not self.resumed and (self.folder / "recipe.yaml").is_file():
             aside = next(p for n in count(1) if not (p := self.folder.with_name(f"{self.folder.name}.old{n}")).exists())
             self.folder.rename(aside)
             console.print(f"{self.folder} held an earlier run; it is now {aside}")
@@ -269,6 +282,19 @@ class Trainer:
         if skipped:
             console.print(f"rows skipped: {len(skipped)}, listed in {self.folder / 'rejected.jsonl'}")
         return scores
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuse an output folder that cannot be made, or that holds something else than a run.
+
+    Raises:
+        UserError: says which folder is in the way.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "recipe.yaml").is_file():
+        raise UserError(f"output_dir: {str(folder)!r} holds files and no run (no recipe.yaml); name a new folder")
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"output_dir: {str(folder)!r} cannot be written: {existing} is no folder that we may write to")
 
 
 @contextlib.contextmanager
@@ -297,7 +323,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"train.device: {name!r} is no device; expected auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"train.device: {name!r} is no device; expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"train.device: {name!r} asked for, and torch {torch.__version__} finds no CUDA device")
     return device

@@ -49,10 +49,14 @@ def label(answered: Answered) -> str:
 
 
 def _judged(judge: Any, answers: Sequence[Answered], kind: type) -> float:
-    made = [next((part for part in a.answer.parts if isinstance(part, kind)), None) for a in answers]
+    made = [next((p for p in a.answer.parts if isinstance(p, kind) and not _is_silent(p)), None) for a in answers]
     present = [i for i, part in enumerate(made) if part is not None]
     heard = judge.predict([_plain(made[i]) for i in present]) if present else []
     return _share([guess == label(answers[i]) for i, guess in zip(present, heard, strict=True)], of=len(answers))
+
+
+def _is_silent(part: Any) -> bool:
+    return isinstance(part, Waveform) and not part.samples.any()
 
 
 def _plain(part: Any) -> Any:

@@ -127,10 +127,13 @@ def test_overlong_samples_are_dropped_or_refused_as_asked(processor: OmniProcess
         list(islice(iter(strict), 5))
 
 
-def test_a_data_set_of_nothing_but_damage_ends_with_an_error(processor: OmniProcessor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["b{}", "same"])
+def test_a_data_set_of_nothing_but_damage_ends_with_an_error(
+    processor: OmniProcessor, tmp_path: Path, name: str
+) -> None:
     bad = [
         Row(
-            f"b{i}",
+            name.format(i),
             "image_to_text",
             tiny_row("image_to_text", i).messages,
             {"image": [b"x"], "audio": [], "video": []},

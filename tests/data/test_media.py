@@ -3,6 +3,7 @@ import io
 import numpy as np
 import pytest
 import soundfile
+from PIL import Image
 
 from omnitrain.data.media import Waveform, decode_audio, decode_image, decode_video
 from tests.tiny import png, wav, webp
@@ -24,6 +25,19 @@ def test_long_videos_are_sampled_evenly_with_both_ends() -> None:
     frames = decode_video(webp(0, frames=9), max_frames=5)
     every = decode_video(webp(0, frames=9), max_frames=9)
     assert [f.tobytes() for f in frames] == [every[i].tobytes() for i in (0, 2, 4, 6, 8)]
+
+
+def test_sound_that_is_not_finite_is_damage() -> None:
+    stream = io.BytesIO()
+    soundfile.write(stream, np.array([0.1, np.nan, 0.2]), 8000, format="WAV", subtype="FLOAT")
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        decode_audio(stream.getvalue())
+
+
+def test_sixteen_bit_images_are_scaled_not_clipped() -> None:
+    stream = io.BytesIO()
+    Image.fromarray(np.array([[0, 257 * 100, 65535]], dtype=np.uint16)).save(stream, format="PNG")
+    assert [pixel[0] for pixel in np.asarray(decode_image(stream.getvalue()))[0]] == [0, 100, 255]
 
 
 def test_channels_are_averaged() -> None:

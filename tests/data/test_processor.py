@@ -75,6 +75,12 @@ def test_a_part_without_its_file_rejects_the_row(processor: OmniProcessor) -> No
     assert isinstance(rejected, Rejected) and "show image 1, the row holds 0" in rejected.reason
 
 
+@pytest.mark.parametrize("messages", [None, "text", [{"role": "user", "content": None}], [{"content": "a"}], [1]])
+def test_malformed_messages_cost_their_row(processor: OmniProcessor, messages: object) -> None:
+    rejected = processor.sample(Row("r", "s", messages, {}, {}))
+    assert isinstance(rejected, Rejected) and "malformed messages" in rejected.reason
+
+
 def test_unknown_roles_and_parts_name_what_is_allowed(processor: OmniProcessor) -> None:
     with pytest.raises(UserError, match="role 'robot': expected system, user or assistant"):
         processor.sample(row(("robot", [part("text", "a")])))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,38 @@ def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path,
     with pytest.raises(UserError, match=message):
         Trainer(load(tiny_recipe(tmp_path), override))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'recipe.yaml' / 'run'}")
+    with pytest.raises(UserError, match=r"output_dir: .*is no folder that we may write to"):
+        Trainer(recipe)
+
+
+def test_a_folder_that_holds_no_run_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    with pytest.raises(UserError, match="holds files and no run"):
+        Trainer(load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'thesis'}"))
+    assert (tmp_path / "thesis" / "chapter.txt").is_file()
+
+
+def test_a_resumed_optimizer_takes_its_settings_from_the_recipe(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    Trainer(load(recipe)).fit()
+    resumed = Trainer(load(recipe, "train.optimizer.betas=[0.5,0.6]", "train.optimizer.eps=1e-5"), resume=True)
+    assert {group["betas"] for group in resumed.optimizer.param_groups} == {(0.5, 0.6)}
+    assert {group["eps"] for group in resumed.optimizer.param_groups} == {1e-5}
+
+
+def test_a_run_with_dropout_resumes_exactly(tmp_path: Path) -> None:
+    dropout = "model.foundation.config.attention_dropout=0.2"
+    recipe = tiny_recipe(tmp_path, steps=6, save_every=3)
+    Trainer(load(recipe, dropout, "train.steps=6")).fit()
+    whole = losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    Trainer(load(recipe, dropout), resume=True).fit()
+    assert losses(tmp_path / "run") == whole
 
 
 def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
