@@ -135,10 +135,13 @@ class OmniModel(PreTrainedModel):
         embeds = self.foundation.get_input_embeddings()(pack.input_ids)
         labels: dict[str, torch.Tensor] = {}
         for name, batch in pack.inputs.items():
-            rows = self.get_submodule(name).lm_encode(batch.features, batch.num_tokens)
+            encoder = self.get_submodule(name)
+            rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
             embeds = embeds.index_copy(1, batch.positions, rows[None].to(embeds.dtype))
         for name, batch in pack.targets.items():
-            rows, labels[name] = self.get_submodule(name).lm_encode(batch.features, batch.num_tokens)
+            decoder = self.get_submodule(name)
+            encoded = [decoder.lm_encode(group.features, group.num_tokens) for group in batch.groups]
+            rows, labels[name] = (torch.cat(part) for part in zip(*encoded, strict=True))
             embeds = embeds.index_copy(1, batch.positions, rows[None].to(embeds.dtype))
         return embeds, labels
 
