@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from omnitrain.data.sample import MediaSpan, Sample
     from omnitrain.models.build import build_foundation_model, build_omni_model
     from omnitrain.models.omni import OmniModel
-    from omnitrain.models.outputs import LossTerm, OmniOutput
+    from omnitrain.models.outputs import OmniOutput
+    from omnitrain.ops.cross_entropy import LossTerm
     from omnitrain.recipe import Recipe
     from omnitrain.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LossTerm": "omnitrain.models.outputs",
+    "LossTerm": "omnitrain.ops.cross_entropy",
     "MediaSpan": "omnitrain.data.sample",
     "OmniDataCollatorWithPacking": "omnitrain.data.loader",
     "OmniModel": "omnitrain.models.omni",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from omnitrain.data.sample import Features
-from omnitrain.models.outputs import LossTerm
+from omnitrain.ops.cross_entropy import LossTerm
 
 TensorFeatures = dict[str, torch.Tensor]
 

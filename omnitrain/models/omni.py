@@ -17,9 +17,9 @@ from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.hf import as_config, load_strictly, model_class
-from omnitrain.models.outputs import LossTerm, OmniOutput
+from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
-from omnitrain.ops.cross_entropy import linear_cross_entropy
+from omnitrain.ops.cross_entropy import LossTerm, linear_cross_entropy
 
 Head = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -108,10 +108,9 @@ class OmniModel(PreTrainedModel):
         losses: dict[str, LossTerm] = {}
 
         def text_loss(hidden: torch.Tensor, head: Any) -> torch.Tensor:
-            rows = linear_cross_entropy(
-                hidden[0, pack.text_rows], head.weight, pack.text_labels, getattr(head, "bias", None)
-            )
-            losses["text"] = LossTerm(rows)
+            rows, labels = hidden[0, pack.text_rows], pack.text_labels
+            bias = getattr(head, "bias", None)
+            losses["text"] = linear_cross_entropy(rows, head.weight, labels, bias, count=labels.numel())
             return hidden
 
         hidden = self.run_foundation(

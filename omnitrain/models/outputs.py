@@ -1,4 +1,4 @@
-"""What heads and models return."""
+"""What models return."""
 
 from __future__ import annotations
 
@@ -6,26 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class LossTerm:
-    """A loss before division: units sum, the trainer divides once by the count of the whole global batch.
-
-    Attributes:
-        rows: ``[n]`` fp32, the loss of each predicted token, nats.
-    """
-
-    rows: torch.Tensor
-
-    @property
-    def sum(self) -> torch.Tensor:
-        """Scalar sum over the predicted tokens; differentiable."""
-        return self.rows.sum()
-
-    @property
-    def count(self) -> int:
-        """Number of predicted tokens."""
-        return self.rows.numel()
+from omnitrain.ops.cross_entropy import LossTerm
 
 
 @dataclass(frozen=True)

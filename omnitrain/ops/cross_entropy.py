@@ -1,24 +1,164 @@
-"""Cross entropy of a linear head, as unreduced per-token losses."""
+"""Cross entropy as a sum, a count and one detached loss per row; for a linear head without ever making all logits."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+IGNORED = -100  # the label of a row that predicts nothing
 
-def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``-log softmax(hidden @ weight.T + bias)[labels]``, in fp32.
+# Logits that exist at one time; with their softmax 512 MiB in fp32. At 150k classes a chunk has 447 rows: enough for
+# matrix products to run at full speed, and to make up for passing over the weight's gradient once per chunk.
+CHUNK_ELEMENTS = 2**26
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A loss before division: units sum, the trainer divides once by the count of the whole global batch.
+
+    Attributes:
+        sum: scalar fp32, nats, over the predicted tokens; the part that is differentiated.
+        count: number of predicted tokens.
+        rows: ``[n]`` fp32 without gradient, the loss of each row; 0 where the label is ignored.
+    """
+
+    sum: torch.Tensor
+    count: int
+    rows: torch.Tensor
+
+
+def cross_entropy_rows(logits: torch.Tensor, labels: torch.Tensor) -> LossTerm:
+    """The plain loss, for models that transform their logits after the head.
 
     Args:
-        hidden: ``[N, hidden]``; only rows that have a label, so no logits are made for ignored tokens.
-        weight: ``[classes, hidden]``.
-        labels: ``[N]`` int64, each in ``[0, classes)``.
+        logits: ``[N, classes]``, any floating dtype.
+        labels: ``[N]`` int64; -100 is ignored.
+    """
+    rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
+    return LossTerm(rows.sum(), int((labels != IGNORED).sum()), rows.detach())
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    count: int | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> LossTerm:
+    """``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
+
+    A chunk is as many rows as have ``chunk_elements`` logits (one row at least). Gradients are made with the loss,
+    those that are asked for and none under ``no_grad``: three matrix products per chunk, nothing twice. Therefore
+    ``sum`` can be differentiated once, not twice (``create_graph``) and not again (``retain_graph``).
+
+    Args:
+        hidden: ``[N, hidden]``.
+        weight: ``[classes, hidden]``, dtype of ``hidden``. Its gradient is added up in fp32.
+        labels: ``[N]`` int64, each in ``[0, classes)``, or -100: ignored, costs no logits.
         bias: ``[classes]`` or None.
+        count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
+        chunk_elements: logits that may exist at one time.
 
     Returns:
-        ``[N]`` fp32 losses in nats. ``N = 0`` gives an empty tensor that still has a gradient path.
+        The loss. Without a single label it is 0, and its gradients are zeros.
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit, a label is out of range; in the backward: ``sum`` is differentiated
+            twice or again.
     """
-    logits = F.linear(hidden, weight, bias)
-    return F.cross_entropy(logits.float(), labels, reduction="none")
+    if count is None:
+        count = int((labels != IGNORED).sum())
+    kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
+    with_gradients = torch.is_grad_enabled()
+    total, rows = _LinearCrossEntropy.apply(hidden, weight, bias, labels, kept, chunk_elements, with_gradients)
+    return LossTerm(total, count, rows)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """``kept``: which rows have a label; None: all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        kept: torch.Tensor | None,
+        chunk_elements: int,
+        with_gradients: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        number, classes = labels.numel() if kept is None else kept.numel(), weight.size(0)
+        step = min(number, max(1, chunk_elements // classes))
+        # Buffers for all chunks: fresh memory for each would cost as much time as the softmax.
+        logits, log_p = hidden.new_empty(step, classes), hidden.new_empty(step, classes, dtype=torch.float32)
+        grads = _Gradients(hidden, weight, bias, [with_gradients and needed for needed in ctx.needs_input_grad[:3]])
+        rows = hidden.new_zeros(labels.numel(), dtype=torch.float32)
+        for start in range(0, number, max(1, step)):
+            stop = min(start + step, number)
+            at = slice(start, stop) if kept is None else kept[start:stop]
+            h, y = hidden[at], labels[at, None]
+            x, lp = logits[: stop - start], log_p[: stop - start]
+            _linear(h, weight, bias, out=x)
+            torch.log_softmax(x, -1, torch.float32, out=lp)
+            rows[at] = -lp.gather(1, y).squeeze(1)
+            if grads.wanted:
+                # d loss / d logits = softmax - one-hot, in the dtype of the logits
+                p = lp.exp_().scatter_add_(1, y, lp.new_full((1, 1), -1.0).expand_as(y))
+                grads.add(at, h, weight, p if p.dtype == x.dtype else x.copy_(p))
+        ctx.save_for_backward(*grads.finished())
+        ctx.spent = False
+        ctx.mark_non_differentiable(rows)
+        return rows.sum(), rows
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); use the plain loss")
+        if ctx.spent:
+            raise RuntimeError("linear_cross_entropy gives its gradients once; compute the loss anew")
+        # In place: a second [classes, hidden] would be the largest tensor around.
+        scaled = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
+        ctx.spent = True
+        return (*scaled, None, None, None, None)
+
+
+def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(h, weight.t(), out=out)
+    else:
+        torch.addmm(bias, h, weight.t(), out=out)
+
+
+class _Gradients:
+    """Those of hidden, weight and bias that are ``wanted``; the latter two are sums over chunks, in fp32."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: list[bool]
+    ) -> None:
+        self.wanted = any(wanted)
+        self._dtype = weight.dtype
+        self._hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+
+    def add(self, at: slice | torch.Tensor, h: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """Take in a chunk: its rows, ``h`` ``[n, hidden]``, and the gradient of its logits ``[n, classes]``."""
+        if self._hidden is not None:
+            self._hidden[at] = grad @ weight
+        if self._weight is not None and grad.dtype == torch.float32:
+            self._weight.addmm_(grad.t(), h)
+        elif self._weight is not None:
+            self._weight += grad.t() @ h
+        if self._bias is not None:
+            self._bias += grad.sum(0, dtype=torch.float32)
+
+    def finished(self) -> tuple[torch.Tensor | None, ...]:
+        """Each in its parameter's dtype."""
+        sums = (None if total is None else total.to(self._dtype) for total in (self._weight, self._bias))
+        return (self._hidden, *sums)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.outputs import LossTerm
+from omnitrain.ops.cross_entropy import LossTerm
 
 
 class LossMeter:
@@ -29,7 +29,7 @@ class LossMeter:
         for name, term in losses.items():
             rows = pack.text_rows if name == "text" else pack.targets[name].positions
             sources = source_of_sample[torch.bucketize(rows, pack.cu_seqlens[1:], right=True)]
-            values = torch.stack([term.rows.detach(), torch.ones_like(term.rows)], dim=1)
+            values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1)
             self._total(name, values).index_add_(0, sources, values)
 
     def _total(self, name: str, like: torch.Tensor) -> torch.Tensor:

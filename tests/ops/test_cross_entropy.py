@@ -1,16 +1,138 @@
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from omnitrain.ops.cross_entropy import linear_cross_entropy
+from omnitrain.ops.cross_entropy import IGNORED, LossTerm, cross_entropy_rows, linear_cross_entropy
 
-
-def test_rows_sum_to_the_plain_loss() -> None:
-    hidden, weight, labels = torch.randn(7, 4), torch.randn(9, 4), torch.randint(0, 9, (7,))
-    plain = F.cross_entropy(hidden @ weight.T, labels, reduction="sum")
-    torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels).sum(), plain)
+ROWS, CLASSES, HIDDEN = 23, 50, 16
 
 
-def test_no_labels_give_zero_loss_and_zero_gradients() -> None:
-    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.long)).sum().backward()
-    assert weight.grad is not None and weight.grad.abs().sum() == 0
+def problem(ignored: float = 0.3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(ROWS, HIDDEN), torch.randn(CLASSES, HIDDEN), torch.randn(CLASSES)
+    labels = torch.randint(0, CLASSES, (ROWS,)).masked_fill(torch.rand(ROWS) < ignored, IGNORED)
+    return (*(x.to(dtype).requires_grad_() for x in (hidden, weight, bias)), labels)
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None = None):
+    rows = F.cross_entropy(F.linear(hidden, weight, bias).float(), labels, reduction="none", ignore_index=IGNORED)
+    return LossTerm(rows.sum(), int((labels != IGNORED).sum()), rows)
+
+
+def gradients(term: LossTerm, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(term.sum * 0.125, inputs))
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 8, ROWS, 100])
+@pytest.mark.parametrize("ignored", [0.0, 0.3])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_loss_and_gradients_are_those_of_plain_cross_entropy(chunk_rows, ignored, with_bias):
+    hidden, weight, bias, labels = problem(ignored)
+    inputs, bias = ([hidden, weight, bias], bias) if with_bias else ([hidden, weight], None)
+    ours = linear_cross_entropy(hidden, weight, labels, bias, chunk_elements=chunk_rows * CLASSES)
+    theirs = plain(hidden, weight, labels, bias)
+    assert ours.count == theirs.count and not ours.rows.requires_grad
+    torch.testing.assert_close(ours.rows, theirs.rows.detach())
+    assert relative_error(ours.sum, theirs.sum) <= 1e-6
+    for mine, other in zip(gradients(ours, *inputs), gradients(theirs, *inputs), strict=True):
+        assert relative_error(mine, other) <= 1e-6
+
+
+def test_more_logits_than_a_chunk_holds_never_exist(monkeypatch):
+    made: list[int] = []
+    log_softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda x, *a, **k: made.append(x.numel()) or log_softmax(x, *a, **k))
+    hidden, weight, _, labels = problem(ignored=0.5)
+    linear_cross_entropy(hidden, weight, labels, chunk_elements=4 * CLASSES)
+    assert max(made) <= 4 * CLASSES
+    assert sum(made) == (labels != IGNORED).sum() * CLASSES  # ignored rows have no logits
+
+
+@pytest.mark.parametrize("rows", [0, ROWS])
+def test_no_label_gives_zero_loss_and_zero_gradients(rows):
+    hidden, weight, bias, _ = problem()
+    hidden = torch.full((rows, HIDDEN), torch.nan, requires_grad=True)
+    term = linear_cross_entropy(hidden, weight, torch.full((rows,), IGNORED), bias)
+    assert term.sum == 0 and term.count == 0 and term.rows.tolist() == [0] * rows
+    assert all(grad.count_nonzero() == 0 for grad in gradients(term, hidden, weight, bias))
+
+
+def test_tied_weight_gets_both_gradients():
+    torch.manual_seed(0)
+    ids, labels = torch.randint(0, CLASSES, (ROWS,)), torch.randint(0, CLASSES, (ROWS,))
+    table = nn.Embedding(CLASSES, HIDDEN)
+    ours, theirs = (
+        gradients(loss(table(ids), table.weight, labels), table.weight)[0] for loss in (linear_cross_entropy, plain)
+    )
+    assert relative_error(ours, theirs) <= 1e-6
+
+
+def test_bf16_gradients_are_as_exact_as_those_of_the_plain_loss():
+    exact = [x.double() for x in problem()[:3]]
+    labels = problem()[3]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
+    exact = [x.detach().double().requires_grad_() for x in rounded]
+    true = torch.autograd.grad(
+        F.cross_entropy(F.linear(*exact), labels, reduction="sum", ignore_index=IGNORED) * 0.125, exact
+    )
+    hidden, weight, bias = rounded
+    ours = gradients(linear_cross_entropy(hidden, weight, labels, bias, chunk_elements=4 * CLASSES), *rounded)
+    theirs = gradients(plain(hidden, weight, labels, bias), *rounded)
+    for mine, other, right in zip(ours, theirs, true, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert relative_error(mine.double(), right) <= 1.2 * relative_error(other.double(), right)
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight", "nothing"])
+def test_what_does_not_train_gets_no_gradient_and_no_buffer(trained, monkeypatch):
+    hidden, weight, bias, labels = problem()
+    shapes: list[tuple[int, ...]] = []
+    zeros_like = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda x, **k: shapes.append(tuple(x.shape)) or zeros_like(x, **k))
+    for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
+        tensor.requires_grad_(name == trained)
+    term = linear_cross_entropy(hidden, weight, labels, bias)
+    assert shapes == {"hidden": [(ROWS, HIDDEN)], "weight": [(CLASSES, HIDDEN)], "nothing": []}[trained]
+    assert term.sum.requires_grad == (trained != "nothing")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_makes_no_gradients(mode, monkeypatch):
+    monkeypatch.setattr(torch, "zeros_like", pytest.fail)
+    hidden, weight, _, labels = problem()
+    with mode():
+        term = linear_cross_entropy(hidden, weight, labels)
+    assert not term.sum.requires_grad
+    assert relative_error(term.sum, plain(hidden, weight, labels).sum) <= 1e-6
+
+
+def test_recompute_gives_the_same_gradients():
+    hidden, weight, _, labels = problem()
+    inputs = (hidden, weight)
+    direct = torch.autograd.grad(linear_cross_entropy(hidden.tanh(), weight, labels).sum, inputs)
+    again = checkpoint(lambda h, w: linear_cross_entropy(h.tanh(), w, labels).sum, *inputs, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(direct, torch.autograd.grad(again, inputs), strict=True))
+
+
+def test_differentiating_twice_or_again_is_refused():
+    hidden, weight, _, labels = problem()
+    total = linear_cross_entropy(hidden, weight, labels).sum
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(total, hidden, create_graph=True)
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute the loss anew"):
+        total.backward()
+
+
+def test_plain_form_has_the_same_sum_count_and_rows():
+    hidden, weight, _, labels = problem()
+    ours, fused = cross_entropy_rows(hidden @ weight.T, labels), linear_cross_entropy(hidden, weight, labels)
+    assert ours.count == fused.count and not ours.rows.requires_grad
+    torch.testing.assert_close(ours.rows, fused.rows)
+    assert relative_error(gradients(ours, hidden)[0], gradients(fused, hidden)[0]) <= 1e-6

@@ -13,8 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from omnitrain.models.components import ComponentAdapter, DecoderMixin, TensorFeatures
 from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer
 from omnitrain.models.hf import as_config, model_class
-from omnitrain.models.outputs import LossTerm
-from omnitrain.ops.cross_entropy import linear_cross_entropy
+from omnitrain.ops.cross_entropy import LossTerm, linear_cross_entropy
 
 
 class TokenDecoderConfig(PreTrainedConfig):
@@ -106,7 +105,7 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
 
     def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
         """Cross entropy of ``labels`` ``[n]`` under the hidden states before them, ``[n, hidden]``."""
-        return LossTerm(linear_cross_entropy(hidden, self.head.weight, labels))
+        return linear_cross_entropy(hidden, self.head.weight, labels, count=labels.numel())
 
     def lm_embed(
         self, hidden: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
