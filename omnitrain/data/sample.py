@@ -8,6 +8,9 @@ import numpy as np
 
 Features = dict[str, np.ndarray]
 
+# Component names of modalities that the foundation reads by itself: ``foundation.image``, ...
+NATIVE_PREFIX = "foundation."
+
 
 @dataclass(frozen=True)
 class MediaItem:

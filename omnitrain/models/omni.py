@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
+from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components import ComponentAdapter
+from omnitrain.models.contract import contract_of
 from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
+from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
 from omnitrain.models.hf import as_config, load_strictly, model_class
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, linear_cross_entropy
-
-Head = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 class OmniConfig(PreTrainedConfig):
@@ -61,7 +60,17 @@ class OmniModel(PreTrainedModel):
         for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
             self.add_module(name, ready.get(name) or _fresh(values, AutoModel))
         self.post_init()
-        use_omnitrain_attention(self)
+        for name in (*self.encoder_names, *self.decoder_names):
+            use_omnitrain_attention(self.get_submodule(name))
+
+    @cached_property
+    def runner(self) -> FoundationRunner:
+        """Runs the foundation by the contract that the check found for it.
+
+        Raises:
+            UserError: the check refused the foundation; names what was measured.
+        """
+        return FoundationRunner(self.foundation, contract_of(self.foundation))
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
@@ -104,82 +113,33 @@ class OmniModel(PreTrainedModel):
         Returns:
             One :class:`LossTerm` per head with a target in the pack (``text`` always).
         """
-        embeds, labels = self.embed(pack)
-        losses: dict[str, LossTerm] = {}
-
-        def text_loss(hidden: torch.Tensor, head: Any) -> torch.Tensor:
-            rows, labels = hidden[0, pack.text_rows], pack.text_labels
-            bias = getattr(head, "bias", None)
-            losses["text"] = linear_cross_entropy(rows, head.weight, labels, bias, count=labels.numel())
-            return hidden
-
-        hidden = self.run_foundation(
-            embeds,
-            head=text_loss,
-            position_ids=pack.position_ids,
-            cu_seq_lens_q=pack.cu_seqlens,
-            cu_seq_lens_k=pack.cu_seqlens,
-            max_length_q=pack.max_seqlen,
-            max_length_k=pack.max_seqlen,
-            use_cache=False,
-        )
-        for name, decoder in self.decoders.items():
-            if name in labels:
-                before = pack.targets[name].positions - 1
-                losses[name] = decoder.lm_head(hidden[0, before], labels[name])
+        media, labels = self.encode(pack)
+        text, hidden = self.runner.text_loss(pack, media)
+        losses = {"text": text}
+        for name, target in labels.items():
+            if hidden is None:
+                raise UserError(f"{type(self.foundation).__name__} hides its last hidden states; no decoder can read them")
+            losses[name] = self.decoders[name].lm_head(hidden[0, pack.targets[name].positions - 1], target)
         return OmniOutput(losses, hidden)
 
-    def embed(self, pack: Pack) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Input embeddings ``[1, T, hidden]`` with all media in place, and decoder name -> labels ``[n]``."""
-        embeds = self.foundation.get_input_embeddings()(pack.input_ids)
+    def encode(self, pack: Pack) -> tuple[EncodedMedia, dict[str, torch.Tensor]]:
+        """All media of a pack as rows of the foundation's input, and decoder name -> labels ``[n]``."""
+        media = EncodedMedia()
         labels: dict[str, torch.Tensor] = {}
         for name, batch in pack.inputs.items():
-            encoder = self.get_submodule(name)
-            rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
-            embeds = embeds.index_copy(1, batch.positions, rows[None].to(embeds.dtype))
+            if name.startswith(NATIVE_PREFIX):
+                modality = name.removeprefix(NATIVE_PREFIX)
+                media.native[modality] = self.runner.encode(name, batch, pack.info.ids)
+            else:
+                encoder = self.get_submodule(name)
+                rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
+                media.inserted.append(InsertedRows(batch.positions, rows))
         for name, batch in pack.targets.items():
             decoder = self.get_submodule(name)
             encoded = [decoder.lm_encode(group.features, group.num_tokens) for group in batch.groups]
             rows, labels[name] = (torch.cat(part) for part in zip(*encoded, strict=True))
-            embeds = embeds.index_copy(1, batch.positions, rows[None].to(embeds.dtype))
-        return embeds, labels
-
-    def run_foundation(self, embeds: torch.Tensor, *, head: Head, **kwargs: Any) -> torch.Tensor:
-        """Run the foundation on embeddings, with ``head(hidden, lm_head)`` in place of its language-model head.
-
-        The replacement runs inside the foundation's forward, so that no logits of all rows are ever made and the
-        head's weight is where a sharding of the foundation puts it.
-
-        Returns:
-            What ``head`` returned (a tensor).
-
-        Raises:
-            UserError: the foundation changes its logits after the head (soft cap, scale), so a loss in the head would
-                be another loss.
-        """
-        with _replaced_forward(self.foundation.get_output_embeddings(), head) as result:
-            output = self.foundation(inputs_embeds=embeds, **kwargs)
-        if output.logits is not result[0]:
-            raise UserError(
-                f"{type(self.foundation).__name__} transforms its logits after the head (soft cap, scale or cut); "
-                "omnitrain computes the loss inside the head and would train another loss"
-            )
-        return result[0]
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, head: Head) -> Iterator[list[torch.Tensor]]:
-    result: list[torch.Tensor] = []
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        result.append(head(hidden, module))
-        return result[0]
-
-    module.forward = forward
-    try:
-        yield result
-    finally:
-        del module.forward
+            media.inserted.append(InsertedRows(batch.positions, rows))
+        return media, labels
 
 
 def _fresh(values: dict[str, Any], auto_class: Any) -> PreTrainedModel:

@@ -1,0 +1,209 @@
+"""Running an unmodified HF model by its contract: our rows in, our loss in its head, samples apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.errors import UserError
+from omnitrain.models.contract.findings import Contract
+from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
+from omnitrain.models.segments import run_by_segment
+from omnitrain.ops.attention import packed, use_omnitrain_attention
+from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+
+Head = Callable[[Tensor, nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class InsertedRows:
+    """Rows that take the place of token embeddings.
+
+    Attributes:
+        positions: ``[n]`` int64 into the flattened batch ``[B * T]``.
+        rows: ``[n, hidden]``.
+    """
+
+    positions: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class EncodedMedia:
+    """All media of a pack, encoded.
+
+    Attributes:
+        native: modality -> rows for the foundation's own placeholders, in the order of these.
+        inserted: rows of attached components.
+    """
+
+    native: dict[str, NativeRows] = field(default_factory=dict)
+    inserted: list[InsertedRows] = field(default_factory=list)
+
+
+class FoundationRunner:
+    """Runs a HF causal language model, multimodal or not, as its contract says.
+
+    Attributes:
+        model: the HF model, unmodified.
+        contract: what the check found out about it.
+        native: the modalities that it reads by itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, contract: Contract | None = None) -> None:
+        """Attach to ``model``; ``contract`` None: everything works (what the check starts from)."""
+        self.model = model
+        self.contract = contract or Contract()
+        self.native: Discovery = discover(model)
+        parameters = inspect.signature(type(model).forward).parameters
+        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self._parameters = frozenset(parameters)
+        if self.contract.attention == "omnitrain":
+            use_omnitrain_attention(model)
+        run_by_segment(model, self.contract.segmented)
+
+    def encode(self, name: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
+        """Rows of a batch of native media, by the model's own feature method.
+
+        Args:
+            name: ``foundation.image``, ``foundation.video`` or ``foundation.audio``.
+            batch: the items.
+            sample_ids: of the pack's samples, for messages.
+
+        Returns:
+            The rows in the order of their placeholders.
+
+        Raises:
+            UserError: the model has no such modality, or makes another number of rows than there are placeholders.
+        """
+        modality = name.removeprefix(NATIVE_PREFIX)
+        port = self.native.ports.get(modality)
+        if port is None:
+            reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
+            raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
+        apart = modality in self.contract.single_items
+        calls = [call for group in batch.groups for call in (group.items() if apart else (group,))]
+        encoded = [port.encode(self.model, call.features) for call in calls]
+        owners = iter(batch.samples)
+        for call, rows in zip(calls, encoded, strict=True):
+            samples = [sample_ids[next(owners)] for _ in call.num_tokens]
+            got = rows.counts if len(rows.counts) == len(samples) else (rows.main.size(0),)
+            want = call.num_tokens if len(got) == len(samples) else (sum(call.num_tokens),)
+            check_rows(modality, want, got, samples if len(got) == len(samples) else [", ".join(samples)])
+        return NativeRows.cat(encoded).at(batch.positions.argsort())
+
+    def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
+        """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
+
+        Hidden states are None for a model that does not call its head as a module.
+
+        Raises:
+            UserError: several samples in a pack of a model that cannot keep them apart.
+        """
+        if not self.contract.packs and len(pack.info.lengths) > 1:
+            raise UserError(
+                f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
+            )
+        labels, states, losses = pack.text_labels, [], []
+
+        def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            states.append(hidden)
+            rows = hidden[0, pack.text_rows]
+            if self.contract.head == "plain":
+                return type(lm_head).forward(lm_head, rows[None])
+            bias = getattr(lm_head, "bias", None)
+            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=labels.numel()))
+            return hidden
+
+        output = self.run(
+            pack.input_ids,
+            head=head,
+            media=media or EncodedMedia(),
+            borders=tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None,
+            position_ids=pack.position_ids,
+            use_cache=False,
+            **pack.token_inputs,
+        )
+        hidden = states[0] if states else None
+        if losses:
+            return losses[0], hidden
+        logits = output.logits[0]
+        return cross_entropy_rows(logits if states else logits[pack.text_rows], labels), hidden
+
+    def run(
+        self,
+        input_ids: Tensor,
+        *,
+        head: Head,
+        media: EncodedMedia,
+        borders: tuple[int, ...] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """One forward of the HF model with ``head(hidden, lm_head)`` in place of its language-model head.
+
+        The replacement runs inside the model's forward: no logits of all rows are made, and the head's weight is where a
+        sharding of the model puts it.
+
+        Args:
+            input_ids: ``[B, T]``; arbitrary under inserted rows.
+            head: gets the hidden states ``[B, T, hidden]`` and the head; what it returns is the head's output.
+            media: encoded media.
+            borders: ``(0, ..., T)`` of the samples in a packed row; None: every row of the batch is one sample.
+            **arguments: of the model's forward; those that it does not take are left out.
+
+        Returns:
+            The model's own output.
+        """
+        if borders is not None:
+            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=input_ids.device)
+            longest = max(stop - start for start, stop in zip(borders, borders[1:], strict=False))
+            arguments |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            arguments |= {"max_length_q": longest, "max_length_k": longest}
+        taken = {name: value for name, value in arguments.items() if self._takes_any or name in self._parameters}
+        lm_head: Any = self.model.get_output_embeddings()
+        with ExitStack() as stack:
+            stack.enter_context(_forward_replaced(lm_head, lambda hidden: head(hidden, lm_head)))
+            if media.inserted:
+                embedding: Any = self.model.get_input_embeddings()
+                stack.enter_context(_forward_replaced(embedding, _inserting(embedding, input_ids, media.inserted)))
+            if media.native:
+                taken |= stack.enter_context(override(self.model, self.native.ports, media.native))
+            if borders is not None:
+                stack.enter_context(packed(borders))
+            return self.model(input_ids=input_ids, **taken)
+
+
+def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRows]) -> Callable[[Tensor], Tensor]:
+    def forward(ids: Tensor) -> Tensor:
+        embeds: Tensor = type(embedding).forward(embedding, ids)
+        if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
+            return embeds
+        flat = embeds.flatten(0, 1)
+        for part in inserted:
+            flat = flat.index_copy(0, part.positions, part.rows.to(flat.dtype))
+        return flat.view_as(embeds)
+
+    return forward
+
+
+@contextmanager
+def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def native_names(media: Mapping[str, Any]) -> list[str]:
+    """Of component names, those of the foundation's own modalities."""
+    return [name for name in media if name.startswith(NATIVE_PREFIX)]
