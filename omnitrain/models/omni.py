@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
@@ -16,7 +16,7 @@ from omnitrain.models.components import ComponentAdapter
 from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
-from omnitrain.models.hf import as_config, load_strictly, model_class
+from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.outputs import LossTerm, OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
 from omnitrain.ops.cross_entropy import linear_cross_entropy
@@ -56,10 +56,10 @@ class OmniModel(PreTrainedModel):
         ready = components or {}
         self.encoder_names = sorted(config.encoders or {})
         self.decoder_names = sorted(config.decoders or {})
-        self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, AutoModelForCausalLM)
+        self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
         for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
-            self.add_module(name, ready.get(name) or _fresh(values, AutoModel))
+            self.add_module(name, ready.get(name) or _fresh(values, model_class))
         self.post_init()
         use_omnitrain_attention(self)
 
@@ -180,9 +180,9 @@ def _replaced_forward(module: nn.Module, head: Head) -> Iterator[list[torch.Tens
         del module.forward
 
 
-def _fresh(values: dict[str, Any], auto_class: Any) -> PreTrainedModel:
+def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
     config = as_config(values)
-    return model_class(config, auto_class)(config)
+    return class_of(config)(config)
 
 
 AutoConfig.register("omnitrain", OmniConfig)
