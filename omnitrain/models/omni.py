@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
@@ -17,10 +18,9 @@ from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
-from omnitrain.models.hf import as_config, load_strictly, model_class
+from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
-from omnitrain.ops.cross_entropy import LossTerm, linear_cross_entropy
 
 
 class OmniConfig(PreTrainedConfig):
@@ -55,10 +55,10 @@ class OmniModel(PreTrainedModel):
         ready = components or {}
         self.encoder_names = sorted(config.encoders or {})
         self.decoder_names = sorted(config.decoders or {})
-        self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, AutoModelForCausalLM)
+        self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
         for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
-            self.add_module(name, ready.get(name) or _fresh(values, AutoModel))
+            self.add_module(name, ready.get(name) or _fresh(values, model_class))
         self.post_init()
         for name in (*self.encoder_names, *self.decoder_names):
             use_omnitrain_attention(self.get_submodule(name))
@@ -142,9 +142,9 @@ class OmniModel(PreTrainedModel):
         return media, labels
 
 
-def _fresh(values: dict[str, Any], auto_class: Any) -> PreTrainedModel:
+def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
     config = as_config(values)
-    return model_class(config, auto_class)(config)
+    return class_of(config)(config)
 
 
 AutoConfig.register("omnitrain", OmniConfig)
