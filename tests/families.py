@@ -101,7 +101,7 @@ def _qwen3_omni_moe_thinker() -> PreTrainedConfig:
         "qwen3_omni_moe_thinker",
         text_config=_TEXT | _HEAD | _EXPERTS | _MROPE,
         vision_config=_DEEPSTACK_VIT,
-        audio_config=_AUDIO | {"downsample_hidden_size": 16, "n_window_infer": 20},
+        audio_config=_AUDIO | {"downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 100},
         position_id_per_seconds=25,
         **_OMNI_TOKENS,
     )

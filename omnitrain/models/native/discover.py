@@ -173,6 +173,9 @@ class _Search:
         if isinstance(bound, str):
             return self._fail(bound)
         bindings, constants = bound
+        read = {name for name, _ in bindings.values()}
+        if probe.variable and read <= {probe.main}:
+            return self._fail("items of different sizes without an argument that tells their sizes")
         found = self._layout(features, output)
         if found is None:
             return None
@@ -211,16 +214,25 @@ class _Search:
                 continue
             if _same(expected, got):
                 port = replace(port, trigger={name: value.cpu() for name, value in trigger.items()})
-                return replace(port, items_are_independent=self._independent(port, rows))
+                return self._with_independence(port)
         return self._fail("no argument makes the forward take rows made before")
 
-    def _independent(self, port: NativePort, together: NativeRows) -> bool:
+    def _with_independence(self, port: NativePort) -> NativePort:
+        """Items of any sizes are independent, or those of equal sizes, or none."""
+        if self._independent(port):
+            return port
+        equal = replace(port, probe=replace(port.probe, variable=False))
+        if port.probe.variable and self._independent(equal):
+            return equal
+        return replace(equal, items_are_independent=False)
+
+    def _independent(self, port: NativePort) -> bool:
         try:
-            with self._quiet():
-                alone = [port.encode(self.model, self._typed(item)) for item in port.probe_items(2)]
-        except Exception:
+            with ParameterReads(self.model):
+                together = port.encode(self.model, self._typed(port.probe_batch(2)))
+                apart = NativeRows.cat([port.encode(self.model, self._typed(item)) for item in port.probe_items(2)])
+        except Exception:  # a size that only passes beside a larger one
             return False
-        apart = NativeRows.cat(alone)
         return all(
             a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
             for a, b in zip(apart.tensors(), together.tensors(), strict=True)
@@ -399,11 +411,6 @@ class _Search:
     def _placed(self, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
         device = self.model.device
         return {k: v if device.type == "meta" else v.to(device) for k, v in arguments.items()}
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        with ParameterReads(self.model):
-            yield
 
     @contextmanager
     def _returning(self, function: Callable[..., Any]) -> Iterator[None]:

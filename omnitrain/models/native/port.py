@@ -33,7 +33,8 @@ class NativePort:
         layout: of the feature method's output.
         probe: makes tiny inputs.
         parameters: names of all that the feature method reads, in the model.
-        items_are_independent: rows of an item are the same whether encoded alone or beside others.
+        items_are_independent: rows of an item are the same whether encoded alone or beside others (of its size, unless
+            ``sizes_may_differ``).
     """
 
     modality: str
@@ -54,6 +55,11 @@ class NativePort:
     def method(self) -> str:
         """Name of the feature method."""
         return method_name(self.modality)
+
+    @property
+    def sizes_may_differ(self) -> bool:
+        """Items of different sizes can share a call, without influence on each other."""
+        return self.probe.variable
 
     @property
     def side(self) -> tuple[str, ...]:
