@@ -93,7 +93,7 @@ class _Checkup:
     def attention(self) -> None:
         """Through our attention, a sample alone has the logits of plain transformers."""
         calls = [module for module in self.ours.modules() if _attends(module)]
-        error = self._attempt(lambda: max(map(self._logit_error, self.probes, self.logits, strict=True)))
+        error = self._attempt(self._largest_logit_error)
         if not isinstance(error, str) and error <= _TOLERANCE and calls:
             exactly = "bit for bit" if error == 0 else f"within {error:.0e} of the largest"
             self._note("attention", "passed", f"logits of a sample alone are those of transformers, {exactly}")
@@ -125,17 +125,19 @@ class _Checkup:
     def side(self) -> None:
         """Side features (deepstack levels) are read by the model."""
         for modality, port in self.native.ports.items():
-            for name in port.side:
-                probe = next(probe for probe in self.probes if modality in probe.modalities)
-                if self._zeroing_changes_nothing(probe, modality, name):
-                    self._note("side features", "refused", f"{modality}: the model does not read {name}")
-                else:
-                    self._note("side features", "passed", f"{modality}: {name} reaches the logits")
+            if not port.side:
+                continue
+            probe = next(probe for probe in self.probes if modality in probe.modalities)
+            unread = [name for name in port.side if self._zeroing_changes_nothing(probe, modality, name)]
+            if unread:
+                self._note("side features", "refused", f"{modality}: the model does not read {', '.join(unread)}")
+            else:
+                self._note("side features", "passed", f"{modality}: {', '.join(port.side)} reach the logits")
 
     def packing(self) -> None:
         """Packed samples are what they are alone, and gradients with them."""
         if not self.contract.packs:
-            fact = self.contract.findings[-1].fact
+            fact = "only omnitrain's attention keeps packed samples apart"
             self._note("packing", "fallback", f"one sample per row: {fact}")
             return
         segmented: list[str] = []
@@ -173,18 +175,25 @@ class _Checkup:
 
     # Measurements; a fact is what went wrong, None that nothing did ---------------------------------------------------
 
+    def _largest_logit_error(self) -> float:
+        return max(self._logit_error(probe, logits) for probe, logits in zip(self.probes, self.logits, strict=True))
+
     @torch.no_grad()
     def _logit_error(self, probe: Probe, expected: Tensor) -> float:
         pack = Pack.from_samples([probe.sample])
+        return _relative(self._logits(pack, self._media(pack)), expected)
+
+    def _logits(self, pack: Pack, media: EncodedMedia) -> Tensor:
+        """All logits of a pack of one sample, ``[T, vocabulary]``."""
         output = self.runner.run(
             pack.input_ids,
             head=lambda hidden, lm_head: type(lm_head).forward(lm_head, hidden),
-            media=self._media(pack),
+            media=media,
             position_ids=pack.position_ids,
             use_cache=False,
             **pack.token_inputs,
         )
-        return _relative(output.logits[0], expected)
+        return output.logits[0]
 
     def _media(self, pack: Pack) -> EncodedMedia:
         return EncodedMedia(
@@ -213,15 +222,14 @@ class _Checkup:
             return "logits are transformed after the head"
         return None
 
+    @torch.no_grad()
     def _zeroing_changes_nothing(self, probe: Probe, modality: str, name: str) -> bool:
         pack = Pack.from_samples([probe.sample])
-        with torch.no_grad():
-            media = self._media(pack)
-            before = self.runner.text_loss(pack, media)[0].rows
-            rows = media.native[modality]
-            zeroed = replace(rows, side={**rows.side, name: torch.zeros_like(rows.side[name])})
-            after = self.runner.text_loss(pack, EncodedMedia({**media.native, modality: zeroed}))[0].rows
-        return torch.equal(before, after)
+        media = self._media(pack)
+        rows = media.native[modality]
+        zeroed = replace(rows, side={**rows.side, name: torch.zeros_like(rows.side[name])})
+        without = EncodedMedia({**media.native, modality: zeroed})
+        return torch.equal(self._logits(pack, media), self._logits(pack, without))
 
     @torch.no_grad()
     def _packing_fact(self) -> str | None:
@@ -256,14 +264,11 @@ class _Checkup:
         return changed
 
     def _leaking_class(self) -> str | None:
-        """Class name of the first module that lets one sample into the next."""
-        first, second = (probe.sample for probe in self.probes[:2])
-        packs = [Pack.from_samples([one, second]) for one in (first, self._changed([first])[0])]
-        length = packs[0].num_tokens
-        start = length - len(second) if packs[0].info.indices[1] == second.index else len(second)
-        if packs[0].info.indices[1] != second.index:
-            return None
-        name = first_leak(self.ours, lambda variant: self.runner.text_loss(packs[variant]), start, length)
+        """Class name of the first module that lets one sample into the next, or refuses to run both in one row."""
+        first, second = sorted((probe.sample for probe in self.probes[:2]), key=len)
+        changed = self._changed([first])[0]
+        packs = [Pack.from_samples([one, second]) for one in (first, changed)]
+        name = first_leak(self.ours, lambda variant: self.runner.text_loss(packs[variant]), len(first), len(first) + len(second))
         return None if name is None else type(self.ours.get_submodule(name)).__name__
 
     def _gradient_fact(self) -> str | None:

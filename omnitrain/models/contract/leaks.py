@@ -1,4 +1,4 @@
-"""Where a sample of a packed row reaches into another: the first module whose input does not differ and output does."""
+"""Which module cannot keep the samples of a packed row apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 
 def first_leak(model: nn.Module, run: Callable[[int], Any], start: int, length: int) -> str | None:
-    """Name of the module that lets other samples into the rows from ``start`` on; None: no module of ``[1, T, n]`` does.
+    """Name of the module that lets other samples into the rows from ``start`` on, or fails on a packed row.
+
+    It is the first whose input from ``start`` on is the same on both rows and whose output there is not; where the model
+    raises, the innermost one that was running. None: no module with rows ``[1, T, n]`` does either.
 
     Args:
         model: its modules are watched.
@@ -21,14 +24,18 @@ def first_leak(model: nn.Module, run: Callable[[int], Any], start: int, length: 
     seen: list[list[tuple[str, list[Tensor], list[Tensor]]]] = []
     for variant in (0, 1):
         calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
-        handles = [
-            module.register_forward_hook(_recording(name, calls, start, length), with_kwargs=True)
-            for name, module in model.named_modules()
-            if name
-        ]
+        running: list[str] = []
+        handles = []
+        for name, module in model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(_starting(name, running), with_kwargs=True))
+                recording = _recording(name, calls, running, start, length)
+                handles.append(module.register_forward_hook(recording, with_kwargs=True))
         try:
             with torch.no_grad():
                 run(variant)
+        except Exception:
+            return running[-1] if running else None
         finally:
             for handle in handles:
                 handle.remove()
@@ -39,8 +46,13 @@ def first_leak(model: nn.Module, run: Callable[[int], Any], start: int, length: 
     return None
 
 
-def _recording(name: str, calls: list[Any], start: int, length: int) -> Callable[..., None]:
+def _starting(name: str, running: list[str]) -> Callable[..., None]:
+    return lambda module, args, kwargs: running.append(name)
+
+
+def _recording(name: str, calls: list[Any], running: list[str], start: int, length: int) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        running.remove(name)
         rows = [list(_rows(value, start, length)) for value in ((args, kwargs), output)]
         calls.append((name, *rows))
 

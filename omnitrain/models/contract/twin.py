@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from omnitrain.models.native import peaked_
+
 # What counts the repeated parts of a language model's config. Towers keep their depth: their parameter names are read.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -31,7 +33,9 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
-    _cut_depth(text)
+    # Each level of side features enters behind a layer of its own.
+    levels = [len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)]
+    _cut_depth(text, least=1 + max(levels, default=1))
     _cut_experts(text)
     _cut_vocabulary(small)
     return small
@@ -44,17 +48,19 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model_class(copy.deepcopy(config)).float()
+        twin = model_class(copy.deepcopy(config)).float()
+    peaked_(twin)
+    return twin
 
 
-def _cut_depth(text: PreTrainedConfig) -> None:
+def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     name = _first(text, _DEPTHS)
     if name is None:
         return
     depth: int = getattr(text, name)
     per_layer = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
     kinds = list(zip(*per_layer.values(), strict=True)) if per_layer else []
-    kept = max([2, *(index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index])])
+    kept = max([least, *(index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index])])
     # Layers that differ by position and say so with a number (the first dense ones, every nth expert one).
     for key in ("first_k_dense_replace", "decoder_sparse_step", "interleave_moe_layer_step", "num_dense_layers"):
         kept = max(kept, int(getattr(text, key, None) or 0) + 1)

@@ -1,1 +1,24 @@
-"""Whole HuggingFace multimodal models as foundation: components, rows, positions; found from signatures and configs."""
+"""Whole HF models as foundation: components, rows, positions; found from signatures and configs."""
+
+from omnitrain.models.native.discover import Discovery, discover
+from omnitrain.models.native.geometry import config_nodes
+from omnitrain.models.native.peaked import peaked_
+from omnitrain.models.native.placeholders import extra_arguments, special_ids, token_types
+from omnitrain.models.native.port import NativePort, override
+from omnitrain.models.native.positions import PositionFunction
+from omnitrain.models.native.rows import NativeRows, check_rows
+
+__all__ = [
+    "Discovery",
+    "NativePort",
+    "NativeRows",
+    "PositionFunction",
+    "check_rows",
+    "config_nodes",
+    "discover",
+    "extra_arguments",
+    "override",
+    "peaked_",
+    "special_ids",
+    "token_types",
+]
