@@ -8,12 +8,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.models.native.placeholders import MODALITY_CODES, extra_arguments, special_ids, token_ids
+from omnitrain.errors import UserError
+from omnitrain.models.native.placeholders import (
+    MODALITY_CODES,
+    TokenExtras,
+    extra_arguments,
+    special_ids,
+    token_ids,
+    video_marks,
+)
 from omnitrain.models.native.port import NativePort, method_name
+from omnitrain.models.native.positions import PositionFunction, config_json, own_function
 from omnitrain.models.native.probe import MAIN_ARGUMENTS, ProbeInput, candidates
 from omnitrain.models.native.rows import NativeRows, RowLayout, Watched, describe, flatten, row_numbers
 from omnitrain.models.native.touch import ParameterReads, leaves
@@ -33,6 +43,8 @@ class Discovery:
         shared: names of parameters that a feature method reads, but that belong to the text model (embeddings of
             image codes); they stay in ``foundation``.
         refused: modality -> why its rows cannot be made apart from the forward.
+        positions: position ids of a sample.
+        extras: per-token arguments of a sample.
     """
 
     ports: dict[str, NativePort]
@@ -40,6 +52,8 @@ class Discovery:
     num_parameters: dict[str, int]
     shared: tuple[str, ...]
     refused: dict[str, str]
+    positions: PositionFunction
+    extras: TokenExtras
 
     @property
     def token_ids(self) -> dict[str, int]:
@@ -67,11 +81,108 @@ def discover(model: PreTrainedModel) -> Discovery:
                 refused[modality] = found
             else:
                 ports[modality] = found
-    return _grouped(model, ports, refused, text)
+        extras = _extras(model, ports)
+        positions = _positions(model, ports, extras)
+    return _grouped(model, ports, refused, text, positions, extras)
+
+
+def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExtras:
+    names = extra_arguments(type(model))
+    tokens = {modality: port.token_id for modality, port in ports.items()}
+    extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
+    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model, names))
+
+
+def _zeros_open_the_prompt(model: PreTrainedModel, names: tuple[str, ...]) -> bool:
+    """With all types zero, the mask lets the first token see the second: the types tell prompt from answer."""
+    ids = torch.tensor([plain_ids(model, 4)], device=input_device(model))
+    with _attention(model, "eager"):  # the implementation whose masks are plain tensors
+        given = _decoder_call(model, input_ids=ids, attention_mask=torch.ones_like(ids), **_zeros(names, ids))
+    masks = [value for value in leaves(given) if isinstance(value, Tensor) and value.ndim == 4]
+    return any(bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks)
+
+
+def _zeros(names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(ids) for name in names}
+
+
+def _decoder_call(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
+    """Keyword arguments with which the model's forward calls its text decoder; the forward ends there."""
+    caught: dict[str, Any] = {}
+
+    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+        caught.update(kwargs)
+        raise _Stop
+
+    decoder = _separate_decoder(model)
+    if decoder is None or decoder is model:
+        return caught
+    handle = decoder.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with suppress(_Stop), ParameterReads(model):
+            model(**arguments, use_cache=False)
+    finally:
+        handle.remove()
+    return caught
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = name
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: TokenExtras) -> PositionFunction:
+    """The model's own function where it has one, and how it counts where it has none."""
+    given = _default_positions(model)
+    start = int(given.min()) if given is not None and given.numel() else 0
+    if own_function(model) is None:
+        return PositionFunction(type(model), None, start=start)
+    function = PositionFunction(type(model), config_json(model.config), start=start)
+    axes = given.size(0) if given is not None and given.ndim == 3 else 0
+    for modality in MODALITIES:
+        port = ports.get(modality)
+        if port is not None and not axes:
+            axes = _axes_with(model, function, port, extras)
+    return replace(function, axes=axes)
+
+
+def _default_positions(model: PreTrainedModel) -> Tensor | None:
+    """Positions that the text decoder gets for a text-only sample, if the model makes them itself."""
+    ids = torch.tensor([plain_ids(model, 4)], device=input_device(model))
+    zeros = _zeros(extra_arguments(type(model)), ids)
+    found = _decoder_call(model, input_ids=ids, attention_mask=torch.ones_like(ids), **zeros).get("position_ids")
+    return found if isinstance(found, Tensor) else None
+
+
+def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativePort, extras: TokenExtras) -> int:
+    with ParameterReads(model):
+        item = port.minimal_input()
+        typed = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in item.items()}
+        rows = port.encode(model, {k: v.to(input_device(model)) for k, v in typed.items()}).main.size(0)
+    plain = plain_ids(model, 4)
+    ids = np.array([*plain[:2], *[port.token_id] * rows, *plain[2:]])
+    try:
+        positions = function(ids, item, extras(ids))
+    except UserError:
+        return 0
+    return positions.shape[0] if positions.ndim == 2 else 0
 
 
 def _grouped(
-    model: PreTrainedModel, ports: dict[str, NativePort], refused: dict[str, str], text: set[str]
+    model: PreTrainedModel,
+    ports: dict[str, NativePort],
+    refused: dict[str, str],
+    text: set[str],
+    positions: PositionFunction,
+    extras: TokenExtras,
 ) -> Discovery:
     """Modalities whose methods read common parameters are one component, named after the first of them."""
     owned = {modality: [name for name in port.parameters if name not in text] for modality, port in ports.items()}
@@ -99,6 +210,8 @@ def _grouped(
             name for name in order if any(name in port.parameters and name in text for port in ports.values())
         ),
         refused=refused,
+        positions=positions,
+        extras=extras,
     )
 
 
@@ -385,9 +498,7 @@ class _Search:
 
     def _text(self, token: int | None, rows: int) -> dict[str, Tensor]:
         """Ids with ``rows`` placeholders between text, and what the forward asks for beside them."""
-        used = special_ids(self.model.config)
-        size = self.model.get_input_embeddings().weight.size(0)
-        plain = [number for number in range(size) if number not in used][:4]
+        plain = plain_ids(self.model, 4)
         ids = torch.tensor([plain[:2] + [plain[0] if token is None else token] * rows + plain[2:4]])
         types = (
             torch.where(ids == token, MODALITY_CODES[self.modality], 0) if token is not None else torch.zeros_like(ids)
@@ -395,7 +506,7 @@ class _Search:
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if "position_ids" in self.forward_names:
             arguments["position_ids"] = torch.arange(ids.size(1))[None]
-        arguments |= dict.fromkeys(extra_arguments(self.model), types)
+        arguments |= dict.fromkeys(extra_arguments(type(self.model)), types)
         return self._placed(arguments)
 
     # Small things -----------------------------------------------------------------------------------------------------
@@ -409,8 +520,8 @@ class _Search:
         return self._placed({k: v.to(dtype) if v.is_floating_point() else v for k, v in features.items()})
 
     def _placed(self, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-        device = self.model.device
-        return {k: v if device.type == "meta" else v.to(device) for k, v in arguments.items()}
+        device = input_device(self.model)
+        return {name: value.to(device) for name, value in arguments.items()}
 
     @contextmanager
     def _returning(self, function: Callable[..., Any]) -> Iterator[None]:
@@ -425,6 +536,18 @@ class _Search:
 
     def _fail(self, reason: str) -> None:
         self.failures.append(reason)
+
+
+def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
+    """Ids of ordinary text: those that the config gives no meaning to."""
+    used = special_ids(model.config)
+    size = model.get_input_embeddings().weight.size(0)
+    return [token for token in range(size) if token not in used][:number]
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a tiny run happens: on the model's device; on the CPU for a model without weights."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 def _is_text(module: PreTrainedModel) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native.geometry import config_nodes
+
+_Ids: TypeAlias = np.ndarray[Any, Any]
 
 MODALITY_CODES = {"image": 1, "video": 2, "audio": 3}
 """Values of ``mm_token_type_ids`` in all of transformers; 0 is text."""
@@ -45,23 +48,67 @@ def special_ids(config: PreTrainedConfig) -> set[int]:
     return found
 
 
-def extra_arguments(model: PreTrainedModel) -> tuple[str, ...]:
-    """Per-token arguments that the model's forward takes beside ids and positions."""
-    parameters = inspect.signature(type(model).forward).parameters
+def extra_arguments(model_class: type[PreTrainedModel]) -> tuple[str, ...]:
+    """Per-token arguments that the forward takes beside ids and positions."""
+    parameters = inspect.signature(model_class.forward).parameters
     return tuple(name for name in _EXTRAS if name in parameters)
 
 
-def token_types(ids: np.ndarray[Any, Any], tokens: Mapping[str, int]) -> np.ndarray[Any, Any]:
-    """Modality of every token.
+@dataclass(frozen=True)
+class TokenExtras:
+    """Makes the per-token arguments that a model's forward takes beside ids and positions.
 
-    Args:
-        ids: [T] integers.
+    Attributes:
+        names: of these arguments; often none.
         tokens: modality -> id of its placeholder.
-
-    Returns:
-        [T] int64: 0 text, 1 image, 2 video, 3 audio.
+        video_marks: ids that open and close a video, for models that mark video and image rows by the same id.
+        marks_answer: the arguments tell prompt (0) from answer (1), not modalities; the prompt is seen as a whole.
     """
-    types = np.zeros(ids.shape, dtype=np.int64)
-    for modality, token in tokens.items():
-        types[ids == token] = MODALITY_CODES[modality]
-    return types
+
+    names: tuple[str, ...]
+    tokens: dict[str, int]
+    video_marks: tuple[int, int] | None = None
+    marks_answer: bool = False
+
+    def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
+        """The extras of one sample.
+
+        Args:
+            ids: [T] token ids.
+            answer: [T] bool, the tokens that are trained on; None: none.
+
+        Returns:
+            Argument name -> [T] int64.
+        """
+        if not self.names:
+            return {}
+        types = self._answers(ids, answer) if self.marks_answer else self._modalities(ids)
+        return dict.fromkeys(self.names, types)
+
+    def _modalities(self, ids: _Ids) -> _Ids:
+        types = np.zeros(ids.shape, dtype=np.int64)
+        for modality in ("audio", "video", "image"):
+            if modality in self.tokens:
+                types[ids == self.tokens[modality]] = MODALITY_CODES[modality]
+        if self.video_marks is not None:
+            opened = np.cumsum(ids == self.video_marks[0]) > np.cumsum(ids == self.video_marks[1])
+            types[opened & (ids == self.tokens["video"])] = MODALITY_CODES["video"]
+        return types
+
+    def _answers(self, ids: _Ids, answer: _Ids | None) -> _Ids:
+        if answer is None or not answer.any():
+            return np.zeros(ids.shape, dtype=np.int64)
+        return (np.arange(ids.size) >= int(np.argmax(answer))).astype(np.int64)
+
+
+def video_marks(config: PreTrainedConfig, tokens: Mapping[str, int]) -> tuple[int, int] | None:
+    """Ids that open and close a video, where videos and images have the same placeholder."""
+    if "video" not in tokens or tokens["video"] != tokens.get("image"):
+        return None
+    found = [_first_id(config, name) for name in ("video_start_token_id", "video_end_token_id")]
+    return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+
+
+def _first_id(config: PreTrainedConfig, name: str) -> int | None:
+    values = (getattr(node, name, None) for _, node in config_nodes(config))
+    return next((value for value in values if isinstance(value, int)), None)
