@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,21 +71,31 @@ class FoundationRunner:
             use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
 
-    def encode(self, name: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
-        """Rows of a batch of native media, by the model's own feature method.
-
-        Args:
-            name: ``foundation.image``, ``foundation.video`` or ``foundation.audio``.
-            batch: the items.
-            sample_ids: of the pack's samples, for messages.
+    def encode(self, pack: Pack) -> dict[str, NativeRows]:
+        """Rows of all media of a pack that the model reads by itself, made by its own feature methods.
 
         Returns:
-            The rows in the order of their placeholders.
+            Modality -> rows in the order of their placeholders. Modalities with one placeholder are one.
 
         Raises:
             UserError: the model has no such modality, or makes another number of rows than there are placeholders.
         """
-        modality = name.removeprefix(NATIVE_PREFIX)
+        by_token: dict[int, list[tuple[str, Tensor, NativeRows]]] = {}
+        for name, batch in pack.inputs.items():
+            if name.startswith(NATIVE_PREFIX):
+                modality = name.removeprefix(NATIVE_PREFIX)
+                rows = self._encoded(modality, batch, pack.info.ids)
+                token = self.native.ports[modality].token_id
+                by_token.setdefault(token, []).append((modality, batch.positions, rows))
+        native = {}
+        for entries in by_token.values():
+            modalities, positions, rows_of = zip(*entries, strict=True)
+            rows = NativeRows.cat([replace(rows, layout=rows_of[0].layout) for rows in rows_of])
+            native[modalities[0]] = rows.at(torch.cat(positions).argsort())
+        return native
+
+    def _encoded(self, modality: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
+        """Rows of a batch, in the order of its items."""
         port = self.native.ports.get(modality)
         if port is None:
             reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
@@ -93,13 +103,14 @@ class FoundationRunner:
         apart = modality in self.contract.single_items
         calls = [call for group in batch.groups for call in (group.items() if apart else (group,))]
         encoded = [port.encode(self.model, call.features) for call in calls]
-        owners = iter(batch.samples)
+        owners = iter([sample_ids[sample] for sample in batch.samples])
         for call, rows in zip(calls, encoded, strict=True):
-            samples = [sample_ids[next(owners)] for _ in call.num_tokens]
-            got = rows.counts if len(rows.counts) == len(samples) else (rows.main.size(0),)
-            want = call.num_tokens if len(got) == len(samples) else (sum(call.num_tokens),)
-            check_rows(modality, want, got, samples if len(got) == len(samples) else [", ".join(samples)])
-        return NativeRows.cat(encoded).at(batch.positions.argsort())
+            samples = [next(owners) for _ in call.num_tokens]
+            if len(rows.counts) == len(samples):
+                check_rows(modality, call.num_tokens, rows.counts, samples)
+            else:  # the tower does not say which rows are whose
+                check_rows(modality, [sum(call.num_tokens)], [rows.main.size(0)], [", ".join(samples)])
+        return NativeRows.cat(encoded)
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
@@ -202,8 +213,3 @@ def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Itera
         yield
     finally:
         del module.forward
-
-
-def native_names(media: Mapping[str, Any]) -> list[str]:
-    """Of component names, those of the foundation's own modalities."""
-    return [name for name in media if name.startswith(NATIVE_PREFIX)]

@@ -124,13 +124,10 @@ class OmniModel(PreTrainedModel):
 
     def encode(self, pack: Pack) -> tuple[EncodedMedia, dict[str, torch.Tensor]]:
         """All media of a pack as rows of the foundation's input, and decoder name -> labels ``[n]``."""
-        media = EncodedMedia()
+        media = EncodedMedia(native=self.runner.encode(pack))
         labels: dict[str, torch.Tensor] = {}
         for name, batch in pack.inputs.items():
-            if name.startswith(NATIVE_PREFIX):
-                modality = name.removeprefix(NATIVE_PREFIX)
-                media.native[modality] = self.runner.encode(name, batch, pack.info.ids)
-            else:
+            if not name.startswith(NATIVE_PREFIX):
                 encoder = self.get_submodule(name)
                 rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
                 media.inserted.append(InsertedRows(batch.positions, rows))

@@ -32,7 +32,7 @@ def _segmented_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         alone: Callable[..., Any] = kind.forward
         borders = packed_borders()
-        if borders is None or len(borders) == 2:
+        if borders is None:
             return alone(self, *args, **kwargs)
         outputs = []
         for start, stop in pairwise(borders):

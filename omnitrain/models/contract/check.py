@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -70,11 +71,10 @@ class _Checkup:
         self.plain = build_twin(model_class, twin_config(config)).train()
         self.ours = copy.deepcopy(self.plain)
         self.native = discover(self.plain)
-        self.probes = probe_samples(self.plain, self.native)
+        self.probes: list[Probe] = []
+        self.logits: list[Tensor] = []
         self.contract = Contract()
         self.runner = FoundationRunner(self.ours)
-        with torch.no_grad():
-            self.logits = [self.plain(**probe.arguments, use_cache=False).logits[0] for probe in self.probes]
 
     def _use(self, **changes: object) -> None:
         self.contract = replace(self.contract, **changes)  # type: ignore[arg-type]
@@ -87,6 +87,16 @@ class _Checkup:
         for modality, port in self.native.ports.items():
             fact = f"rows of {port.component} enter through {port.method}"
             self._note(f"modality {modality}", "passed", fact)
+        for probe in probe_samples(self.plain, self.native):
+            logits = self._attempt(partial(self._plain_logits, probe))
+            if not isinstance(logits, str):
+                self.probes.append(probe)
+                self.logits.append(logits)
+            elif len(probe.modalities) > 1:
+                mixture = " and ".join(sorted(set(probe.modalities)))
+                self._note("mixtures", "passed", f"transformers refuses {mixture} in one sample: {logits}")
+            else:
+                self._note("modalities", "refused", f"{' '.join(probe.modalities) or 'text'}: {logits}")
         for modality, reason in self.native.refused.items():
             self._note(f"modality {modality}", "fallback", f"cannot be trained, samples with it are refused: {reason}")
 
@@ -175,6 +185,10 @@ class _Checkup:
 
     # Measurements; a fact is what went wrong, None that nothing did ---------------------------------------------------
 
+    @torch.no_grad()
+    def _plain_logits(self, probe: Probe) -> Tensor:
+        return self.plain(**probe.arguments, use_cache=False).logits[0]
+
     def _largest_logit_error(self) -> float:
         return max(self._logit_error(probe, logits) for probe, logits in zip(self.probes, self.logits, strict=True))
 
@@ -196,12 +210,7 @@ class _Checkup:
         return output.logits[0]
 
     def _media(self, pack: Pack) -> EncodedMedia:
-        return EncodedMedia(
-            {
-                name.removeprefix("foundation."): self.runner.encode(name, batch, pack.info.ids)
-                for name, batch in pack.inputs.items()
-            }
-        )
+        return EncodedMedia(self.runner.encode(pack))
 
     @torch.no_grad()
     def _head_fact(self) -> str | None:

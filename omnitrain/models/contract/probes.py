@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
+from omnitrain.data.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
+from omnitrain.errors import UserError
 from omnitrain.models.native import (
     Discovery,
-    PositionFunction,
     config_nodes,
-    extra_arguments,
     special_ids,
-    token_types,
 )
 
 # Names of the tokens around a medium, by what they start with.
@@ -56,50 +54,69 @@ def probe_samples(model: PreTrainedModel, native: Discovery) -> list[Probe]:
 class _ProbeMaker:
     def __init__(self, model: PreTrainedModel, native: Discovery) -> None:
         self.model, self.native = model, native
-        size = model.get_input_embeddings().weight.size(0)
-        self.words = np.array(sorted(set(range(size)) - special_ids(model.config)))
-        self.positions = PositionFunction.of(model)
-        self.extras = extra_arguments(model)
+        self.vocabulary = model.get_input_embeddings().weight.size(0)
+        self.words = np.array(sorted(set(range(self.vocabulary)) - special_ids(model.config)))
 
     def probe(self, index: int, mixture: tuple[str, ...]) -> Probe:
-        """Sample ``index``: text, and the media of a mixture between."""
+        """Sample ``index``: text, and the media of a mixture between.
+
+        Models that want text between the frames of a video refuse to place them otherwise.
+        """
+        try:
+            return self._probe(index, mixture, between_frames=False)
+        except UserError:
+            return self._probe(index, mixture, between_frames=True)
+
+    def _probe(self, index: int, mixture: tuple[str, ...], between_frames: bool) -> Probe:
         generator = np.random.default_rng(index)
         ids = [self._text(generator, 4 + 3 * index % 7)]
         spans: list[MediaSpan] = []
-        used: dict[str, int] = {}
-        for modality in mixture:
+        for place, modality in enumerate(mixture):
             port = self.native.ports[modality]
-            number = used.get(modality, index % 2)
-            used[modality] = number + 1
-            features = port.probe_items(number + 1)[number]
+            number = mixture[:place].count(modality)
+            features = {name: tensor.numpy() for name, tensor in port.probe_items(number + 1)[number].items()}
             rows = self._rows(modality, features)
-            start, end = surrounding_tokens(self.model.config, modality)
-            begin = sum(map(len, ids)) + len(start)
-            arrays = {name: tensor.numpy() for name, tensor in features.items()}
-            spans.append(MediaSpan(NATIVE_PREFIX + modality, begin, MediaItem(arrays, rows), is_target=False))
-            ids += [np.array([*start, *[port.token_id] * rows, *end], dtype=np.int64)]
-            ids += [self._text(generator, 3 + index % 4)]
+            parts = _frames(features) if between_frames else 1
+            start, end = (self._known(_named(self.model.config, modality, forms)) for forms in (_STARTS, _ENDS))
+            run = [*[port.token_id] * (rows // parts), *self._text(generator, 1)]
+            medium = np.array([*start, *(run * parts)[:-1], *end], dtype=np.int64)
+            first = sum(map(len, ids))
+            where = first + np.flatnonzero(medium == port.token_id)
+            item = MediaItem(features, rows)
+            spans.append(MediaSpan(NATIVE_PREFIX + modality, int(where[0]), item, is_target=False, scattered=where))
+            ids += [medium, self._text(generator, 3 + index % 4)]
         return self._finished(index, np.concatenate(ids), spans, generator)
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        return [token for token in tokens if token < self.vocabulary]
 
     def _text(self, generator: np.random.Generator, length: int) -> np.ndarray:
         return generator.choice(self.words, length).astype(np.int64)
 
     @torch.no_grad()
-    def _rows(self, modality: str, features: dict[str, Tensor]) -> int:
-        return self.native.ports[modality].encode(self.model, features).main.size(0)
+    def _rows(self, modality: str, features: Features) -> int:
+        tensors = {name: torch.from_numpy(array) for name, array in features.items()}
+        return self.native.ports[modality].encode(self.model, tensors).main.size(0)
 
     def _finished(
         self, index: int, ids: np.ndarray, spans: Sequence[MediaSpan], generator: np.random.Generator
     ) -> Probe:
-        types = token_types(ids, self.native.token_ids)
-        token_inputs = {name: types for name in self.extras}
-        media = _joined([span.item.features for span in spans])
+        trained = np.isin(ids, self.words) & (generator.random(len(ids)) < 0.8)
+        if self.native.extras.marks_answer:  # what is trained on follows what is not
+            trained &= np.arange(len(ids)) >= len(ids) - 4
+        token_inputs = self.native.extras(ids, trained)
+        modalities = [span.component.removeprefix(NATIVE_PREFIX) for span in spans]
+        media = {
+            name: tensor.numpy()
+            for modality in dict.fromkeys(modalities)
+            for name, tensor in self.native.ports[modality].probe_batch(modalities.count(modality)).items()
+        }
         sample = Sample(
             id=f"probe {index}",
             source="probe",
             input_ids=ids,
-            loss_mask=np.isin(ids, self.words) & (generator.random(len(ids)) < 0.8),
-            position_ids=self.positions(ids, token_inputs, media),
+            loss_mask=trained,
+            position_ids=self.native.positions(ids, media, token_inputs),
             spans=tuple(spans),
             index=index,
             token_inputs=token_inputs,
@@ -109,12 +126,8 @@ class _ProbeMaker:
         return Probe(sample, {name: torch.from_numpy(values) for name, values in arguments.items()})
 
 
-def surrounding_tokens(config: PreTrainedConfig, modality: str) -> tuple[list[int], list[int]]:
-    """Tokens that the config names for before and after a medium; empty lists where it names none."""
-    return _named(config, modality, _STARTS), _named(config, modality, _ENDS)
-
-
 def _named(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> list[int]:
+    """The token that the config names for before or after a medium; empty where it names none."""
     for stem in _STEMS[modality]:
         for form in forms:
             name = form.format(stem if form.startswith("{") else stem[0])
@@ -124,7 +137,6 @@ def _named(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> lis
     return []
 
 
-def _joined(items: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Features of a sample's items in one batch, as a HF processor returns them."""
-    names = dict.fromkeys(name for item in items for name in item)
-    return {name: np.concatenate([item[name] for item in items if name in item]) for name in names}
+def _frames(features: Features) -> int:
+    """Temporal patches of a video, by its grid ``[1, 3]``; 1 where it has none."""
+    return next((int(array[0, 0]) for name, array in features.items() if "grid" in name and array.ndim == 2), 1)

@@ -84,14 +84,14 @@ def _cut_experts(text: PreTrainedConfig) -> None:
 def _cut_vocabulary(config: PreTrainedConfig) -> None:
     nodes = _nodes(config)
     special = sorted({token for node in nodes for _, values in _tokens(node) for token in values})
-    if config.get_text_config(decoder=True).vocab_size <= TWIN_VOCABULARY:
+    text = config.get_text_config(decoder=True)
+    if text.vocab_size <= TWIN_VOCABULARY and all(token < text.vocab_size for token in special):
         return
     moved = {token: TWIN_VOCABULARY - 1 - index for index, token in enumerate(special)}
     for node in nodes:
         for name, values in _tokens(node):
             new = [moved[token] for token in values]
             setattr(node, name, new if isinstance(getattr(node, name), (list, tuple)) else new[0])
-    text = config.get_text_config(decoder=True)
     full = text.vocab_size
     for node in nodes:
         if getattr(node, "vocab_size", None) == full:

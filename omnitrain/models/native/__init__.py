@@ -3,7 +3,7 @@
 from omnitrain.models.native.discover import Discovery, discover
 from omnitrain.models.native.geometry import config_nodes
 from omnitrain.models.native.peaked import peaked_
-from omnitrain.models.native.placeholders import extra_arguments, special_ids, token_types
+from omnitrain.models.native.placeholders import TokenExtras, special_ids
 from omnitrain.models.native.port import NativePort, override
 from omnitrain.models.native.positions import PositionFunction
 from omnitrain.models.native.rows import NativeRows, check_rows
@@ -13,12 +13,11 @@ __all__ = [
     "NativePort",
     "NativeRows",
     "PositionFunction",
+    "TokenExtras",
     "check_rows",
     "config_nodes",
     "discover",
-    "extra_arguments",
     "override",
     "peaked_",
     "special_ids",
-    "token_types",
 ]

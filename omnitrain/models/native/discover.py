@@ -598,7 +598,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, before in plain.items():
-            for name in set(vars(module)) - set(before):
+            # Private ones stay: transformers notes there which hooks it installed.
+            for name in {name for name in set(vars(module)) - set(before) if not name.startswith("_")}:
                 object.__delattr__(module, name)
             for name, value in before.items():
                 vars(module)[name] = value
