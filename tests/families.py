@@ -150,6 +150,8 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         "glm4v",
         {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
         _GRID_VIT | {"image_size": 16},
+        video_start_token_id=194,
+        video_end_token_id=195,
         **_VISION_TOKENS,
     ),
     "internvl": _vision(

@@ -589,7 +589,7 @@ def _identity(probe: ProbeInput) -> tuple[Any, ...]:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients; mode and plain attributes (such as cached rope deltas) as before afterwards."""
+    """Eval mode, no gradients; afterwards the mode is as before, and what a forward remembered is forgotten."""
     training = {module: module.training for module in model.modules()}
     plain = {module: dict(vars(module)) for module in model.modules()}
     model.eval()
@@ -598,10 +598,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, before in plain.items():
-            # Private ones stay: transformers notes there which hooks it installed.
-            for name in {name for name in set(vars(module)) - set(before) if not name.startswith("_")}:
-                object.__delattr__(module, name)
-            for name, value in before.items():
-                vars(module)[name] = value
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and name in before:
+                    vars(module)[name] = before[name]
         for module, mode in training.items():
             module.training = mode
