@@ -18,7 +18,7 @@ from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.hf import as_config, load_strictly, model_class
 from omnitrain.models.outputs import LossTerm, OmniOutput
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.attention import packed, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import linear_cross_entropy
 
 Head = Callable[[torch.Tensor, Any], torch.Tensor]
@@ -114,16 +114,17 @@ class OmniModel(PreTrainedModel):
             losses["text"] = LossTerm(rows)
             return hidden
 
-        hidden = self.run_foundation(
-            embeds,
-            head=text_loss,
-            position_ids=pack.position_ids,
-            cu_seq_lens_q=pack.cu_seqlens,
-            cu_seq_lens_k=pack.cu_seqlens,
-            max_length_q=pack.max_seqlen,
-            max_length_k=pack.max_seqlen,
-            use_cache=False,
-        )
+        with packed(pack.cu_seqlens.tolist()):
+            hidden = self.run_foundation(
+                embeds,
+                head=text_loss,
+                position_ids=pack.position_ids,
+                cu_seq_lens_q=pack.cu_seqlens,
+                cu_seq_lens_k=pack.cu_seqlens,
+                max_length_q=pack.max_seqlen,
+                max_length_k=pack.max_seqlen,
+                use_cache=False,
+            )
         for name, decoder in self.decoders.items():
             if name in labels:
                 before = pack.targets[name].positions - 1
