@@ -1,0 +1,79 @@
+"""Attention and masks of unpacked input: bit for bit what transformers computes without omnitrain."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from omnitrain.errors import UserError
+
+SDPA, EAGER = "sdpa", "eager"
+
+# Only the model's own code computes these: transformers' sdpa raises on one and ignores the other.
+_EAGER_ONLY = ("softcap", "s_aux")
+# Arguments by which a model leaves a choice of keys to its attention, where sdpa would ignore them.
+_SPARSE = ("indices", "block_indices")
+
+
+def plain_mask(implementation: str, **arguments: Any) -> torch.Tensor | None:
+    """The mask that transformers makes for ``implementation``."""
+    return AttentionMaskInterface._global_mapping[implementation](**arguments)
+
+
+def plain_attention(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the model computes with ``implementation``; its own eager code where that leaves something out.
+
+    Raises:
+        UserError: neither honours an argument.
+    """
+    sparse = [name for name in _SPARSE if kwargs.get(name) is not None]
+    if sparse:
+        raise UserError(f"{type(module).__name__} leaves {sparse[0]} to its attention; omnitrain does not honour it")
+    if implementation == EAGER:
+        return own_eager(module)(module, query, key, value, attention_mask, **kwargs)
+    if implementation == SDPA and any(kwargs.get(name) is not None for name in _EAGER_ONLY):
+        mask = _additive(module, query, key, attention_mask, kwargs.get("is_causal"))
+        return own_eager(module)(module, query, key, value, mask, **kwargs)
+    function = AttentionInterface._global_mapping[implementation]
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
+    """The eager attention in the modelling file of ``module``: the one that its forward names.
+
+    Raises:
+        UserError: there is none.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
+    function = forward.__globals__.get(names[0] if names else "eager_attention_forward")
+    if function is None:
+        raise UserError(f"{type(module).__name__} has no eager attention of its own, which this call needs")
+    return function
+
+
+def _additive(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
+) -> torch.Tensor | None:
+    """The mask that sdpa takes as booleans or leaves to ``is_causal``, as eager code takes it: added to the scores."""
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal or query.size(2) == 1:
+            return None
+        mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), torch.finfo(query.dtype).min)
