@@ -15,6 +15,7 @@ from PIL import Image as Pillow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected, Sample
@@ -118,7 +119,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_processor(model: OmniModel) -> OmniProcessor:
     """The processor of :func:`tiny_model`."""
-    return OmniProcessor(tiny_tokenizer(), ChatFormat(**CHAT), *model.media_adapters())
+    return OmniProcessor(ChatRenderer(tiny_tokenizer(), ChatFormat(**CHAT)), *model.media_adapters())
 
 
 def png(seed: int, side: int = 8) -> bytes:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import soundfile
 from PIL import Image, ImageOps, ImageSequence
 
 _BLOCK_FRAMES = 1 << 16
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,20 @@ def decode_audio(data: bytes) -> Waveform:
     return Waveform(samples, rate)
 
 
+@dataclass(frozen=True)
+class Clip:
+    """A video: RGB ``frames`` and how many of them pass in a second; ``rate`` is None where the file does not say."""
+
+    frames: list[Image.Image]
+    rate: float | None
+
+
 def decode_video(data: bytes, max_frames: int) -> list[Image.Image]:
+    """The frames of :func:`decode_clip`."""
+    return decode_clip(data, max_frames).frames
+
+
+def decode_clip(data: bytes, max_frames: int) -> Clip:
     """RGB frames, at most ``max_frames``, evenly spaced from first to last.
 
     Animated WebP, PNG and GIF are read by Pillow; everything else needs PyAV (``pip install omnitrain[video]``).
@@ -77,18 +94,57 @@ def decode_video(data: bytes, max_frames: int) -> list[Image.Image]:
     Raises:
         ValueError: not a video, a damaged one, or PyAV is needed and missing.
     """
+    frames: list[Image.Image] = []
+    times: list[float | None] = []
     try:
-        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data)))]
+        clock = 0.0
+        for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data))):
+            frames.append(frame.convert("RGB"))
+            times.append(clock)
+            clock += frame.info.get("duration", 0) / 1000
     except Exception:  # not for Pillow, or damaged: PyAV tells
-        frames = _decode_with_av(data)
+        timed = _with_av(data, lambda container: [(f.to_image(), f.time) for f in container.decode(video=0)])
+        frames, times = [frame for frame, _ in timed], [time for _, time in timed]
     if not frames:
         raise ValueError("video without frames")
     if len(frames) > max_frames:
-        frames = [frames[i] for i in np.linspace(0, len(frames) - 1, max_frames).round().astype(int)]
-    return frames
+        kept = np.linspace(0, len(frames) - 1, max_frames).round().astype(int)
+        frames, times = [frames[i] for i in kept], [times[i] for i in kept]
+    return Clip(frames, _rate(times[0], times[-1], len(frames)))
 
 
-def _decode_with_av(data: bytes) -> list[Image.Image]:
+def decode_soundtrack(data: bytes) -> Waveform | None:
+    """The sound of a video; None where it has none.
+
+    Raises:
+        ValueError: not a video, a damaged one, or PyAV is needed and missing.
+    """
+    try:
+        Image.open(io.BytesIO(data))
+    except Exception:  # not for Pillow, whose formats are silent
+        return _with_av(data, _soundtrack)
+    return None
+
+
+def _rate(first: float | None, last: float | None, num_frames: int) -> float | None:
+    if first is None or last is None or last <= first:
+        return None
+    return (num_frames - 1) / (last - first)
+
+
+def _soundtrack(container: Any) -> Waveform | None:
+    if not container.streams.audio:
+        return None
+    import av
+
+    stream = container.streams.audio[0]
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=stream.rate)
+    blocks = [block for frame in (*container.decode(stream), None) for block in resampler.resample(frame)]
+    samples = [block.to_ndarray().reshape(-1) for block in blocks]
+    return Waveform(np.concatenate(samples).astype(np.float32), stream.rate) if samples else None
+
+
+def _with_av(data: bytes, read: Callable[[Any], Read]) -> Read:
     try:
         import av
     except ImportError:
@@ -98,7 +154,7 @@ def _decode_with_av(data: bytes) -> list[Image.Image]:
         ) from None
     try:
         with av.open(io.BytesIO(data)) as container:
-            return [frame.to_image() for frame in container.decode(video=0)]
+            return read(container)
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
         raise ValueError(f"unreadable video of {len(data)} bytes: {_cause(error)}") from error
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from omnitrain.checkpoint.store import newest_checkpoint
+from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
@@ -45,7 +46,7 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     _add_chat_tokens(tokenizer, chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities})
     _fit_vocabulary(model, tokenizer)
     freeze(model, recipe.model.freeze)
-    return model, OmniProcessor(tokenizer, chat, readers, writers)
+    return model, OmniProcessor(ChatRenderer(tokenizer, chat), readers, writers)
 
 
 def load_checkpoint(
@@ -71,7 +72,7 @@ def load_checkpoint(
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters())
     if chat is not None:
-        processor = OmniProcessor(processor.tokenizer, chat, *model.media_adapters())
+        processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
 
 
