@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omnitrain.data.loader import OmniDataCollatorWithPacking, build_dataloader
+    from omnitrain.data.loader import build_dataloader
+    from omnitrain.data.packing import OmniDataCollatorWithPacking
     from omnitrain.data.pack import Pack
     from omnitrain.data.processor import OmniProcessor
     from omnitrain.data.sample import MediaSpan, Sample
@@ -25,7 +26,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LossTerm": "omnitrain.ops.cross_entropy",
     "MediaSpan": "omnitrain.data.sample",
-    "OmniDataCollatorWithPacking": "omnitrain.data.loader",
+    "OmniDataCollatorWithPacking": "omnitrain.data.packing",
     "OmniModel": "omnitrain.models.omni",
     "OmniOutput": "omnitrain.models.outputs",
     "OmniProcessor": "omnitrain.data.processor",

@@ -33,6 +33,9 @@ class Waveform:
         kept = np.zeros(length // 2 + 1, dtype=spectrum.dtype)
         shared = min(len(kept), len(spectrum))
         kept[:shared] = spectrum[:shared]
+        if (shorter := min(length, len(self.samples))) % 2 == 0 and length != len(self.samples):
+            # The Nyquist frequency of the shorter signal: one bin there, a pair of conjugate bins in the longer one.
+            kept[shorter // 2] *= 2 if length == shorter else 0.5
         samples = np.fft.irfft(kept, length) * (length / len(self.samples))
         return Waveform(samples.astype(np.float32), rate)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.loader import pack_all
+from omnitrain.data.packing import pack_all
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row, RowSource
 from omnitrain.data.sample import Rejected, Sample

@@ -56,3 +56,14 @@ def test_resampling_keeps_a_tone(rate: int) -> None:
 def test_own_rate_is_untouched() -> None:
     sound = decode_audio(wav(0))
     assert sound.resampled(8000) is sound
+
+
+@pytest.mark.parametrize("rate", [8000, 12000, 16000])
+def test_resampling_keeps_the_highest_frequency_of_an_even_length(rate: int) -> None:
+    """The Nyquist tone of 8 kHz: alternating samples there, the same cosine at any other rate."""
+    low, high = (
+        Waveform(np.resize([0.5, -0.5], 80).astype(np.float32), 8000),
+        0.5 * np.cos(np.pi * np.arange(80 * rate // 8000) * 8000 / rate),
+    )
+    np.testing.assert_allclose(low.resampled(rate).samples, high, atol=1e-6)
+    np.testing.assert_allclose(Waveform(high.astype(np.float32), rate).resampled(8000).samples, low.samples, atol=1e-6)

@@ -70,7 +70,8 @@ def test_a_run_that_ctrl_c_cut_resumes_as_if_never_cut(tmp_path: Path) -> None:
     resumed = Trainer(load(recipe), resume=True)
     assert resumed.fit().step == 8
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert all(torch.equal(w, weights(tmp_path / "whole")[n]) for n, w in weights(tmp_path / "run").items())
+    whole = weights(tmp_path / "whole")
+    assert all(torch.equal(weight, whole[name]) for name, weight in weights(tmp_path / "run").items())
 
 
 def test_the_saved_recipe_runs_again_as_it_is(tmp_path: Path) -> None:
