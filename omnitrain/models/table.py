@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.attention import ATTENTION_NAME
+from omnitrain.ops.attention import plain_implementation
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class ComponentRow:
 
 def component_rows(model: OmniModel) -> list[ComponentRow]:
     """The table that start-up prints."""
-    return [_row(name, module) for name, module in model.components.items()]
+    return [_row(model, name, module) for name, module in model.components.items()]
 
 
-def _row(name: str, module: Any) -> ComponentRow:
+def _row(model: OmniModel, name: str, module: Any) -> ComponentRow:
     parameters = list(module.parameters())
     inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
     return ComponentRow(
@@ -44,12 +44,17 @@ def _row(name: str, module: Any) -> ComponentRow:
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        ops=_ops(module),
+        ops=_ops(model, name, module),
     )
 
 
-def _ops(module: Any) -> str:
+def _ops(model: OmniModel, name: str, module: Any) -> str:
     layers = [m for m in module.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
-    names = {layer.config._attn_implementation_internal for layer in layers}
-    shown = {"segment sdpa" if name == ATTENTION_NAME else str(name) for name in names}
-    return f"attention: {', '.join(sorted(shown))}" if shown else ""
+    names = sorted({plain_implementation(layer.config) for layer in layers})
+    shown = [f"attention: {', '.join(names)}"] if names else []
+    if name == "foundation":
+        contract = model.runner.contract
+        shown.append("loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised rows")
+        shown += [] if contract.packs else ["one sample per row"]
+        shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
+    return ", ".join(shown)

@@ -15,6 +15,6 @@ def test_counts_and_sums_stay_exact_past_two_to_the_24() -> None:
     )
     meter = LossMeter()
     for _ in range(5):
-        meter.add(pack, {"text": LossTerm(torch.ones(()).expand(tokens))})
+        meter.add(pack, {"text": LossTerm(torch.tensor(float(tokens)), tokens, torch.ones(()).expand(tokens))})
     expected = {"loss": 1.0, "tokens": 5 * tokens}
     assert meter.read() == {"heads": {"text": expected}, "sources": {"web": {"text": expected}}}

@@ -38,13 +38,11 @@ def contract_of(model: PreTrainedModel) -> Contract:
         UserError: it cannot be trained here; names every check that refused it and what was measured.
     """
     path = contract_path(type(model), model.config)
-    contract = read_contract(path)
-    if contract is None:
-        contract = check_contract(type(model), model.config)
-        write_contract(path, contract)
+    contract = read_contract(path) or check_contract(type(model), model.config)
     if contract.refusals:
         facts = "\n".join(f"  {finding.check}: {finding.fact}" for finding in contract.refusals)
         raise UserError(f"{type(model).__name__} cannot be trained here:\n{facts}")
+    write_contract(path, contract)
     return contract
 
 
@@ -54,7 +52,11 @@ def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     Returns:
         The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
     """
-    checkup = _Checkup(model_class, config)
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        return _checked(_Checkup(model_class, config))
+
+
+def _checked(checkup: _Checkup) -> Contract:
     for check in (checkup.modalities, checkup.attention, checkup.head, checkup.items, checkup.side, checkup.packing):
         check()
         if checkup.contract.refusals:

@@ -26,7 +26,7 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
     eight experts (more where routing groups need them), and a few hundred vocabulary rows, to which all special tokens
-    move.
+    move. Nothing is dropped at random.
 
     Args:
         config: of the whole model; it is not changed.
@@ -37,6 +37,10 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     levels = [len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)]
     _cut_depth(text, least=1 + max(levels, default=1))
     _cut_experts(text)
+    for node in _nodes(small):
+        for name, value in vars(node).items():
+            if "drop" in name and isinstance(value, float):  # what is compared must not be drawn
+                setattr(node, name, 0.0)
     _cut_vocabulary(small)
     return small
 
@@ -46,9 +50,12 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
     Fresh weights (standard deviation 0.02) make attention uniform and hide wrong masks and positions; these are redrawn.
     """
+    config = copy.deepcopy(config)
+    for node in _nodes(config):
+        node._attn_implementation_internal = None  # transformers' own choice, whatever the model runs with
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        twin = model_class(copy.deepcopy(config)).float()
+        twin = model_class(config).float()
     peaked_(twin)
     return twin
 

@@ -12,7 +12,7 @@ masking by itself.
 from omnitrain.ops.attention.choose import AttentionRow, attention_report, backend_names
 from omnitrain.ops.attention.mask_spec import MaskSpec
 from omnitrain.ops.attention.packing import packed, packed_borders
-from omnitrain.ops.attention.use import ATTENTION_NAME, use_omnitrain_attention
+from omnitrain.ops.attention.use import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
 
 __all__ = [
     "ATTENTION_NAME",
@@ -22,5 +22,6 @@ __all__ = [
     "backend_names",
     "packed",
     "packed_borders",
+    "plain_implementation",
     "use_omnitrain_attention",
 ]

@@ -88,3 +88,9 @@ def _register(implementation: Implementation) -> str:
 
 
 _register(Implementation())
+
+
+def plain_implementation(config: Any) -> str:
+    """Transformers' own implementation below ``config``: what unpacked input runs on."""
+    current: str = config._attn_implementation_internal
+    return _registered[current].plain if current in _registered else current
