@@ -87,4 +87,5 @@ def _register(implementation: Implementation) -> str:
     return name
 
 
-_register(Implementation())
+for _passes_borders in (True, False):
+    _register(Implementation(passes_borders=_passes_borders))
