@@ -24,9 +24,7 @@ from omnitrain.ops.attention.mask_spec import MaskSpec
 
 BORDERS = (0, 4, 9, 10, 18)
 LENGTH = BORDERS[-1]
-BLOCK_IDS = torch.tensor([-1, 0, 0, -1] + [1, 1, -1, 2, 2] + [-1] + [-1, 3, 3, 3, -1, -1, -1, -1])
-
-Change = Callable[[torch.Generator], dict[str, Any]]
+BLOCK_IDS = torch.tensor([-1, 0, 0, -1, 1, 1, -1, 2, 2, -1, -1, 3, 3, 3, -1, -1, -1, -1])
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -48,6 +48,7 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch
     return describe(arguments["mask_function"], borders, arguments.get("use_vmap", False), arguments["device"])
 
 
+@torch.compiler.disable  # borders are values, not shapes: a traced call would be compiled again for each row
 def omnitrain_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -87,10 +87,11 @@ def _register(implementation: Implementation) -> str:
     return name
 
 
-_register(Implementation())
-
-
 def plain_implementation(config: Any) -> str:
     """Transformers' own implementation below ``config``: what unpacked input runs on."""
     current: str = config._attn_implementation_internal
     return _registered[current].plain if current in _registered else current
+
+
+for _passes_borders in (True, False):
+    _register(Implementation(passes_borders=_passes_borders))
