@@ -10,6 +10,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES = {
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
+    "loss": ["--rounds=1", "--tokens=64", "--classes=20000", "--hidden=32"],
 }
 
 

@@ -1,0 +1,60 @@
+"""Choosing among the implementations of an operation: by name, or ``auto``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnitrain.errors import UserError
+
+
+def _on_every_device(device: torch.device) -> None:
+    """Nothing is missing."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operation.
+
+    Attributes:
+        name: as recipes spell it.
+        run: the implementation.
+        missing: device -> what it lacks to run there, None: nothing.
+        automatic: device types on which ``auto`` may pick it; None: any.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    missing: Callable[[torch.device], str | None] = _on_every_device
+    automatic: tuple[str, ...] | None = None
+
+
+def choose(operation: str, backends: Sequence[Backend], wanted: str, device: torch.device) -> Backend:
+    """The backend called ``wanted``; ``auto``: the first of ``backends`` that is automatic on ``device``.
+
+    Raises:
+        UserError: no backend has that name, or the one that has cannot run on ``device``.
+    """
+    if wanted == "auto":
+        return next(b for b in backends if b.automatic is None or device.type in b.automatic)
+    found = next((backend for backend in backends if backend.name == wanted), None)
+    if found is None:
+        names = ", ".join(backend.name for backend in backends)
+        raise UserError(f"{operation}: no backend {wanted!r}; expected auto, {names}")
+    lack = found.missing(device)
+    if lack is not None:
+        raise UserError(f"{operation}: backend {wanted!r} {lack}; choose another one, or auto")
+    return found
+
+
+def liger_missing(device: torch.device) -> str | None:
+    """What liger's kernels lack to run on ``device``."""
+    if device.type != "cuda":
+        return f"runs on CUDA only, not on {device.type}"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "needs the package liger-kernel (pip install 'omnitrain[gpu]')"
+    return None

@@ -1,0 +1,111 @@
+"""Putting other implementations of an operation into a model, from outside.
+
+Modules are recognised by what they compute, never by their names. Only the ``forward`` of the instance is replaced:
+classes, parameters and the keys of the state dict stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain.errors import UserError
+from omnitrain.ops.backends import Backend, choose
+from omnitrain.ops.patch_embed import PATCH_EMBED, is_patch_embedding
+from omnitrain.ops.rms_norm import RMS_NORM, rms_norm_form
+from omnitrain.ops.swiglu import SWIGLU, is_swiglu, swiglu_forward
+
+Forward = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """What became of one operation.
+
+    Attributes:
+        backend: name of the implementation.
+        classes: class name -> number of modules that now use it; empty where ``backend`` is ``torch``, the model's own.
+    """
+
+    backend: str
+    classes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """``forward_of(module, run)``: the new forward of ``module``; None: the module is not of this operation."""
+
+    backends: Sequence[Backend]
+    forward_of: Callable[[nn.Module, Callable[..., Any]], Forward | None]
+
+
+def _rms_norm_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None:
+    form = rms_norm_form(module)
+    if form is None:
+        return None
+    name = next((name for name, _ in module.named_parameters()), None)
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return run(x, None if name is None else getattr(self, name), form)
+
+    return forward
+
+
+def _swiglu_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None:
+    if not is_swiglu(module):
+        return None
+    return lambda self, x: swiglu_forward(self, x, run)
+
+
+def _patch_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None:
+    if not is_patch_embedding(module):
+        return None
+    return lambda self, x: run(x, self.weight, self.bias)
+
+
+_OPERATIONS = {
+    "rms_norm": _Operation(RMS_NORM, _rms_norm_forward),
+    "swiglu": _Operation(SWIGLU, _swiglu_forward),
+    "patch_embed": _Operation(PATCH_EMBED, _patch_forward),
+}
+
+
+def fuse_ops(model: nn.Module, backends: Mapping[str, str]) -> dict[str, FusedOp]:
+    """Run operations of ``model`` by the named backends, in place.
+
+    Args:
+        model: on the device where it will run.
+        backends: operation (``rms_norm``, ``swiglu``, ``patch_embed``) -> ``auto``, ``torch`` (the model's own code) or
+            another backend's name.
+
+    Returns:
+        What was done, per operation asked for.
+
+    Raises:
+        UserError: no such operation or backend, or the backend cannot run on the model's device.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return {name: _fuse(model, name, wanted, device) for name, wanted in backends.items()}
+
+
+def _fuse(model: nn.Module, name: str, wanted: str, device: torch.device) -> FusedOp:
+    if name not in _OPERATIONS:
+        raise UserError(f"no operation {name!r}; expected one of {', '.join(_OPERATIONS)}")
+    operation = _OPERATIONS[name]
+    backend = choose(name, operation.backends, wanted, device)
+    done = FusedOp(backend.name)
+    if backend.name == "torch":
+        return done
+    for module in model.modules():
+        forward = operation.forward_of(module, backend.run)
+        if forward is not None:
+            # A bound method: a deep copy of the module gets one that is bound to the copy.
+            module.forward = MethodType(forward, module)
+            done.classes[type(module).__name__] += 1
+    return done
