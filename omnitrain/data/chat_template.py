@@ -102,9 +102,11 @@ class ChatTemplate:
         """The content, with what generation would have to write before it and the end token behind it."""
         start, stop = content
         opening = text.rfind(self.generation_prompt, 0, start) if self.generation_prompt else -1
-        between = text[opening + len(self.generation_prompt) : start] if opening >= 0 else ""
-        if self._special.search(between) is None:
+        between = text[opening + len(self.generation_prompt) : start]
+        if opening >= 0 and self._special.search(between) is None:
             start -= len(between)
+        else:  # a tokenizer may join white space to the first word, and no prompt ends with it
+            start = len(text[:start].rstrip())
         ending = self._ending.match(text, stop)
         return start, ending.end() if ending else stop
 
@@ -126,8 +128,8 @@ class ChatTemplate:
 
     def _ends(self) -> tuple[str, ...]:
         conversation = [_asks("a"), {"role": "assistant", "content": _PROBE}]
-        tails = [self._probe(conversation + more).rpartition(_PROBE)[2] for more in ([], [_asks("b")])]
-        found = [self._special.match(tail.lstrip()) for tail in tails]
+        texts = [self._probe(conversation + more) for more in ([], [_asks("b")])]
+        found = [self._special.match(text.partition(_PROBE)[2].lstrip()) for text in texts]
         return tuple(dict.fromkeys(match.group() for match in found if match))
 
     def _probe(self, messages: list[Message], **options: Any) -> str:
@@ -151,7 +153,8 @@ def _marked(message: Message, clean: Callable[[list[str]], list[str]]) -> Messag
     if message["role"] != "assistant":
         return message
     texts = clean([part["text"] for part in content_parts(message)] or [""])
-    texts[0], texts[-1] = _OPEN + texts[0], texts[-1] + _CLOSE
+    texts[0] = _OPEN + texts[0]
+    texts[-1] += _CLOSE
     return message | {"content": [{"type": "text", "text": text} for text in texts]}
 
 

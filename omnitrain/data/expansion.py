@@ -46,14 +46,12 @@ class Expansion:
     Attributes:
         text: stands in the conversation's text where the template shows the medium.
         features: modality -> arguments of the forward; two modalities for a video with sound.
-        input_ids: ``[n]``, ``text`` alone in tokens.
-        token_inputs: name -> ``[n]``, beside ``input_ids``.
+        token_inputs: names of the per-token types that the processor returns.
     """
 
     text: str
     features: dict[str, Features]
-    input_ids: np.ndarray
-    token_inputs: dict[str, np.ndarray]
+    token_inputs: frozenset[str]
 
 
 class MediaExpander:
@@ -130,12 +128,7 @@ class MediaExpander:
             by_modality = {"video": pictures, "audio": sound}
         elif medium.modality == "audio":
             self._check_uncut(medium.value, features)
-        return Expansion(
-            text=text,
-            features=by_modality,
-            input_ids=np.asarray(output["input_ids"])[0],
-            token_inputs={name: np.asarray(output[name])[0] for name in _PER_TOKEN & output.keys()},
-        )
+        return Expansion(text, by_modality, frozenset(_PER_TOKEN & output.keys()))
 
     def expand_whole(self, text: str, media: Sequence[Medium]) -> dict[str, np.ndarray]:
         """Run the processor on a whole conversation, as transformers does: its per-token outputs, ``[T]`` each."""

@@ -10,22 +10,22 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import is_torchvision_available
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from omnitrain.data.attached import AttachedMedia
 from omnitrain.data.chat_template import ChatTemplate, Span
-from omnitrain.data.expansion import Expansion, MediaExpander, Medium
-from omnitrain.data.native import NativeInputs, component_key
+from omnitrain.data.expansion import MediaExpander
+from omnitrain.data.hf_processor import load_hf_processor
+from omnitrain.data.inserts import AttachedInsert, Insert, NativeInsert, PlacedTokens
+from omnitrain.data.native import NativeInputs
 from omnitrain.data.parts import MediaPart, Message, content_parts, media_parts
 from omnitrain.data.renderer import Encoded, single_token
 from omnitrain.data.rows import Row
-from omnitrain.data.sample import Features, MediaItem, MediaSpan
+from omnitrain.data.sample import Features, MediaSpan
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
 
@@ -109,7 +109,7 @@ class TemplateRenderer:
         answers = [] if for_generation else self.template.assistant_spans(text, shown)
         places = self._places(text, parts, media)
         inserts = [self._insert(row, part, media, at) for part, at in places]
-        tokens = _Tokens.of(self.tokenizer, text, inserts, adds_special=self._adds_special(text))
+        tokens = PlacedTokens.of(self.tokenizer, text, inserts, adds_special=self._adds_special(text))
         trained = tokens.covered(answers)
         spans: list[MediaSpan] = []
         for insert in inserts:
@@ -154,15 +154,17 @@ class TemplateRenderer:
         assert self._expander is not None
         return self._expander
 
-    def _insert(self, row: Row, part: MediaPart, media: AttachedMedia, at: Span) -> _Insert:
+    def _insert(self, row: Row, part: MediaPart, media: AttachedMedia, at: Span) -> Insert:
         if media.handles(part):
             name, item = media.prepare(row, part)
-            return _AttachedInsert(at, getattr(self._starts, part.modality) * (1 + item.num_tokens), name, item, part)
+            return AttachedInsert(
+                at, getattr(self._starts, part.modality) * (1 + item.num_tokens), name, item, part.is_target
+            )
         medium = self._native_expander.decode(row, part)
         expansion = self._native_expander.expand(medium)
-        return _NativeInsert(at, expansion.text, row, medium, expansion)
+        return NativeInsert(at, expansion.text, row.id, medium, expansion)
 
-    def _check_placeholders(self, tokens: _Tokens, spans: list[MediaSpan]) -> None:
+    def _check_placeholders(self, tokens: PlacedTokens, spans: list[MediaSpan]) -> None:
         """Placeholder tokens outside every span come from the row's own text, and no row would fill them."""
         stray = np.isin(tokens.ids, list(set(self.native.placeholders.values())))
         for span in spans:
@@ -170,31 +172,25 @@ class TemplateRenderer:
         if stray.any():
             raise ValueError(f"the text itself holds {int(stray.sum())} placeholder tokens of media")
 
-    def _token_input(self, name: str, tokens: _Tokens, inserts: Sequence[_Insert]) -> np.ndarray:
+    def _token_input(self, name: str, tokens: PlacedTokens, inserts: Sequence[Insert]) -> np.ndarray:
+        native = [insert for insert in inserts if isinstance(insert, NativeInsert)]
+        if any(name in insert.expansion.token_inputs for insert in native):
+            return np.asarray(self._processor.create_mm_token_type_ids([tokens.ids.tolist()])[0], dtype=np.int64)
         values = np.zeros(len(tokens.ids), dtype=np.int64)
-        for insert in inserts:
-            if not isinstance(insert, _NativeInsert):
-                continue
-            given = insert.expansion.token_inputs.get(name)
-            if given is None:
-                for modality in insert.expansion.features:
-                    values[insert.rows(tokens, self.native, modality)] = _TYPE_IDS[modality]
-                continue
-            # Its own text tokens may merge with their neighbours here; the tokens with a type are special and do not.
-            is_typed = np.isin(insert.expansion.input_ids, insert.expansion.input_ids[given != 0])
-            here = insert.tokens_among(tokens, insert.expansion.input_ids[is_typed])
-            values[here] = given[is_typed]
+        for insert in native:
+            for modality in insert.expansion.features:
+                values[insert.rows(tokens, self.native, modality)] = _TYPE_IDS[modality]
         return values
 
     def _position_ids(
-        self, tokens: _Tokens, token_inputs: dict[str, np.ndarray], inserts: Sequence[_Insert]
+        self, tokens: PlacedTokens, token_inputs: dict[str, np.ndarray], inserts: Sequence[Insert]
     ) -> np.ndarray:
         if self.native.positions is None:
             return np.arange(len(tokens.ids), dtype=np.int64)
         features: dict[str, list[Features]] = {}
         has_sound = False
         for insert in inserts:
-            if isinstance(insert, _NativeInsert):
+            if isinstance(insert, NativeInsert):
                 has_sound |= len(insert.expansion.features) > 1
                 for modality, values in insert.expansion.features.items():
                     features.setdefault(modality, []).append(values)
@@ -204,12 +200,12 @@ class TemplateRenderer:
         self,
         row: Row,
         text: str,
-        tokens: _Tokens,
+        tokens: PlacedTokens,
         token_inputs: dict[str, np.ndarray],
-        inserts: Sequence[_Insert],
+        inserts: Sequence[Insert],
     ) -> None:
         """Compare with the processor's run on the whole conversation: once for each mixture of media."""
-        media = [insert.medium for insert in inserts if isinstance(insert, _NativeInsert)]
+        media = [insert.medium for insert in inserts if isinstance(insert, NativeInsert)]
         counts = Counter(medium.modality for medium in media)
         mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
         if not media or len(media) < len(inserts) or mixture in self._verified:
@@ -238,107 +234,6 @@ class TemplateRenderer:
         return cls(load_hf_processor(folder), native, starts=ChatFormat(**settings["starts"]), **options)
 
 
-@dataclass(frozen=True)
-class _Insert:
-    """A text in place of the characters ``at`` of the template's."""
-
-    at: Span
-    text: str
-
-    def spans(self, tokens: _Tokens, native: NativeInputs) -> list[MediaSpan]:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _AttachedInsert(_Insert):
-    name: str
-    item: MediaItem
-    part: MediaPart
-
-    def spans(self, tokens: _Tokens, native: NativeInputs) -> list[MediaSpan]:
-        start, *_ = np.flatnonzero(tokens.within(self))
-        return [MediaSpan(self.name, int(start) + 1, self.item, self.part.is_target)]
-
-
-@dataclass(frozen=True)
-class _NativeInsert(_Insert):
-    row: Row
-    medium: Medium
-    expansion: Expansion
-
-    def tokens_among(self, tokens: _Tokens, ids: Any) -> np.ndarray:
-        return np.flatnonzero(tokens.within(self) & np.isin(tokens.ids, ids))
-
-    def rows(self, tokens: _Tokens, native: NativeInputs, modality: str) -> np.ndarray:
-        return self.tokens_among(tokens, native.placeholders[modality])
-
-    def spans(self, tokens: _Tokens, native: NativeInputs) -> list[MediaSpan]:
-        spans = []
-        for modality, features in self.expansion.features.items():
-            rows = self.rows(tokens, native, modality)
-            expected = native.num_tokens(modality, features) if native.num_tokens else len(rows)
-            if not len(rows) or len(rows) != expected:
-                raise UserError(
-                    f"row {self.row.id!r}: the foundation makes {expected} rows of this {modality}, and the "
-                    f"processor's text has {len(rows)} tokens {native.placeholders[modality]} for them; the processor belongs to "
-                    "another model, or is set up for another"
-                )
-            item = MediaItem(features, len(rows))
-            is_run = rows[-1] - rows[0] + 1 == len(rows)
-            spans.append(MediaSpan(component_key(modality), int(rows[0]), item, False, None if is_run else rows))
-        return spans
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The tokens of a text with all inserts in place.
-
-    Attributes:
-        ids: ``[T]`` int64.
-        starts: ``[T]``, first character of each.
-        stops: ``[T]``, character behind each.
-        inserts: in the order of the text.
-    """
-
-    ids: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-    inserts: tuple[_Insert, ...]
-
-    @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, text: str, inserts: Sequence[_Insert], *, adds_special: bool
-    ) -> _Tokens:
-        pieces, end = [], 0
-        for insert in inserts:
-            pieces += [text[end : insert.at[0]], insert.text]
-            end = insert.at[1]
-        whole = "".join([*pieces, text[end:]])
-        encoding = tokenizer(whole, add_special_tokens=adds_special, return_offsets_mapping=True)
-        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return cls(np.array(encoding["input_ids"], dtype=np.int64), offsets[:, 0], offsets[:, 1], tuple(inserts))
-
-    def within(self, insert: _Insert) -> np.ndarray:
-        """``[T]`` bool: tokens of an insert."""
-        start = self._moved(insert.at[0])
-        return (self.starts < start + len(insert.text)) & (self.stops > start)
-
-    def covered(self, spans: Sequence[Span]) -> np.ndarray:
-        """``[T]`` bool: tokens from the first to the last that overlap a span of the text without inserts."""
-        covered = np.zeros(len(self.ids), dtype=bool)
-        for start, stop in spans:
-            overlap = np.flatnonzero((self.starts < self._moved(stop)) & (self.stops > self._moved(start)))
-            if len(overlap):
-                covered[overlap[0] : overlap[-1] + 1] = True
-        return covered
-
-    def _moved(self, character: int) -> int:
-        """Where a character of the text without inserts went."""
-        return character + sum(
-            len(insert.text) - (insert.at[1] - insert.at[0]) for insert in self.inserts if insert.at[1] <= character
-        )
-
-
 def _with_stand_ins(messages: list[Message], parts: Sequence[MediaPart], media: AttachedMedia) -> list[Message]:
     """The messages, with a text part of one reserved character for each medium of an attached component."""
     remaining = iter(parts)
@@ -365,22 +260,3 @@ def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> str:
         return f"{len(ours)} and {len(theirs)} tokens"
     at = int(np.flatnonzero(ours != theirs)[0])
     return f"{ours[at]} and {theirs[at]} at token {at}"
-
-
-def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerBase:
-    """The processor of a folder or Hub id; its tokenizer where it has no more.
-
-    Raises:
-        UserError: none there, or a package that it needs is missing.
-    """
-    try:
-        processor = AutoProcessor.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        hint = "" if is_torchvision_available() else "; many processors need torchvision: pip install torchvision"
-        first_line = str(error).splitlines()[0]
-        raise UserError(
-            f"data.processor: no HF processor can be read from {str(path)!r}: {first_line}{hint}"
-        ) from error
-    if not isinstance(processor, (ProcessorMixin, PreTrainedTokenizerBase)):
-        raise UserError(f"data.processor: {path!r} holds a {type(processor).__name__}, expected one with a tokenizer")
-    return processor
