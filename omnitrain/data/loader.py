@@ -203,8 +203,9 @@ def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dic
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
-    """Prepare the first row of each kind (:meth:`RowSource.first_of_each_kind`): what no component can read or write
-    is found before training, however late in the data it comes.
+    """Prepare the first row of each kind (:meth:`RowSource.first_of_each_kind`).
+
+    What no component can read or write is found before training, however late in the data it comes.
 
     Raises:
         UserError: what the model cannot do with the data, a line each.

@@ -182,7 +182,7 @@ def _check_columns(found: list[str], source: DataSource) -> None:
 
 
 def _first_of_each_kind(rows: pa.Array) -> list[tuple[tuple[Any, Any], int]]:
-    """``(role, type of part)`` -> first position, of ``[{"role": ..., "content": str | [{"type": ...}, ...]}, ...]``."""
+    """``(role, type of part)`` and its first position; rows: ``[{"role": ..., "content": str | [{"type": ...}]}]``."""
     if not _is_list_of(rows.type, "role", "content"):
         return []
     row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)

@@ -226,7 +226,7 @@ class Recipe(Strict):
     # The first field, and so imported before any other is validated: model types may be a plugin's.
     plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(
         default_factory=list,
-        description="Modules of yours (`MODULE` or `FILE.py`) that register classes; imported before anything is built.",
+        description="Modules of yours (`MODULE` or `FILE.py`) that register classes; imported before all else.",
     )
     output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
     model: Model = Field(description="The omni model.")
