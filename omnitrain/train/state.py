@@ -56,7 +56,7 @@ def read_state(
     Raises:
         UserError: other parameters train now, or in another order.
     """
-    saved = torch.load(folder / _FILE, weights_only=True)
+    saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     if saved["trainable"] != _trainable(model):
         changed = sorted(set(saved["trainable"]) ^ set(_trainable(model))) or "their order"
         raise UserError(f"{folder}: other parameters trained than those of this recipe: {changed}")

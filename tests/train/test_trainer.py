@@ -17,7 +17,6 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Recipe
 from omnitrain.train.answer import answer
-from omnitrain.train.check import check_recipe
 from omnitrain.train.evaluate import Answered
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from tests.tiny import png, tiny_recipe
@@ -155,18 +154,6 @@ def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
     assert len(made.tokens) <= 5 and len(shown) == len(made.parts)
     with pytest.raises(UserError, match="its file cannot be read"):
         answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
-
-
-def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> None:
-    path = tiny_recipe(tmp_path)
-    assert check_recipe(load(path)) == []
-    recipe = load(path, "data.heldout=[{path: nothing.parquet}]", "evaluation={scorer: 'nothing:f'}")
-    recipe.data.train[0].columns.messages = "mesages"
-    problems = check_recipe(recipe)
-    assert [any(word in p for p in problems) for word in ("nothing.parquet", "nothing:f", "mesages")] == [True] * 3
-    unreadable = load(path, "model.encoders={}")
-    assert any("asks the model to read image" in problem for problem in check_recipe(unreadable))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
