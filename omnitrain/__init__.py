@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omnitrain.data.loader import build_dataloader
-    from omnitrain.data.packing import OmniDataCollatorWithPacking
     from omnitrain.data.pack import Pack
+    from omnitrain.data.packing import OmniDataCollatorWithPacking
     from omnitrain.data.processor import OmniProcessor
     from omnitrain.data.sample import MediaSpan, Sample
     from omnitrain.models.build import build_foundation_model, build_omni_model

@@ -133,10 +133,16 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    plugin: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE", help="As in a recipe's `plugins`; may be repeated.")
+    ] = None,
 ) -> None:
     """Answer a prompt with text, images and audio."""
+    from omnitrain.recipe.plugins import import_plugin
     from omnitrain.train.answer import answer
 
+    for name in plugin or []:
+        import_plugin(name)
     _, parts = answer(
         checkpoint,
         prompt,

@@ -202,6 +202,21 @@ def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dic
     return {name: rows[draw] for name, draw in firsts.items()}
 
 
+def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
+    """Prepare the first row of each kind (:meth:`RowSource.first_of_each_kind`).
+
+    What no component can read or write is found before training, however late in the data it comes.
+
+    Raises:
+        UserError: what the model cannot do with the data, a line each.
+    """
+    rows = _PreparedRows(sources, processor, max_tokens=None)
+    tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
+    problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
 def build_dataloader(
     data: Data, processor: OmniProcessor, *, seed: int = 0, state: LoaderState | None = None
 ) -> PackLoader:

@@ -28,7 +28,8 @@ def send(connection: socket.socket, item: Any) -> None:
     Raises:
         OSError: nobody reads any more.
     """
-    stream, arrays = io.BytesIO(), []
+    stream = io.BytesIO()
+    arrays: list[pickle.PickleBuffer] = []
     _Pickler(stream, protocol=5, buffer_callback=arrays.append).dump(item)
     views = [array.raw() for array in arrays]
     header = pickle.dumps((stream.getvalue(), [view.nbytes for view in views]))

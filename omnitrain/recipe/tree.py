@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.located import located
+from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.suggest import hint
 
 
@@ -222,6 +223,11 @@ class Evaluation(Strict):
 class Recipe(Strict):
     """Everything a run needs. The resolved recipe is saved with every run and runs again as it is."""
 
+    # The first field, and so imported before any other is validated: model types may be a plugin's.
+    plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(
+        default_factory=list,
+        description="Modules of yours (`MODULE` or `FILE.py`) that register classes; imported before all else.",
+    )
     output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
     model: Model = Field(description="The omni model.")
     data: Data = Field(description="Data sets and packing.")

@@ -1,4 +1,4 @@
-"""``omnitrain check``: a recipe built on the meta device, in seconds."""
+"""``omnitrain check``: a recipe tried without memory for its weights, in seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from omnitrain.data.loader import first_samples
+from omnitrain.data.loader import first_samples, require_usable
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected
@@ -16,10 +16,13 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.display import console, quiet_libraries, show_components
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.trial import forward_problems, weights_problems
 
 
 def check_recipe(recipe: Recipe) -> list[str]:
     """Build the model without weights, open the data, prepare one row of every source; print what was found.
+
+    Weight files are compared with the model by name and shape; every component runs once, on tensors without content.
 
     Returns:
         Every problem, one message each; empty when the recipe would run.
@@ -35,15 +38,15 @@ def check_recipe(recipe: Recipe) -> list[str]:
             return None
 
     built = attempt(lambda: build_from_recipe(recipe, init_device="meta"))
+    problems += weights_problems(recipe.model)
     if built:
         show_components(component_rows(built[0]))
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         tables = attempt(functools.partial(open_sources, sources))
         if tables and built:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens)
-    if recipe.evaluation is not None:
-        attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
-    return problems
+    attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
+    return list(dict.fromkeys(problems + (forward_problems(built[0]) if built else [])))
 
 
 def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int) -> list[str]:
@@ -60,4 +63,8 @@ def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pa
         else:
             trained = int(sample.loss_mask.sum()) + sum(s.item.num_tokens for s in sample.spans if s.is_target)
             console.print(f"{kind} {name}: the first row has {len(sample)} tokens, {trained} of them trained")
+    try:
+        require_usable(tables, processor)
+    except UserError as error:
+        problems += str(error).splitlines()
     return problems

@@ -46,7 +46,7 @@ def test_tensors_arrive_as_they_left_and_can_be_written() -> None:
 def test_a_mistake_of_the_user_arrives_in_its_place_as_it_is() -> None:
     items = run_ahead(functools.partial(count, 5, error=DataError("no such column")), depth=3)
     assert [next(items) for _ in range(5)] == list(range(5))
-    with pytest.raises(DataError, match="^no such column$"):
+    with pytest.raises(DataError, match=r"^no such column$"):
         next(items)
 
 

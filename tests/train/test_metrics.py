@@ -8,7 +8,7 @@ from omnitrain.train.metrics import LossMeter
 
 
 def test_counts_and_sums_stay_exact_past_two_to_the_24() -> None:
-    tokens = 2**22 + 1
+    tokens = 2**23 + 1
     rows = torch.zeros(tokens, dtype=torch.long)
     pack: Any = SimpleNamespace(
         info=SimpleNamespace(sources=("web",)), text_rows=rows, cu_seqlens=torch.tensor([0, 1], dtype=torch.int32)
