@@ -89,10 +89,16 @@ class PackLoader:
     """
 
     def __init__(
-        self, sources: Sequence[RowSource], processor: OmniProcessor, data: Data, seed: int, state: LoaderState
+        self,
+        sources: Sequence[RowSource],
+        processor: OmniProcessor,
+        data: Data,
+        seed: int,
+        state: LoaderState,
+        alone: bool,
     ) -> None:
         """See :func:`build_dataloader`."""
-        self.data, self.sources = data, sources
+        self.data, self.sources, self.alone = data, sources, alone
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed)
         self.rows = _PreparedRows(sources, processor, data.pack_tokens, cached=data.cached_samples)
         self.rejected = {row.id: row for row in state.rejected}
@@ -103,7 +109,7 @@ class PackLoader:
         return LoaderState(self._next_index, self._held, tuple(self.rejected.values()))
 
     def __iter__(self) -> Generator[Pack, None, None]:
-        make_packs = _Packer(self.data, self.order, self.rows, self._next_index, self._held).packs
+        make_packs = _Packer(self.data, self.order, self.rows, self._next_index, self._held, self.alone).packs
         # Closed by name: processes that the garbage collector has to end hang for five seconds.
         with contextlib.closing(run_ahead(make_packs, _PACKS_AHEAD) if self.data.workers else make_packs()) as stream:
             for packed in stream:
@@ -116,9 +122,15 @@ class _Packer:
     """One pass of a loader: samples drawn and held back, and packs made of them."""
 
     def __init__(
-        self, data: Data, order: SampleOrder, rows: _PreparedRows, next_index: int, held: tuple[int, ...]
+        self,
+        data: Data,
+        order: SampleOrder,
+        rows: _PreparedRows,
+        next_index: int,
+        held: tuple[int, ...],
+        alone: bool,
     ) -> None:
-        self.data, self.rows = data, rows
+        self.data, self.rows, self.alone = data, rows, alone
         self.draws = _Draws(order, held, next_index)
         self.next_index = next_index
         self.held: list[Sample] = []
@@ -135,7 +147,7 @@ class _Packer:
             while True:
                 while len(self.held) < self.data.packing_buffer or self.held_tokens < self.data.pack_tokens:
                     self._draw(samples)
-                chosen = fill_pack(self.held, self.data.pack_tokens)
+                chosen = fill_pack(self.held, self.data.pack_tokens, alone=self.alone)
                 self.held_tokens -= num_tokens(chosen)
                 indices = {sample.index for sample in chosen}
                 self.held = [sample for sample in self.held if sample.index not in indices]
@@ -218,7 +230,12 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
 
 
 def build_dataloader(
-    data: Data, processor: OmniProcessor, *, seed: int = 0, state: LoaderState | None = None
+    data: Data,
+    processor: OmniProcessor,
+    *,
+    seed: int = 0,
+    state: LoaderState | None = None,
+    alone: bool = False,
 ) -> PackLoader:
     """The training packs of a recipe.
 
@@ -227,8 +244,9 @@ def build_dataloader(
         processor: turns rows into samples.
         seed: of the data order.
         state: continue from here (:meth:`PackLoader.state`).
+        alone: one sample per pack, for a model that cannot keep several apart (``not model.runner.contract.packs``).
 
     Raises:
         DataError: a data set that is missing, empty, or lacks a column.
     """
-    return PackLoader(open_sources(data.train), processor, data, seed, state or LoaderState())
+    return PackLoader(open_sources(data.train), processor, data, seed, state or LoaderState(), alone)

@@ -13,14 +13,17 @@ def num_tokens(samples: Sequence[Sample]) -> int:
     return sum(len(sample) for sample in samples)
 
 
-def fill_pack(held: Sequence[Sample], capacity: int) -> list[Sample]:
+def fill_pack(held: Sequence[Sample], capacity: int, *, alone: bool = False) -> list[Sample]:
     """The oldest sample, then the longest ones that still fit: dense packs in which nobody waits for ever.
 
     Args:
         held: samples in order of arrival, none longer than ``capacity``; not empty.
         capacity: length of a pack, tokens.
+        alone: one sample per pack, for a model that cannot keep several apart.
     """
     chosen, free = [held[0]], capacity - len(held[0])
+    if alone:
+        return chosen
     for sample in sorted(held[1:], key=lambda sample: (-len(sample), sample.index)):
         if len(sample) <= free:
             chosen.append(sample)
@@ -28,8 +31,8 @@ def fill_pack(held: Sequence[Sample], capacity: int) -> list[Sample]:
     return chosen
 
 
-def pack_all(samples: Iterable[Sample], capacity: int) -> Iterator[Pack]:
-    """Packs of a finite stream, for evaluation; every sample is used once.
+def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -> Iterator[Pack]:
+    """Packs of a finite stream, for evaluation; every sample is used once. Arguments as in :func:`fill_pack`.
 
     Raises:
         ValueError: a sample longer than ``capacity``.
@@ -38,7 +41,7 @@ def pack_all(samples: Iterable[Sample], capacity: int) -> Iterator[Pack]:
     for sample in samples:
         if len(sample) > capacity:
             raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, a pack holds {capacity}")
-        if num_tokens(held) + len(sample) > capacity:
+        if held and (alone or num_tokens(held) + len(sample) > capacity):
             yield Pack.from_samples(held)
             held = []
         held.append(sample)

@@ -39,7 +39,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
 
     built = attempt(lambda: build_from_recipe(recipe, init_device="meta"))
     problems += weights_problems(recipe.model)
-    if built:
+    if built and attempt(lambda: built[0].runner):
         show_components(component_rows(built[0]))
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         tables = attempt(functools.partial(open_sources, sources))

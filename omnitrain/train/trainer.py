@@ -105,7 +105,13 @@ class Trainer:
 
     def _open_data(self, state: TrainingState) -> tuple[PackLoader, list[RowSource]]:
         data = self.recipe.data
-        loader = build_dataloader(data, self.processor, seed=self.recipe.train.seed, state=state.data)
+        loader = build_dataloader(
+            data,
+            self.processor,
+            seed=self.recipe.train.seed,
+            state=state.data,
+            alone=not self.model.runner.contract.packs,
+        )
         if self.resumed:
             require_same_rows(state.rows, loader.order.lengths, self.folder.path)
         heldout = open_sources(data.heldout)

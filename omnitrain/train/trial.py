@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.errors import UserError
-from omnitrain.models.hf import config_at, load_strictly, model_class
+from omnitrain.models.hf import config_at, foundation_class, load_strictly, model_class
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Model
 
@@ -42,9 +41,8 @@ def weights_problems(recipe: Model) -> list[str]:
             if key == "model.checkpoint":
                 load_strictly(OmniModel, str(newest_checkpoint(path)), device_map="meta")
             else:
-                auto_class = AutoModelForCausalLM if key == "model.foundation" else AutoModel
-                cls = model_class(config_at(path), auto_class)
-                load_strictly(cls, path, allow_extra=True, device_map="meta")
+                class_of = foundation_class if key == "model.foundation" else model_class
+                load_strictly(class_of(config_at(path)), path, allow_extra=True, device_map="meta")
         except UserError as error:
             problems.append(f"{key}: {error}")
     return problems
@@ -60,9 +58,9 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
 
 
 def forward_problems(model: OmniModel) -> list[str]:
-    """Run every component on its smallest input, on tensors that have a shape and no content.
+    """Run every encoder and decoder on its smallest input, on tensors that have a shape and no content.
 
-    A config may be refused by nothing but the model's forward, such as heads that no group of key-value heads divides.
+    The foundation's config is tried by the contract check. A config may be refused by nothing but the model's forward, such as heads that no group of key-value heads divides.
     Where a forward goes on by the content of a tensor, it is tried up to there.
 
     Args:
@@ -75,9 +73,10 @@ def forward_problems(model: OmniModel) -> list[str]:
     inputs = {name: component.minimal_input() for name, component in components.items()}
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model.to_empty(device="cpu")
-        found = [_problem("foundation", lambda: _run_foundation(model.foundation))]
-        for name, component in components.items():
-            found.append(_problem(name, functools.partial(component.lm_encode, *inputs[name])))
+        found = [
+            _problem(name, functools.partial(component.lm_encode, *inputs[name]))
+            for name, component in components.items()
+        ]
     return [problem for problem in found if problem]
 
 
@@ -92,8 +91,3 @@ def _problem(name: str, trial: Callable[[], Any]) -> str:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return f"model: {name} cannot run with this config: {reason}"
     return ""
-
-
-def _run_foundation(foundation: PreTrainedModel) -> None:
-    rows = torch.zeros(1, 2, foundation.get_input_embeddings().weight.size(1), dtype=foundation.dtype)
-    foundation(inputs_embeds=rows, use_cache=False)

@@ -40,8 +40,8 @@ def contract_of(model: PreTrainedModel) -> Contract:
     path = contract_path(type(model), model.config)
     contract = read_contract(path) or check_contract(type(model), model.config)
     if contract.refusals:
-        facts = "\n".join(f"  {finding.check}: {finding.fact}" for finding in contract.refusals)
-        raise UserError(f"{type(model).__name__} cannot be trained here:\n{facts}")
+        facts = dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals)
+        raise UserError(f"model.foundation: {type(model).__name__} cannot be trained with this config: {'; '.join(facts)}")
     write_contract(path, contract)
     return contract
 
