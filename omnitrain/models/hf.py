@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
@@ -125,16 +125,16 @@ _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM
 def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
-    owners = [cls for cls in _owners(config) if cls.can_generate()]
-    classes = [*named, *mapped, *(owners if len(owners) == 1 else [])]
-    return [cls for cls in classes if _is_language_model(cls, config)]
+    classes = [cls for cls in [*named, *mapped] if _is_language_model(cls, config)]
+    beside = [cls for cls in _classes_beside(config) if _is_language_model(cls, config)]
+    return classes or (beside if len(beside) == 1 else [])
 
 
 def _is_language_model(cls: Any, config: PreTrainedConfig) -> bool:
     return (
         isinstance(cls, type)
         and issubclass(cls, PreTrainedModel)
-        and issubclass(type(config), cls.config_class or PreTrainedConfig)
+        and cls.config_class is type(config)
         and cls.can_generate()
         and "input_ids" in inspect.signature(cls.forward).parameters
     )
@@ -151,18 +151,19 @@ def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedMo
 
 def _owners(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     """Classes made for this very config class, in the modelling file beside it."""
+    return [
+        member
+        for member in _classes_beside(config)
+        if "config" in inspect.get_annotations(member) and member.config_class is type(config)
+    ]
+
+
+def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     try:
         module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     except ImportError:
         return []
-    return [
-        member
-        for member in vars(module).values()
-        if isinstance(member, type)
-        and issubclass(member, PreTrainedModel)
-        and "config" in inspect.get_annotations(member)
-        and getattr(member, "config_class", None) is type(config)
-    ]
+    return [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
 
 
 def config_at(path: str) -> PreTrainedConfig:

@@ -107,7 +107,10 @@ def _zeros(names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
 
 
 def _decoder_call(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
-    """Keyword arguments with which the model's forward calls its text decoder; the forward ends there."""
+    """Keyword arguments with which the model's forward calls its text decoder; the forward ends there.
+
+    Empty where it does not get that far (a forward that cannot do without an image).
+    """
     caught: dict[str, Any] = {}
 
     def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -119,8 +122,10 @@ def _decoder_call(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
         return caught
     handle = decoder.register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with suppress(_Stop), ParameterReads(model):
+        with ParameterReads(model):
             model(**arguments, use_cache=False)
+    except Exception:  # _Stop, or the model's own refusal
+        return caught
     finally:
         handle.remove()
     return caught
@@ -128,7 +133,8 @@ def _decoder_call(model: PreTrainedModel, **arguments: Any) -> dict[str, Any]:
 
 @contextmanager
 def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)}
+    every = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in every if isinstance(config, PreTrainedConfig)}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():
@@ -206,9 +212,7 @@ def _grouped(
         ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
         components=everything,
         num_parameters={name: sum(sizes[p] for p in names) for name, names in everything.items()},
-        shared=tuple(
-            name for name in order if any(name in port.parameters and name in text for port in ports.values())
-        ),
+        shared=tuple(name for name in order if name in read & text),
         refused=refused,
         positions=positions,
         extras=extras,
@@ -260,11 +264,11 @@ class _Search:
         if main is None:
             return f"its forward takes none of {', '.join(MAIN_ARGUMENTS[self.modality])}"
         accepted = tuple(dict.fromkeys((*self.forward_names, *self._method_parameters())))
-        tried: set[tuple[Any, ...]] = set()
+        tried: set[ProbeInput] = set()
         for probe in candidates(self.model.config, self.modality, main, accepted):
-            if (key := _identity(probe)) in tried:
+            if probe in tried:
                 continue
-            tried.add(key)
+            tried.add(probe)
             port = self._port_with(probe)
             if port is not None:
                 return port
@@ -581,10 +585,6 @@ def _same(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
 
 def _num_moved(a: Tensor, b: Tensor) -> int:
     return int((a != b).reshape(-1, a.size(-1)).any(-1).sum()) if a.shape == b.shape and a.ndim else 0
-
-
-def _identity(probe: ProbeInput) -> tuple[Any, ...]:
-    return (probe.names, probe.layout, probe.variable, probe.full_length, probe.vision)
 
 
 @contextmanager

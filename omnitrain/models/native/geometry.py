@@ -16,8 +16,10 @@ _TEMPORAL = ("temporal_patch_size",)
 _MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size", "hidden_stride", "pooling_kernel_size")
 _SHRINK = ("spatial_merge_size", "downsample_factor", "scale_factor", "pixel_shuffle_factor", "downsample_ratio")
 _MEL = ("num_mel_bins", "n_mels", "input_feat_size", "feature_size", "num_mel_filters", "input_dim", "num_features")
+_CUSTOMARY_BINS = (128, 80)
+_WINDOW = ("n_window",)
 _SOURCE = ("max_source_positions",)
-_KINDS = {"image": ("vision", "image", "visual", "vq"), "video": ("video", "vision", "visual"), "audio": ("audio",)}
+_KINDS = {"image": ("vision", "image", "visual", "vq"), "video": ("video", "vision", "visual"), "audio": ("audio", "encoder", "speech")}
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,16 @@ class VisionSizes:
 
 @dataclass(frozen=True)
 class AudioSizes:
-    """Sizes of an audio tower: spectrogram bins, and the frames of a full-length clip (None: any length)."""
+    """Sizes of an audio tower.
+
+    Attributes:
+        bins: of a spectrogram.
+        chunk: frames that lengths are a multiple of.
+        full_frames: of a clip of the one length that the tower takes; None: it may be any.
+    """
 
     bins: int
+    chunk: int
     full_frames: int | None
 
 
@@ -60,7 +69,16 @@ def config_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConf
 
 def vision_sizes(config: PreTrainedConfig, modality: str) -> VisionSizes:
     """Sizes of the tower that reads images or videos; conventional values where the config names none."""
-    nodes = [*_nodes_for(config, modality), config]
+    return _vision_sizes([*_nodes_for(config, modality), config])
+
+
+def high_resolution_sizes(config: PreTrainedConfig) -> VisionSizes | None:
+    """Sizes of a second tower for the same images in high resolution, if there is one."""
+    nodes = [node for name, node in config_nodes(config) if "high_res" in name]
+    return _vision_sizes([*nodes, config]) if nodes else None
+
+
+def _vision_sizes(nodes: list[PreTrainedConfig]) -> VisionSizes:
     patch = _integer(_first(nodes, _PATCH), 14)
     side = _integer(_first(nodes, _SIDE), 0)
     merge = _integer(_first(nodes, _MERGE), 1)
@@ -76,11 +94,22 @@ def vision_sizes(config: PreTrainedConfig, modality: str) -> VisionSizes:
     )
 
 
-def audio_sizes(config: PreTrainedConfig) -> AudioSizes:
-    """Sizes of the tower that hears."""
+def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
+    """Sizes of the tower that hears: one, or several where the config does not name the bins of a spectrogram.
+
+    They are then a customary number, or one that the tower's config holds under another name.
+    """
     nodes = [*_nodes_for(config, "audio"), config]
+    bins = _first(nodes, _MEL)
     positions = _first(nodes, _SOURCE)
-    return AudioSizes(bins=_integer(_first(nodes, _MEL), 80), full_frames=None if positions is None else 2 * positions)
+    return [
+        AudioSizes(
+            bins=_integer(choice, 80),
+            chunk=2 * _integer(_first(nodes, _WINDOW), 4),
+            full_frames=None if positions is None else 2 * positions,
+        )
+        for choice in ((bins,) if bins is not None else dict.fromkeys((*_CUSTOMARY_BINS, *_numbers(nodes[:-1]))))
+    ]
 
 
 def with_unit(sizes: VisionSizes, factor: int) -> VisionSizes:
@@ -90,8 +119,8 @@ def with_unit(sizes: VisionSizes, factor: int) -> VisionSizes:
 
 def _nodes_for(config: PreTrainedConfig, modality: str) -> list[PreTrainedConfig]:
     """Configs of the modality's tower: named after it, in the order of the name's parts."""
-    nodes = list(config_nodes(config))[1:]
-    return [node for kind in _KINDS[modality] for name, node in nodes if kind in name.lower()]
+    nodes = [(name.lower(), node) for name, node in config_nodes(config) if name and "high_res" not in name]
+    return [node for kind in _KINDS[modality] for name, node in nodes if kind in name]
 
 
 def _first(nodes: list[PreTrainedConfig], names: tuple[str, ...], default: Any = None) -> Any:
@@ -100,6 +129,15 @@ def _first(nodes: list[PreTrainedConfig], names: tuple[str, ...], default: Any =
             if (value := getattr(node, name, None)) is not None:
                 return value
     return default
+
+
+def _numbers(nodes: list[PreTrainedConfig]) -> Iterator[int]:
+    """All integers of a spectrogram's order of magnitude in these configs."""
+    for node in nodes:
+        for value in vars(node).values():
+            for number in value if isinstance(value, (list, tuple)) else (value,):
+                if type(number) is int and 4 <= number <= 256:
+                    yield number
 
 
 def _integer(value: Any, default: int) -> int:

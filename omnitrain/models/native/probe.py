@@ -7,13 +7,20 @@ the layout of the array beside it is one of a few conventions, which are tried i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from omnitrain.models.native.geometry import AudioSizes, VisionSizes, audio_sizes, vision_sizes, with_unit
+from omnitrain.models.native.geometry import (
+    AudioSizes,
+    VisionSizes,
+    audio_sizes,
+    high_resolution_sizes,
+    vision_sizes,
+    with_unit,
+)
 
 MAIN_ARGUMENTS = {
     "image": ("pixel_values", "pixel_values_images"),
@@ -37,6 +44,8 @@ class ProbeInput:
         pinpoints: tile grids that the config allows, ``(height, width)`` in pixels.
         variable: items differ in size (False: only in content).
         full_length: clips have the one length that the tower takes.
+        grid_frames: frames of a video in units of temporal patches.
+        high_resolution: sizes of a second tower for the same images.
     """
 
     modality: str
@@ -48,6 +57,8 @@ class ProbeInput:
     pinpoints: tuple[tuple[int, int], ...] = ()
     variable: bool = True
     full_length: bool = False
+    grid_frames: int = 1
+    high_resolution: VisionSizes | None = None
 
     def make(self, items: Sequence[int]) -> dict[str, Tensor]:
         """The arguments for these items together; an item's content depends on its number alone (fp32, CPU)."""
@@ -61,9 +72,11 @@ class ProbeInput:
         larger = number % 2 if self.variable else 0
         if self.modality == "audio":
             full = self.audio.full_frames
-            length = full if self.full_length and full else 96 + 64 * larger
+            chunk = self.audio.chunk
+            short = chunk * -(-_SHORT_CLIP // chunk)
+            length = full if self.full_length and full else short * (1 + larger)
             return _Shape(generator, length, 0, 0)
-        frames = 2 * self.vision.temporal if self.modality == "video" else 1
+        frames = self.grid_frames * self.vision.temporal if self.modality == "video" else 1
         if self.layout in _FIXED_SIDE:
             patches = max(1, self.vision.side // self.vision.patch)
             return _Shape(generator, frames, patches, patches // (1 + larger) if self.variable else patches)
@@ -94,38 +107,35 @@ def candidates(config: PreTrainedConfig, modality: str, main: str, accepted: Seq
     """
     known = _COMPANION_NAMES[modality]
     companions = tuple(name for name in accepted if name in known)
+    choices = [companions, *(tuple(n for n in companions if n != left_out) for left_out in companions), ()]
+    for chosen in dict.fromkeys(choices):
+        for layout in _layouts_for(modality, main, chosen):
+            for sizes in _sizes(config, modality, layout):
+                probe = replace(sizes, main=main, names=(main, *chosen), layout=layout)
+                if _can_vary(layout, chosen):
+                    yield probe
+                yield replace(probe, variable=False)
+                if modality == "audio" and probe.audio.full_frames:
+                    yield replace(probe, variable=False, full_length=True)
+
+
+def _sizes(config: PreTrainedConfig, modality: str, layout: str) -> Iterator[ProbeInput]:
+    """Probes that differ in the sizes of the items alone, the smallest first."""
     vision, audio = vision_sizes(config, modality), audio_sizes(config)
     pinpoints = tuple(tuple(pair) for pair in getattr(config, "image_grid_pinpoints", None) or ())
-    choices = [companions]
-    if len(companions) > 1:
-        choices += [tuple(name for name in companions if name != left_out) for left_out in companions]
-    if companions:
-        choices.append(())
-    for factor in (1, 2, 4):
-        for chosen in choices:
-            for layout in _layouts_for(modality, chosen):
-                for variable in (True, False):
-                    for full_length in (False, True) if modality == "audio" else (False,):
-                        yield ProbeInput(
-                            modality,
-                            main,
-                            (main, *chosen),
-                            layout,
-                            with_unit(vision, factor),
-                            audio,
-                            pinpoints,
-                            variable and not full_length and _can_vary(layout, chosen),
-                            full_length,
-                        )
-                    if not _can_vary(layout, chosen):
-                        break
-        if modality == "audio":
-            return
-
-
-def _layouts_for(modality: str, names: tuple[str, ...]) -> list[str]:
+    start = ProbeInput(modality, "", (), layout, vision, audio[0], pinpoints)
+    start = replace(start, high_resolution=high_resolution_sizes(config))
     if modality == "audio":
-        return list(_AUDIO)
+        yield from (replace(start, audio=sizes) for sizes in audio)
+        return
+    for grid_frames in (2, 1) if modality == "video" else (1,):
+        for factor in (1,) if layout in _FIXED_SIDE else (1, 2, 4):
+            yield replace(start, vision=with_unit(vision, factor), grid_frames=grid_frames)
+
+
+def _layouts_for(modality: str, main: str, names: tuple[str, ...]) -> list[str]:
+    if modality == "audio":
+        return ["waves", "channel waves"] if main == "input_values" else ["bins, frames", "frames, bins"]
     if any("_grid_" in name for name in names):
         return ["flat patches", "square patches", "cubes", "images"]
     if any(name in ("spatial_shapes", "image_position_ids", "video_position_ids") for name in names):
@@ -134,7 +144,7 @@ def _layouts_for(modality: str, names: tuple[str, ...]) -> list[str]:
         return ["strip", "images"]
     if modality == "video":
         return ["clips", "channel clips", "tiles", "images"]
-    return ["images", "tiles"]
+    return ["images", "tiles", "padded patches"]
 
 
 def _can_vary(layout: str, names: tuple[str, ...]) -> bool:
@@ -142,7 +152,7 @@ def _can_vary(layout: str, names: tuple[str, ...]) -> bool:
         return any(name.startswith(("image_sizes", "pixel_mask", "pixel_attention_mask")) for name in names)
     if layout in _AUDIO:
         return any("mask" in name for name in names)
-    return layout in ("flat patches", "square patches", "cubes", "padded patches", "strip")
+    return layout in ("flat patches", "square patches", "cubes", "padded patches", "strip") and bool(names)
 
 
 # Layouts of the main argument -----------------------------------------------------------------------------------------
@@ -228,6 +238,8 @@ def _padded(array: Tensor, shape: Sequence[int]) -> Tensor:
 
 _Layout = Callable[[ProbeInput, list[_Shape]], Tensor]
 _SAMPLES_PER_FRAME = 160
+_SHORT_CLIP = 96
+"""Frames of a spectrogram of about a second."""
 _VISION: dict[str, _Layout] = {
     "flat patches": _flat_patches,
     "square patches": _square_patches,
@@ -283,6 +295,11 @@ def _pixel_attention_mask(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
     return mask[:, None] if probe.layout == "tiles" else mask
 
 
+def _high_resolution(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
+    side = (probe.high_resolution or probe.vision).side
+    return torch.stack([s.random(probe.vision.channels, side, side) for s in shapes])
+
+
 def _patch_positions(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
     longest = max(s.height * s.width for s in shapes)
     positions = []
@@ -329,7 +346,7 @@ _COMPANIONS_OF: dict[str, dict[str, _Companion]] = {
         "spatial_shapes": _grid_hw,
         "target_sizes": _grid_hw,
         "images_per_sample": _ones,
-        "high_res_pixel_values": _images,
+        "high_res_pixel_values": _high_resolution,
     },
     "video": {
         "video_grid_thw": _grid_thw,
