@@ -51,7 +51,7 @@ class TemplateRenderer:
         starts: ChatFormat | None = None,
         arguments: Mapping[str, Any] | None = None,
         audio_in_video: bool = False,
-        max_frames: int = 768,
+        max_frames: int = 128,
     ) -> None:
         """Look at processor, template and foundation together.
 
