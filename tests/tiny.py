@@ -140,7 +140,7 @@ def wav(seed: int, seconds: float = 0.3, rate: int = 8000) -> bytes:
 def webp(seed: int, frames: int = 3) -> bytes:
     """A random video."""
     images = [Pillow.open(io.BytesIO(png(1000 * seed + i))) for i in range(frames)]
-    return _saved(images[0], format="WEBP", save_all=True, append_images=images[1:], lossless=True)
+    return _saved(images[0], format="WEBP", save_all=True, append_images=images[1:], lossless=True, duration=500)
 
 
 def _saved(image: Pillow.Image, **options: Any) -> bytes:

@@ -55,7 +55,8 @@ class ChatTemplate:
         self._takes_parts = _PROBE in self._probe([_asks(_PROBE)])
         self.generation_prompt = self._generation_prompt()
         self.ends = self._ends()
-        self._ending = re.compile(rf"\s*(?:{_any_of(set(self.ends)).pattern})")
+        self._end = _any_of(set(self.ends))
+        self._ending = re.compile(rf"\s*(?:{self._end.pattern})")
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
         """The text of ``messages``, whose contents are parts.
@@ -103,7 +104,8 @@ class ChatTemplate:
         start, stop = content
         opening = text.rfind(self.generation_prompt, 0, start) if self.generation_prompt else -1
         between = text[opening + len(self.generation_prompt) : start]
-        if opening >= 0 and self._special.search(between) is None:
+        is_of_this_turn = not self._end.search(between) if self.ends else not between.strip()
+        if opening >= 0 and is_of_this_turn:
             start -= len(between)
         else:  # a tokenizer may join white space to the first word, and no prompt ends with it
             start = len(text[:start].rstrip())
@@ -113,7 +115,7 @@ class ChatTemplate:
     def _between_prompt_and_end(self, text: str, count: int) -> list[Span]:
         prompt = self.generation_prompt
         openings = [match.end() for match in re.finditer(re.escape(prompt), text)] if prompt else []
-        endings = [_any_of(set(self.ends)).search(text, opening) for opening in openings]
+        endings = [self._end.search(text, opening) for opening in openings]
         if len(openings) != count or not self.ends:
             raise ValueError(
                 f"the chat template rewrites the assistant's {count} messages, and its generation prompt {prompt!r} "

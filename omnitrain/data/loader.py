@@ -95,7 +95,7 @@ class PackLoader:
         data: Data,
         seed: int,
         state: LoaderState,
-        alone: bool,
+        alone: bool = False,
     ) -> None:
         """See :func:`build_dataloader`."""
         self.data, self.sources, self.alone = data, sources, alone
@@ -128,7 +128,7 @@ class _Packer:
         rows: _PreparedRows,
         next_index: int,
         held: tuple[int, ...],
-        alone: bool,
+        alone: bool = False,
     ) -> None:
         self.data, self.rows, self.alone = data, rows, alone
         self.draws = _Draws(order, held, next_index)

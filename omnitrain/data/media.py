@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -97,23 +97,13 @@ def decode_clip(data: bytes, max_frames: int) -> Clip:
     Raises:
         ValueError: not a video, a damaged one, or PyAV is needed and missing.
     """
-    frames: list[Image.Image] = []
-    times: list[float | None] = []
     try:
-        clock = 0.0
-        for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data))):
-            frames.append(frame.convert("RGB"))
-            times.append(clock)
-            clock += frame.info.get("duration", 0) / 1000
+        clip = _pillow_clip(Image.open(io.BytesIO(data)), max_frames)
     except Exception:  # not for Pillow, or damaged: PyAV tells
-        timed = _with_av(data, lambda container: [(f.to_image(), f.time) for f in container.decode(video=0)])
-        frames, times = [frame for frame, _ in timed], [time for _, time in timed]
-    if not frames:
+        clip = _with_av(data, lambda container: _av_clip(container, max_frames))
+    if not clip.frames:
         raise ValueError("video without frames")
-    if len(frames) > max_frames:
-        kept = np.linspace(0, len(frames) - 1, max_frames).round().astype(int)
-        frames, times = [frames[i] for i in kept], [times[i] for i in kept]
-    return Clip(frames, _rate(times[0], times[-1], len(frames)))
+    return clip
 
 
 def decode_soundtrack(data: bytes) -> Waveform | None:
@@ -129,10 +119,36 @@ def decode_soundtrack(data: bytes) -> Waveform | None:
     return None
 
 
-def _rate(first: float | None, last: float | None, num_frames: int) -> float | None:
-    if first is None or last is None or last <= first:
-        return None
-    return (num_frames - 1) / (last - first)
+def _clip(frames: Sequence[tuple[float | None, Image.Image]]) -> Clip:
+    times = [time for time, _ in frames if time is not None]
+    seconds = times[-1] - times[0] if times and len(times) == len(frames) else 0.0
+    return Clip([frame for _, frame in frames], (len(frames) - 1) / seconds if seconds > 0 else None)
+
+
+def _pillow_clip(animation: Image.Image, max_frames: int) -> Clip:
+    wanted = _evenly(getattr(animation, "n_frames", 1), max_frames)
+    kept, clock = [], 0.0
+    for number, frame in enumerate(ImageSequence.Iterator(animation)):
+        if number in wanted:
+            kept.append((clock, frame.convert("RGB")))
+        clock += frame.info.get("duration", 0) / 1000
+    return _clip(kept)
+
+
+def _av_clip(container: Any, max_frames: int) -> Clip:
+    stream = container.streams.video[0]
+    total = stream.frames
+    if not total:  # the header does not say
+        total = sum(packet.size > 0 for packet in container.demux(stream))
+        container.seek(0)
+    wanted = _evenly(total, max_frames)
+    frames = enumerate(container.decode(stream))
+    return _clip([(frame.time, frame.to_image()) for number, frame in frames if number in wanted])
+
+
+def _evenly(total: int, most: int) -> set[int]:
+    """At most ``most`` of ``total`` indices, from the first to the last; only they are held in memory."""
+    return set(np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist())
 
 
 def _soundtrack(container: Any) -> Waveform | None:

@@ -27,7 +27,7 @@ from omnitrain.data.renderer import Encoded, single_token
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Features, MediaSpan
 from omnitrain.errors import UserError
-from omnitrain.recipe import ChatFormat
+from omnitrain.recipe import ChatFormat, Data
 
 _ATTACHED = "\U000f0003"  # stands in the template's text for a medium of an attached component
 _TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers them in mm_token_type_ids
@@ -51,7 +51,7 @@ class TemplateRenderer:
         starts: ChatFormat | None = None,
         arguments: Mapping[str, Any] | None = None,
         audio_in_video: bool = False,
-        max_frames: int = 768,
+        max_frames: int = 128,
     ) -> None:
         """Look at processor, template and foundation together.
 
@@ -224,6 +224,27 @@ class TemplateRenderer:
         """See :meth:`Renderer.save_pretrained`."""
         self._processor.save_pretrained(str(folder))
         return {"template": {**self._settings, "starts": self._starts.model_dump()}}
+
+    @classmethod
+    def from_recipe(cls, data: Data, foundation: str, native: NativeInputs | None) -> TemplateRenderer:
+        """As a recipe says.
+
+        Args:
+            data: the recipe's ``data`` node.
+            foundation: folder or Hub id of the foundation, whose processor is taken where ``data`` names none.
+            native: what the foundation reads by itself; None: nothing.
+
+        Raises:
+            UserError: no processor there, or one that does not fit.
+        """
+        return cls(
+            load_hf_processor(data.processor or foundation),
+            native,
+            starts=data.chat,
+            arguments=data.processor_arguments,
+            audio_in_video=data.audio_in_video,
+            max_frames=data.max_frames,
+        )
 
     @classmethod
     def from_pretrained(

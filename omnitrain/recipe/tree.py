@@ -151,6 +151,23 @@ class Data(Strict):
     chat: ChatFormat | None = Field(
         None, description="The chat format. Unset: the one saved with `model.checkpoint`, else the defaults below."
     )
+    processor: str | None = Field(
+        None,
+        description="Folder or Hub id of a HF processor (or tokenizer), whose chat template renders the conversations. "
+        "Unset: the foundation's own, where the foundation reads media by itself or `chat` is unset.",
+    )
+    processor_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of every call of the HF processor: `images_kwargs`, `videos_kwargs`, ...",
+    )
+    audio_in_video: bool = Field(
+        False, description="Read videos together with their sound, where the HF processor can."
+    )
+    max_frames: int = Field(
+        128,
+        ge=1,
+        description="Frames decoded from a video at most, evenly spaced, before the HF processor samples its own.",
+    )
     pack_tokens: int = Field(4096, ge=1, description="Length of a packed micro-batch, tokens; never padded.")
     overlong: Literal["drop", "error"] = Field(
         "drop", description="A sample longer than `pack_tokens`: `drop` (counted and listed) or `error`."
@@ -160,6 +177,13 @@ class Data(Strict):
         0, ge=0, description="Prepared samples that each worker keeps: data that fits is decoded once, not every epoch."
     )
     workers: int = Field(1, ge=0, description="Background processes that decode and tokenise.")
+
+    @model_validator(mode="after")
+    def _one_chat_format(self) -> Data:
+        texts = {"system", "user", "assistant", "end", "separator"}
+        if self.processor is not None and self.chat is not None and (given := texts & self.chat.model_fields_set):
+            raise ValueError(f"`processor` brings a chat template of its own; remove {sorted(given)} from `chat`")
+        return self
 
 
 class Optimizer(Strict):

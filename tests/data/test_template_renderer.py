@@ -18,6 +18,7 @@ from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
+from omnitrain.recipe import ChatFormat, Data, DataSource
 from tests.tiny import part, png, tiny_model, wav, webp
 from tests.tiny_processors import FAMILIES
 
@@ -364,6 +365,17 @@ def test_a_saved_processor_is_the_same_processor(tmp_path: Path) -> None:
     pixels = [s.spans[0].item.features["pixel_values"] for s in (ours, theirs)]
     np.testing.assert_array_equal(*pixels)
     assert pixels[0].min() >= 0  # the arguments count
+
+
+def test_a_recipe_names_processor_and_arguments(tmp_path: Path) -> None:
+    made, native = FAMILIES["llava"]()
+    made.save_pretrained(tmp_path)
+    source = DataSource(path="rows.parquet")
+    data = Data(train=[source], processor_arguments={"images_kwargs": {"do_normalize": False}})
+    processor = OmniProcessor(TemplateRenderer.from_recipe(data, str(tmp_path), native), {}, {})
+    assert sample_of(processor, "i", "b").spans[0].item.features["pixel_values"].min() >= 0
+    with pytest.raises(ValueError, match=r"chat template of its own; remove \['user'\] from `chat`"):
+        Data(train=[source], processor=str(tmp_path), chat=ChatFormat(user="U", image="<image>"))
 
 
 def test_a_folder_without_a_processor_is_named(tmp_path: Path) -> None:
