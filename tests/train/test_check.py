@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from omnitrain.models.build import build_omni_model
 from omnitrain.recipe import Recipe
 from omnitrain.train.check import check_recipe
 from omnitrain.train.setup import build_from_recipe
 from omnitrain.train.trainer import Trainer
-from tests.tiny import tiny_recipe
+from omnitrain.train.trial import forward_problems
+from tests.tiny import FOUNDATION, tiny_recipe
 
 
 def load(path: Path, *overrides: str) -> Recipe:
@@ -86,3 +88,8 @@ def test_check_names_the_component_whose_config_no_forward_can_run(
 ) -> None:
     (problem,) = check_recipe(load(tiny_recipe(tmp_path), override))
     assert problem.startswith(f"model: {component} cannot run with this config: ") and "\n" not in problem
+
+
+def test_a_mixture_of_experts_in_fp32_is_no_problem() -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    assert forward_problems(build_omni_model(foundation=FOUNDATION | experts, init_device="meta")) == []
