@@ -41,12 +41,14 @@ def check_recipe(recipe: Recipe) -> list[str]:
     problems += weights_problems(recipe.model)
     if built:
         show_components(component_rows(built[0]))
+        broken = forward_problems(built[0])
+        problems += broken
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         tables = attempt(functools.partial(open_sources, sources))
-        if tables and built:
+        if tables and built and not broken:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens)
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
-    return list(dict.fromkeys(problems + (forward_problems(built[0]) if built else [])))
+    return list(dict.fromkeys(problems))
 
 
 def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,13 +72,9 @@ def forward_problems(model: OmniModel) -> list[str]:
     Returns:
         A message per component that cannot run.
     """
-    components: dict[str, Any] = {**model.encoders, **model.decoders}
-    inputs = {name: component.minimal_input() for name, component in components.items()}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model.to_empty(device="cpu")
-        found = [_problem("foundation", lambda: _run_foundation(model.foundation))]
-        for name, component in components.items():
-            found.append(_problem(name, functools.partial(component.lm_encode, *inputs[name])))
+    found = [_problem("foundation", lambda: _run_foundation(model.foundation))]
+    for name, component in {**model.encoders, **model.decoders}.items():
+        found.append(_problem(name, functools.partial(_run_component, component)))
     return [problem for problem in found if problem]
 
 
@@ -87,15 +84,29 @@ def _problem(name: str, trial: Callable[[], Any]) -> str:
     except _NEEDS_CONTENT:
         return ""
     except UserError as error:
-        return f"model: {name} cannot run: {error}"
+        return f"model, {name}: cannot run: {error}"
     except Exception as error:  # each model stumbles in its own way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"model: {name} cannot run with this config: {reason}"
+        return f"model, {name}: cannot run with this config: {reason}"
     return ""
 
 
 def _run_foundation(foundation: PreTrainedModel) -> None:
     # torch's grouped GEMM takes fp32 on every device, and without content bf16 alone.
     foundation.set_experts_implementation("batched_mm")
-    rows = torch.zeros(1, 2, foundation.get_input_embeddings().weight.size(1), dtype=foundation.dtype)
-    foundation(inputs_embeds=rows, use_cache=False)
+    with _without_content(foundation):
+        rows = torch.zeros(1, 2, foundation.get_input_embeddings().weight.size(1), dtype=foundation.dtype)
+        foundation(inputs_embeds=rows, use_cache=False)
+
+
+def _run_component(component: Any) -> None:
+    given = component.minimal_input()
+    with _without_content(component):
+        component.lm_encode(*given)
+
+
+@contextlib.contextmanager
+def _without_content(module: torch.nn.Module) -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        module.to_empty(device="cpu")
+        yield

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -81,13 +82,14 @@ def test_check_compares_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
         ("model.foundation.config.num_key_value_heads=3", "foundation"),
         ("model.foundation.config.num_attention_heads=3", "foundation"),
         ("model.encoders.audio_encoder.processor.chunk_length=2", "audio_encoder"),
+        ("model.encoders.image_encoder.tower.config.num_attention_heads=3", "image_encoder"),
     ],
 )
 def test_check_names_the_component_whose_config_no_forward_can_run(
     tmp_path: Path, override: str, component: str
 ) -> None:
     (problem,) = check_recipe(load(tiny_recipe(tmp_path), override))
-    assert problem.startswith(f"model: {component} cannot run with this config: ") and "\n" not in problem
+    assert re.match(rf"model[., a-z]*{component}: cannot (run with|be built from) this config: \w+Error: ", problem)
 
 
 def test_a_mixture_of_experts_in_fp32_is_no_problem() -> None:
