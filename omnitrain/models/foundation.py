@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -139,10 +140,8 @@ class FoundationRunner:
             pack.input_ids,
             head=head,
             media=media or EncodedMedia(),
+            arguments={"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs},
             borders=tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            **pack.token_inputs,
         )
         hidden = states[0] if states else None
         if losses:
@@ -156,30 +155,31 @@ class FoundationRunner:
         *,
         head: Head,
         media: EncodedMedia,
+        arguments: Mapping[str, Any],
         borders: tuple[int, ...] | None = None,
-        **arguments: Any,
     ) -> Any:
         """One forward of the HF model with ``head(hidden, lm_head)`` in place of its language-model head.
 
-        The replacement runs inside the model's forward: no logits of all rows are made, and the head's weight is where a
-        sharding of the model puts it.
+        The replacement runs inside the model's forward: no logits of all rows are made, and the head's weight is where
+        a sharding of the model puts it.
 
         Args:
             input_ids: ``[B, T]``; arbitrary under inserted rows.
             head: gets the hidden states ``[B, T, hidden]`` and the head; what it returns is the head's output.
             media: encoded media.
+            arguments: further ones of the model's forward; those that it does not take are left out.
             borders: ``(0, ..., T)`` of the samples in a packed row; None: every row of the batch is one sample.
-            **arguments: of the model's forward; those that it does not take are left out.
 
         Returns:
             The model's own output.
         """
+        given = dict(arguments)
         if borders is not None:
             cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=input_ids.device)
-            longest = max(stop - start for start, stop in zip(borders, borders[1:], strict=False))
-            arguments |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-            arguments |= {"max_length_q": longest, "max_length_k": longest}
-        taken = {name: value for name, value in arguments.items() if self._takes_any or name in self._parameters}
+            longest = max(stop - start for start, stop in pairwise(borders))
+            given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            given |= {"max_length_q": longest, "max_length_k": longest}
+        taken = {name: value for name, value in given.items() if self._takes_any or name in self._parameters}
         lm_head: Any = self.model.get_output_embeddings()
         with ExitStack() as stack:
             stack.enter_context(_forward_replaced(lm_head, lambda hidden: head(hidden, lm_head)))

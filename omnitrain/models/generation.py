@@ -196,16 +196,20 @@ class _Foundation:
             self.input_ids[:, columns],
             head=head,
             media=EncodedMedia(self.native if self.seen == 0 else {}, inserted),
-            attention_mask=self.mask,
-            position_ids=self.position_ids[..., columns],
-            past_key_values=self.cache,
-            use_cache=self.cache is not None,
-            **{name: values[:, columns] for name, values in self.token_inputs.items()},
+            arguments={
+                "attention_mask": self.mask,
+                "position_ids": self.position_ids[..., columns],
+                "past_key_values": self.cache,
+                "use_cache": self.cache is not None,
+                **{name: values[:, columns] for name, values in self.token_inputs.items()},
+            },
         )
         if self.cache is not None:
             self.seen = self.input_ids.size(1)
         if not states:
-            raise UserError(f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here")
+            raise UserError(
+                f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here"
+            )
         return states[0], output.logits[:, -1]
 
     def append(self, tokens: list[int], embeds: torch.Tensor) -> None:

@@ -118,7 +118,9 @@ class OmniModel(PreTrainedModel):
         losses = {"text": text}
         for name, target in labels.items():
             if hidden is None:
-                raise UserError(f"{type(self.foundation).__name__} hides its last hidden states; no decoder can read them")
+                raise UserError(
+                    f"{type(self.foundation).__name__} hides its last hidden states; no decoder can read them"
+                )
             losses[name] = self.decoders[name].lm_head(hidden[0, pack.targets[name].positions - 1], target)
         return OmniOutput(losses, hidden)
 

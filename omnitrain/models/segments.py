@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +20,14 @@ def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
     """
     for module in model.modules():
         if type(module).__name__ in class_names and not isinstance(module, _Segmented):
-            module.__class__ = _segmented_class(type(module))
+            module.__class__ = _segmented_class(type(module))  # type: ignore[arg-type]
 
 
 class _Segmented:
     """Marks the classes that :func:`run_by_segment` makes."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def _segmented_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         alone: Callable[..., Any] = kind.forward

@@ -39,14 +39,18 @@ def check_recipe(recipe: Recipe) -> list[str]:
 
     built = attempt(lambda: build_from_recipe(recipe, init_device="meta"))
     problems += weights_problems(recipe.model)
-    if built and attempt(lambda: built[0].runner):
+    runs = built and attempt(lambda: built[0].runner)
+    if runs:
         show_components(component_rows(built[0]))
+        broken = forward_problems(built[0])
+        problems += broken
+        runs = not broken
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         tables = attempt(functools.partial(open_sources, sources))
-        if tables and built:
+        if tables and runs:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens)
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
-    return list(dict.fromkeys(problems + (forward_problems(built[0]) if built else [])))
+    return list(dict.fromkeys(problems))
 
 
 def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int) -> list[str]:

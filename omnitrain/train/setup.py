@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import require_folder
 from omnitrain.models.omni import OmniModel
-from omnitrain.recipe import ChatFormat, HFSource, Recipe
+from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Recipe
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -32,14 +33,14 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     if recipe.model.checkpoint is not None:
         return load_checkpoint(recipe.model.checkpoint, recipe.model.freeze, init_device, recipe.data.chat)
     torch.manual_seed(recipe.train.seed)
-    assert recipe.model.foundation is not None
-    model = build_omni_model(
-        foundation=_source(recipe.model.foundation),
-        encoders=dict(recipe.model.encoders),
-        decoders=dict(recipe.model.decoders),
-        init_device=init_device,
-        torch_dtype=torch.float32,
-    )
+    parts = recipe.model
+    try:
+        model = _build(parts, parts.encoders, parts.decoders, init_device)
+    except UserError:
+        raise
+    except Exception as error:  # each HF class refuses in its own way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{_refused_part(parts)}: cannot be built from this config: {reason}") from error
     tokenizer = _tokenizer(recipe)
     readers, writers = model.media_adapters()
     chat = recipe.data.chat or ChatFormat()
@@ -74,6 +75,32 @@ def load_checkpoint(
     if chat is not None:
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
+
+
+def _build(
+    parts: Model, encoders: Mapping[str, Encoder], decoders: Mapping[str, Decoder], init_device: str
+) -> OmniModel:
+    assert parts.foundation is not None
+    return build_omni_model(
+        foundation=_source(parts.foundation),
+        encoders=dict(encoders),
+        decoders=dict(decoders),
+        init_device=init_device,
+        torch_dtype=torch.float32,
+    )
+
+
+def _refused_part(parts: Model) -> str:
+    """The key of the part that cannot be built, found by building each alone."""
+    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder]]] = [("model.foundation", {}, {})]
+    alone += [(f"model.encoders.{name}", {name: encoder}, {}) for name, encoder in parts.encoders.items()]
+    alone += [(f"model.decoders.{name}", {}, {name: decoder}) for name, decoder in parts.decoders.items()]
+    for key, encoders, decoders in alone:
+        try:
+            _build(parts, encoders, decoders, "meta")
+        except Exception:
+            return key
+    return "model"
 
 
 def _source(source: HFSource) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
 def forward_problems(model: OmniModel) -> list[str]:
     """Run every encoder and decoder on its smallest input, on tensors that have a shape and no content.
 
-    The foundation's config is tried by the contract check. A config may be refused by nothing but the model's forward, such as heads that no group of key-value heads divides.
+    The contract check tries the foundation. A config may be refused by nothing but the model's forward.
     Where a forward goes on by the content of a tensor, it is tried up to there.
 
     Args:
@@ -69,14 +70,8 @@ def forward_problems(model: OmniModel) -> list[str]:
     Returns:
         A message per component that cannot run.
     """
-    components: dict[str, Any] = {**model.encoders, **model.decoders}
-    inputs = {name: component.minimal_input() for name, component in components.items()}
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model.to_empty(device="cpu")
-        found = [
-            _problem(name, functools.partial(component.lm_encode, *inputs[name]))
-            for name, component in components.items()
-        ]
+    components = {**model.encoders, **model.decoders}
+    found = [_problem(name, functools.partial(_run_component, part)) for name, part in components.items()]
     return [problem for problem in found if problem]
 
 
@@ -86,8 +81,21 @@ def _problem(name: str, trial: Callable[[], Any]) -> str:
     except _NEEDS_CONTENT:
         return ""
     except UserError as error:
-        return f"model: {name} cannot run: {error}"
+        return f"model, {name}: cannot run: {error}"
     except Exception as error:  # each model stumbles in its own way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"model: {name} cannot run with this config: {reason}"
+        return f"model, {name}: cannot run with this config: {reason}"
     return ""
+
+
+def _run_component(component: Any) -> None:
+    given = component.minimal_input()
+    with _without_content(component):
+        component.lm_encode(*given)
+
+
+@contextlib.contextmanager
+def _without_content(module: torch.nn.Module) -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        module.to_empty(device="cpu")
+        yield

@@ -201,11 +201,13 @@ def test_a_foundation_that_changes_its_logits_takes_the_plain_loss_and_the_table
         loss = model(Pack.from_samples([sample])).losses["text"].sum
         logits = model.foundation(input_ids=ids[None]).logits[0]
         uncapped = 3.0 * (logits / 3.0).atanh()
-    expected, wrong = (F.cross_entropy(x[:-1][trained[1:]], ids[1:][trained[1:]], reduction="sum") for x in (logits, uncapped))
+    expected, wrong = (
+        F.cross_entropy(x[:-1][trained[1:]], ids[1:][trained[1:]], reduction="sum") for x in (logits, uncapped)
+    )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert abs(loss.item() - wrong.item()) > 1.0
-    rows = {row.name: row for row in component_rows(model)}
-    assert "loss: on the logits" in rows["foundation"].ops
+    table = {row.name: row for row in component_rows(model)}
+    assert "loss: on the logits" in table["foundation"].ops
 
 
 def test_checkpoint_and_parts_exclude_each_other(tmp_path: Path) -> None:

@@ -80,11 +80,14 @@ def test_check_compares_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
         ("model.foundation.config.num_key_value_heads=3", "foundation"),
         ("model.foundation.config.num_attention_heads=3", "foundation"),
         ("model.encoders.audio_encoder.processor.chunk_length=2", "audio_encoder"),
+        ("model.encoders.image_encoder.tower.config.num_attention_heads=3", "image_encoder"),
     ],
 )
 def test_check_names_the_component_whose_config_no_forward_can_run(
     tmp_path: Path, override: str, component: str
 ) -> None:
     (problem,) = check_recipe(load(tiny_recipe(tmp_path), override))
-    assert re.match(f"model(: |\\.){component}(:.*)? cannot (run|be trained) with this config: ", problem)
+    assert re.match(
+        rf"model[., a-z]*{component}: .*cannot (run with|be built from|be trained with) this config: ", problem
+    )
     assert "\n" not in problem

@@ -1,4 +1,4 @@
-"""The contract check: what an unmodified HF model must honour so that training it here is exact, measured on its twin."""
+"""The contract check: what an unmodified HF model honours, and does not, measured on its twin."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +22,7 @@ from omnitrain.models.contract.findings import Contract
 from omnitrain.models.contract.leaks import first_leak
 from omnitrain.models.contract.probes import Probe, probe_samples
 from omnitrain.models.contract.twin import build_twin, twin_config
-from omnitrain.models.foundation import EncodedMedia, FoundationRunner
+from omnitrain.models.foundation import EncodedMedia, FoundationRunner, Head
 from omnitrain.models.native import discover
 
 # Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
@@ -41,7 +42,9 @@ def contract_of(model: PreTrainedModel) -> Contract:
     contract = read_contract(path) or check_contract(type(model), model.config)
     if contract.refusals:
         facts = dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals)
-        raise UserError(f"model.foundation: {type(model).__name__} cannot be trained with this config: {'; '.join(facts)}")
+        raise UserError(
+            f"model.foundation: {type(model).__name__} cannot be trained with this config: {'; '.join(facts)}"
+        )
     write_contract(path, contract)
     return contract
 
@@ -150,21 +153,18 @@ class _Checkup:
             fact = "only omnitrain's attention keeps packed samples apart"
             self._note("packing", "fallback", f"one sample per row: {fact}")
             return
-        segmented: list[str] = []
-        while True:
-            fact = self._attempt(self._packing_fact)
-            if fact is None:
-                how = f"; {', '.join(segmented)} runs sample by sample" if segmented else ""
-                self._note("packing", "fallback" if segmented else "passed", f"packed samples equal each alone{how}")
+        segmented: tuple[str, ...] = ()
+        while fact := self._attempt(self._packing_fact):
+            leak = self._leaking_class()
+            if leak is None or leak in segmented or len(segmented) == _MOST_SEGMENTED_CLASSES:
+                where = f", first in {leak}" if leak else ""
+                self._use(packs=False, segmented=())
+                self._note("packing", "fallback", f"one sample per row: {fact}{where}")
                 return
-            leak = self._attempt(self._leaking_class)
-            if leak is None or " " in leak or leak in segmented or len(segmented) == _MOST_SEGMENTED_CLASSES:
-                break
-            segmented.append(leak)
-            self._use(segmented=tuple(segmented))
-        self._use(packs=False, segmented=())
-        where = f", first in {leak}" if leak and " " not in leak else ""
-        self._note("packing", "fallback", f"one sample per row: {fact}{where}")
+            segmented = (*segmented, leak)
+            self._use(segmented=segmented)
+        how = f"; {', '.join(segmented)} runs sample by sample" if segmented else ""
+        self._note("packing", "fallback" if segmented else "passed", f"packed samples equal each alone{how}")
 
     def gradients(self) -> None:
         """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
@@ -199,15 +199,13 @@ class _Checkup:
 
     def _logits(self, pack: Pack, media: EncodedMedia) -> Tensor:
         """All logits of a pack of one sample, ``[T, vocabulary]``."""
-        output = self.runner.run(
-            pack.input_ids,
-            head=lambda hidden, lm_head: type(lm_head).forward(lm_head, hidden),
-            media=media,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            **pack.token_inputs,
-        )
-        return output.logits[0]
+        output = self._run(pack, media, lambda hidden, lm_head: type(lm_head).forward(lm_head, hidden))
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _run(self, pack: Pack, media: EncodedMedia, head: Head) -> Any:
+        arguments = {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
+        return self.runner.run(pack.input_ids, head=head, media=media, arguments=arguments)
 
     def _media(self, pack: Pack) -> EncodedMedia:
         return EncodedMedia(self.runner.encode(pack))
@@ -224,7 +222,7 @@ class _Checkup:
         if not isinstance(lm_head, torch.nn.Linear):
             return f"its head is a {type(lm_head).__name__}, not a linear layer"
         pack = Pack.from_samples([self.probes[0].sample])
-        output = self.runner.run(pack.input_ids, head=head, media=EncodedMedia(), use_cache=False, **pack.token_inputs)
+        output = self._run(pack, EncodedMedia(), head)
         if len(inside) != 1:
             return f"its head is called {len(inside)} times"
         if output.logits is not inside[0]:
@@ -263,12 +261,12 @@ class _Checkup:
         return {index: rows[owner == place] for place, index in enumerate(pack.info.indices)}
 
     def _changed(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Each sample with its words shifted by one: same length and media, another text."""
+        """Each sample with other words in place of those it is trained on: same length and media."""
         words = self.probes[0].sample.input_ids
         changed = []
         for sample in samples:
             ids = sample.input_ids.copy()
-            ids[sample.loss_mask] = words[: sample.loss_mask.sum()] if len(words) >= sample.loss_mask.sum() else words[0]
+            ids[sample.loss_mask] = np.resize(words, int(sample.loss_mask.sum()))
             changed.append(replace(sample, input_ids=ids))
         return changed
 
@@ -277,7 +275,9 @@ class _Checkup:
         first, second = sorted((probe.sample for probe in self.probes[:2]), key=len)
         changed = self._changed([first])[0]
         packs = [Pack.from_samples([one, second]) for one in (first, changed)]
-        name = first_leak(self.ours, lambda variant: self.runner.text_loss(packs[variant]), len(first), len(first) + len(second))
+        name = first_leak(
+            self.ours, lambda variant: self.runner.text_loss(packs[variant]), len(first), len(first) + len(second)
+        )
         return None if name is None else type(self.ours.get_submodule(name)).__name__
 
     def _gradient_fact(self) -> str | None:

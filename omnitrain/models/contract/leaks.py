@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def first_leak(model: nn.Module, run: Callable[[int], Any], start: int, length: int) -> str | None:
     """Name of the module that lets other samples into the rows from ``start`` on, or fails on a packed row.
 
-    It is the first whose input from ``start`` on is the same on both rows and whose output there is not; where the model
-    raises, the innermost one that was running. None: no module with rows ``[1, T, n]`` does either.
+    It is the first whose input from ``start`` on is the same on both rows and whose output there is not; where the
+    model raises, the innermost one that was running. None: no module with rows ``[1, T, n]`` does either.
 
     Args:
         model: its modules are watched.
@@ -72,4 +72,6 @@ def _rows(value: Any, start: int, length: int) -> Iterator[Tensor]:
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
     scale = max((float(tensor.abs().max()) for tensor in one if tensor.numel()), default=1.0)
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-6 * scale) for a, b in zip(one, other, strict=True))
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-6 * scale) for a, b in zip(one, other, strict=True)
+    )

@@ -34,7 +34,9 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
     # Each level of side features enters behind a layer of its own.
-    levels = [len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)]
+    levels = [
+        len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)
+    ]
     _cut_depth(text, least=1 + max(levels, default=1))
     _cut_experts(text)
     for node in _nodes(small):
@@ -48,7 +50,8 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
 def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """``model_class`` on ``config``, fp32 on the CPU, every layer of which matters to the output.
 
-    Fresh weights (standard deviation 0.02) make attention uniform and hide wrong masks and positions; these are redrawn.
+    Fresh weights (standard deviation 0.02) make attention uniform and hide wrong masks and positions; these are drawn
+    anew.
     """
     config = copy.deepcopy(config)
     for node in _nodes(config):
