@@ -252,7 +252,7 @@ def _num_rows(value: Tensor) -> int:
 
 
 def _masks(values: dict[str, Any], rows: int) -> dict[torch.Size, _Validity]:
-    found = {}
+    found: dict[torch.Size, _Validity] = {}
     for value in values.values():
         if _is_mask(value):
             for valid in (True, False):
