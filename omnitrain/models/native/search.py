@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from omnitrain.models.native.placeholders import token_ids
 from omnitrain.models.native.port import NativePort, method_name
@@ -255,7 +256,7 @@ def _guess(where: str) -> Iterator[None]:
 
 
 def _values(output: Any) -> dict[str, Any]:
-    return dict(output) if isinstance(output, dict) else {"": output}
+    return {**vars(output), **output} if isinstance(output, ModelOutput) else {"": output}
 
 
 def _source(value: Tensor, features: Mapping[str, Tensor]) -> tuple[str, bool] | None:

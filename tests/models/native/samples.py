@@ -25,7 +25,6 @@ from tests.families import FAMILIES
 def built(family: str) -> tuple[PreTrainedModel, Discovery]:
     """A model of the family with peaked attention, in eval mode, and what was found in it."""
     config = FAMILIES[family]()
-    config._attn_implementation = "sdpa"
     model = foundation_class(config)(config)
     peaked_(model, seed=1)
     return model.eval(), discover(model)
