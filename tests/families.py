@@ -145,7 +145,9 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3_vl": _vision("qwen3_vl", _HEAD | _MROPE, _DEEPSTACK_VIT, **_VISION_TOKENS),
     "qwen3_vl_moe": _vision("qwen3_vl_moe", _HEAD | _MROPE | _EXPERTS, _DEEPSTACK_VIT, **_VISION_TOKENS),
-    "qwen3_5": _vision("qwen3_5", _HEAD | _MROPE | _LINEAR, _GRID_VIT | {"num_position_embeddings": 64}, **_VISION_TOKENS),
+    "qwen3_5": _vision(
+        "qwen3_5", _HEAD | _MROPE | _LINEAR, _GRID_VIT | {"num_position_embeddings": 64}, **_VISION_TOKENS
+    ),
     "glm4v": _vision(
         "glm4v",
         {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
@@ -162,7 +164,11 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         image_seq_length=4,
     ),
     "llava": _vision(
-        "llava", {"model_type": "llama"}, _VIT | {"model_type": "clip_vision_model"}, image_token_index=190, image_seq_length=16
+        "llava",
+        {"model_type": "llama"},
+        _VIT | {"model_type": "clip_vision_model"},
+        image_token_index=190,
+        image_seq_length=16,
     ),
     "llava_next": _vision(
         "llava_next",
@@ -200,12 +206,8 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         downsample_factor=2,
         alignment_intermediate_size=64,
     ),
-    "idefics3": _vision(
-        "idefics3", {"model_type": "llama"}, _VIT, image_token_id=190, scale_factor=2, pad_token_id=0
-    ),
-    "smolvlm": _vision(
-        "smolvlm", {"model_type": "llama"}, _VIT, image_token_id=190, scale_factor=2, pad_token_id=0
-    ),
+    "idefics3": _vision("idefics3", {"model_type": "llama"}, _VIT, image_token_id=190, scale_factor=2, pad_token_id=0),
+    "smolvlm": _vision("smolvlm", {"model_type": "llama"}, _VIT, image_token_id=190, scale_factor=2, pad_token_id=0),
     "janus": _vision(
         "janus",
         {"model_type": "llama"},

@@ -123,18 +123,17 @@ _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM
 
 
 def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    known = [getattr(transformers, name, None) for name in config.architectures or ()]
+    named = [cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
     mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
     classes = [cls for cls in [*named, *mapped] if _is_language_model(cls, config)]
     beside = [cls for cls in _classes_beside(config) if _is_language_model(cls, config)]
     return classes or (beside if len(beside) == 1 else [])
 
 
-def _is_language_model(cls: Any, config: PreTrainedConfig) -> bool:
+def _is_language_model(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
     return (
-        isinstance(cls, type)
-        and issubclass(cls, PreTrainedModel)
-        and cls.config_class is type(config)
+        cls.config_class is type(config)
         and cls.can_generate()
         and "input_ids" in inspect.signature(cls.forward).parameters
     )

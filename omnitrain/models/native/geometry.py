@@ -19,7 +19,11 @@ _MEL = ("num_mel_bins", "n_mels", "input_feat_size", "feature_size", "num_mel_fi
 _CUSTOMARY_BINS = (128, 80)
 _WINDOW = ("n_window",)
 _SOURCE = ("max_source_positions",)
-_KINDS = {"image": ("vision", "image", "visual", "vq"), "video": ("video", "vision", "visual"), "audio": ("audio", "encoder", "speech")}
+_KINDS = {
+    "image": ("vision", "image", "visual", "vq"),
+    "video": ("video", "vision", "visual"),
+    "audio": ("audio", "encoder", "speech"),
+}
 
 
 @dataclass(frozen=True)

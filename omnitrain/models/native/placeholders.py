@@ -18,6 +18,7 @@ MODALITY_CODES = {"image": 1, "video": 2, "audio": 3}
 """Values of ``mm_token_type_ids`` in all of transformers; 0 is text."""
 
 _EXTRAS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+_MARKS = (("start_token_id", "end_token_id"), ("bos_token_id", "eos_token_id"), ("start_id", "end_id"))
 _STEMS = {
     "image": ("image", "img", "media", "vision"),
     "video": ("video", "media", "image"),
@@ -26,14 +27,17 @@ _STEMS = {
 _FORMS = ("{}_token_id", "{}_token_index", "{}_placeholder_id", "{}_placeholder_token_id", "{}_soft_token_id")
 
 
-def token_ids(config: PreTrainedConfig, modality: str) -> Iterator[int]:
-    """Ids that may be the modality's placeholder, the likeliest first (videos of some models are marked as images)."""
+def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Iterator[int]:
+    """Ids below ``vocabulary`` that may be the modality's placeholder, the likeliest first.
+
+    The rows of videos are marked as images' by some models.
+    """
     seen: set[int] = set()
     for stem in _STEMS[modality]:
         for form in _FORMS:
             for _, node in config_nodes(config):
                 value = getattr(node, form.format(stem), None)
-                if isinstance(value, int) and value >= 0 and value not in seen:
+                if isinstance(value, int) and 0 <= value < vocabulary and value not in seen:
                     seen.add(value)
                     yield value
 
@@ -101,12 +105,22 @@ class TokenExtras:
         return (np.arange(ids.size) >= int(np.argmax(answer))).astype(np.int64)
 
 
+def marks(config: PreTrainedConfig, modality: str) -> tuple[int, int] | None:
+    """Ids that open and close a medium's placeholders, if the config names them."""
+    stems = (modality,) if modality == "audio" else (modality, "vision")
+    for stem in stems:
+        for opening, closing in _MARKS:
+            first, last = (_first_id(config, f"{stem}_{name}") for name in (opening, closing))
+            if first is not None and last is not None:
+                return first, last
+    return None
+
+
 def video_marks(config: PreTrainedConfig, tokens: Mapping[str, int]) -> tuple[int, int] | None:
     """Ids that open and close a video, where videos and images have the same placeholder."""
     if "video" not in tokens or tokens["video"] != tokens.get("image"):
         return None
-    found = [_first_id(config, name) for name in ("video_start_token_id", "video_end_token_id")]
-    return (found[0], found[1]) if found[0] is not None and found[1] is not None else None
+    return marks(config, "video")
 
 
 def _first_id(config: PreTrainedConfig, name: str) -> int | None:

@@ -6,9 +6,9 @@ import copy
 import functools
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -72,11 +72,11 @@ class PositionFunction:
 
     def _own(self, ids: Tensor, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> Tensor | None:
         assert self.config is not None
-        function = _function(self.model, self.config)
+        function = _function(cast(Hashable, self.model), self.config)
         known = {name: torch.as_tensor(value) for name, value in features.items() if value is not None}
         known |= {name: torch.as_tensor(value)[None] for name, value in extras.items()}
         known |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "inputs_embeds": torch.empty(*ids.shape, 1)}
-        arguments = {}
+        arguments: dict[str, Tensor | None] = {}
         for name, parameter in inspect.signature(function).parameters.items():
             value = _named(name, known)
             if value is not None:
@@ -87,8 +87,8 @@ class PositionFunction:
             result = function(**arguments)
         except (StopIteration, RuntimeError, IndexError, ValueError, TypeError) as error:
             raise UserError(
-                f"{self.model.__name__} cannot place this sample's media ({type(error).__name__}: {error}); it was given "
-                f"{', '.join(sorted(features)) or 'none'}"
+                f"{self.model.__name__} cannot place this sample's media ({type(error).__name__}: {error}); "
+                f"it was given {', '.join(sorted(features)) or 'none'}"
             ) from error
         return result[0] if isinstance(result, tuple) else result
 
@@ -108,7 +108,7 @@ def config_json(config: PreTrainedConfig) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _function(model: type[PreTrainedModel], config: str) -> Any:
+def _function(model: Any, config: str) -> Any:
     values = json.loads(config)
     full = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device("meta"):

@@ -116,7 +116,7 @@ class NativeRows:
     def as_output(self) -> Any:
         """What the feature method would have returned for these items in one call."""
         fields = {name: self._built(node) for name, node in self.layout.fields.items()}
-        return fields[""] if self.layout.output is None else self.layout.output(**fields)
+        return fields[""] if self.layout.output is None else _with_fields(self.layout.output, fields)
 
     def _built(self, node: Any) -> Any:
         if isinstance(node, _Rows):
@@ -233,6 +233,15 @@ def _row_numbers(value: Any) -> Iterator[int]:
             yield from _row_numbers(item)
 
 
+def _with_fields(output: type, values: dict[str, Any]) -> Any:
+    """An output object; some models add attributes that its class does not declare."""
+    declared = {name for name in values if name in output.__dataclass_fields__}  # type: ignore[attr-defined]
+    made = output(**{name: values[name] for name in declared})
+    for name in set(values) - declared:
+        setattr(made, name, values[name])
+    return made
+
+
 def _fields(output: Any, used: Sequence[str]) -> dict[str, Any]:
     if isinstance(output, ModelOutput):
         return {name: getattr(output, name, None) for name in used}
@@ -252,7 +261,7 @@ def _num_rows(value: Tensor) -> int:
 
 
 def _masks(values: dict[str, Any], rows: int) -> dict[torch.Size, _Validity]:
-    found = {}
+    found: dict[torch.Size, _Validity] = {}
     for value in values.values():
         if _is_mask(value):
             for valid in (True, False):
@@ -320,7 +329,8 @@ class Watched:
         self.output = output
         if not isinstance(output, ModelOutput):
             return
-        looked, known = self.fields, set(output.keys())
+        values = {name: getattr(output, name) for name in {**vars(output), **output}}
+        looked, known = self.fields, set(values)
 
         class Watching(type(output)):  # type: ignore[misc]
             def __getattribute__(self, name: str) -> Any:
@@ -331,5 +341,5 @@ class Watched:
             def __getitem__(self, key: Any) -> Any:
                 return getattr(self, key) if isinstance(key, str) else getattr(self, list(self.keys())[key])
 
-        self.output = type(output)(**{name: getattr(output, name) for name in known})
+        self.output = _with_fields(type(output), values)
         object.__setattr__(self.output, "__class__", Watching)
