@@ -10,6 +10,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES = {
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
+    "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
 }
 
 
