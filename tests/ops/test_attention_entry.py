@@ -105,10 +105,23 @@ def test_each_argument_has_one_place() -> None:
     attend(CausalLayer(), *draw(), spec, **dict.fromkeys(IRRELEVANT, 1))
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices"])
-def test_a_choice_of_keys_left_to_attention_is_refused_without_packing_too(name: str) -> None:
-    with pytest.raises(UserError, match=name):
-        attend(CausalLayer(), *draw(), None, **{name: torch.zeros(1)})
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_keys_that_a_model_leaves_to_attention_are_the_only_ones_seen(dtype: torch.dtype) -> None:
+    """Models scatter their choice into the mask themselves for implementations called sdpa and eager only."""
+    indices = torch.arange(13)[None, :, None].expand(1, 13, 2) // torch.tensor([1, 2])  # its own place, and half of it
+    seen = torch.ones(1, 1, 13, 13, dtype=torch.bool).tril()
+    mask = seen if dtype == torch.bool else torch.where(seen, 0.0, torch.finfo(dtype).min)
+    found, _ = attend(CausalLayer(), *draw(), mask, indices=indices)
+    chosen = torch.zeros(1, 1, 13, 13, dtype=torch.bool).scatter(-1, indices[:, None], True)
+    expected, _ = attend(CausalLayer(), *draw(), chosen)
+    assert close(found, expected)
+    with pytest.raises(UserError, match="leaves indices to its attention, but makes no mask"):
+        attend(CausalLayer(), *draw(), None, indices=indices)
+
+
+def test_blocks_of_keys_left_to_attention_are_refused_without_packing_too() -> None:
+    with pytest.raises(UserError, match="CausalLayer leaves block_indices to its attention"):
+        attend(CausalLayer(), *draw(), None, block_indices=torch.zeros(1))
 
 
 def test_sinks_and_soft_cap_reach_the_backend() -> None:

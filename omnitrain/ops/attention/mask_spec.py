@@ -16,10 +16,18 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from omnitrain.errors import UserError
+
+_NO_TENSOR = "the mask of a packed row is a description, no tensor"
+
 # (batch index, head index, query index, key index) -> may the query see the key; indices broadcast.
 MaskFunction = Callable[..., torch.Tensor]
 
 Made = TypeVar("Made")
+
+
+class MaskUseError(UserError, AttributeError, TypeError):
+    """A model computes on the attention mask of a packed row instead of handing it on."""
 
 
 class MaskSpec:
@@ -60,7 +68,10 @@ class MaskSpec:
         self._made: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name!r}: this model computes on its attention mask, which in a packed row is no tensor")
+        raise MaskUseError(f"this model asks its attention mask for {name!r}, so it cannot be packed: {_NO_TENSOR}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MaskUseError(f"this model cuts its attention mask, so it cannot be packed: {_NO_TENSOR}")
 
     def __repr__(self) -> str:
         window = f" of {self.window}" if self.window else ""

@@ -16,8 +16,9 @@ SDPA, EAGER = "sdpa", "eager"
 
 # Only the model's own code computes these: transformers' sdpa raises on one and ignores the other.
 _EAGER_ONLY = ("softcap", "s_aux")
-# Arguments by which a model leaves a choice of keys to its attention, where sdpa would ignore them.
-_SPARSE = ("indices", "block_indices")
+# Where the implementation is not called sdpa or eager, models leave their choice of keys to attention, by these: the
+# key of each index is seen, or a block of keys, which only the model's own code can tell.
+_CHOSEN_KEYS, _CHOSEN_BLOCKS = "indices", "block_indices"
 
 
 def plain_mask(implementation: str, **arguments: Any) -> torch.Tensor | None:
@@ -39,9 +40,10 @@ def plain_attention(
     Raises:
         UserError: neither honours an argument.
     """
-    sparse = [name for name in _SPARSE if kwargs.get(name) is not None]
-    if sparse:
-        raise UserError(f"{type(module).__name__} leaves {sparse[0]} to its attention; omnitrain does not honour it")
+    if kwargs.get(_CHOSEN_BLOCKS) is not None:
+        raise UserError(f"{type(module).__name__} leaves {_CHOSEN_BLOCKS} to its attention, which is not honoured")
+    if (indices := kwargs.pop(_CHOSEN_KEYS, None)) is not None:
+        attention_mask = _of_chosen_keys(module, attention_mask, indices, key.size(2))
     if implementation == EAGER:
         return own_eager(module)(module, query, key, value, attention_mask, **kwargs)
     if implementation == SDPA and any(kwargs.get(name) is not None for name in _EAGER_ONLY):
@@ -63,6 +65,17 @@ def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
     if function is None:
         raise UserError(f"{type(module).__name__} has no eager attention of its own, which this call needs")
     return function
+
+
+def _of_chosen_keys(
+    module: torch.nn.Module, mask: torch.Tensor | None, indices: torch.Tensor, num_keys: int
+) -> torch.Tensor:
+    """``mask`` where ``indices`` ``[B, T, chosen]`` name the key, else closed: what models do for sdpa and eager."""
+    if mask is None:
+        raise UserError(f"{type(module).__name__} leaves {_CHOSEN_KEYS} to its attention, but makes no mask")
+    closed = torch.ones(*indices.shape[:2], num_keys, dtype=torch.bool, device=mask.device)
+    closed = closed.scatter(-1, indices.long(), False).unsqueeze(1)
+    return mask & ~closed if mask.dtype == torch.bool else mask.masked_fill(closed, torch.finfo(mask.dtype).min)
 
 
 def _additive(
