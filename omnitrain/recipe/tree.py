@@ -162,7 +162,7 @@ class Data(Strict):
     workers: int = Field(
         1,
         ge=0,
-        description="Background processes: one makes the packs, the others prepare rows for it; a single one does both.",
+        description="Background processes: one makes packs, the others prepare rows for it; a single one does both.",
     )
 
 
