@@ -25,6 +25,7 @@ from omnitrain.errors import TrainingError, UserError
 Item = TypeVar("Item")
 
 _POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 10.0  # for what a closed stream's process still has in hand
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -68,6 +69,8 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
             raise item.error
     finally:
         hang_up()
+        process.join(_PATIENCE_SECONDS)
+        process.kill()  # it hangs, or is long gone
         process.join()
 
 
