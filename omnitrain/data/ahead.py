@@ -25,6 +25,7 @@ from omnitrain.errors import TrainingError, UserError
 Item = TypeVar("Item")
 
 _POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 10.0  # for what a closed stream's process still has in hand
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -49,9 +50,7 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
         TrainingError: the process was killed, or stopped by an exception that is not the user's mistake.
     """
     ours, theirs = socket.socketpair()
-    process = multiprocessing.Process(
-        target=_produce, args=(make_items, depth, theirs, os.getpid()), name="run_ahead", daemon=False
-    )
+    process = multiprocessing.Process(target=_produce, args=(make_items, depth, theirs), name="run_ahead", daemon=False)
     process.start()
     theirs.close()
     # At exit, too: multiprocessing would wait there for a process that waits for its reader.
@@ -70,6 +69,8 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
             raise item.error
     finally:
         hang_up()
+        process.join(_PATIENCE_SECONDS)
+        process.kill()  # it hangs, or is long gone
         process.join()
 
 
@@ -80,25 +81,23 @@ def _hang_up(connection: socket.socket) -> None:
     connection.close()
 
 
-def follow_main_process(parent: int) -> None:
+def follow_main_process() -> None:
     """Leave signals to the process that started this one, take one thread, and end when that process ends.
 
     Ctrl-C and a scheduler's SIGTERM reach the whole group: the main process answers them.
-
-    Args:
-        parent: process id of the starter.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it ended before the line above
         os._exit(1)
     torch.set_num_threads(1)
 
 
-def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, out: socket.socket, parent: int) -> None:
-    follow_main_process(parent)
+def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, out: socket.socket) -> None:
+    follow_main_process()
     error: Exception | None = None
     with contextlib.suppress(ConnectionError):  # nobody reads any more
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +180,7 @@ class _Packer:
             sampler=self.draws,
             num_workers=helpers,
             collate_fn=list,
-            worker_init_fn=functools.partial(_start_helper, parent=os.getpid()),
+            worker_init_fn=_start_helper,
             prefetch_factor=8 if helpers else None,
             generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
         )
@@ -203,8 +202,8 @@ class _Draws(Sampler[Draw]):
         yield from self.order.draws(self.next_index)
 
 
-def _start_helper(_: int, parent: int) -> None:
-    follow_main_process(parent)
+def _start_helper(_: int) -> None:
+    follow_main_process()
 
 
 def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dict[str, Sample | Rejected | UserError]:

@@ -176,7 +176,11 @@ class Data(Strict):
     cached_samples: int = Field(
         0, ge=0, description="Prepared samples that each worker keeps: data that fits is decoded once, not every epoch."
     )
-    workers: int = Field(1, ge=0, description="Background processes that decode and tokenise.")
+    workers: int = Field(
+        1,
+        ge=0,
+        description="Background processes: one makes packs, the others prepare rows for it; a single one does both.",
+    )
 
     @model_validator(mode="after")
     def _one_chat_format(self) -> Data:
