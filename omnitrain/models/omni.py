@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from omnitrain.data.native import NativeInputs
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
@@ -19,6 +20,7 @@ from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
+from omnitrain.models.native import native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
 
@@ -95,9 +97,24 @@ class OmniModel(PreTrainedModel):
         return {name: self.get_submodule(name) for name in self.decoder_names}
 
     @property
-    def components(self) -> dict[str, PreTrainedModel]:
-        """Component name -> module, the foundation first."""
-        return {"foundation": self.foundation, **self.encoders, **self.decoders}
+    def components(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """Component name -> its parameters by their names in this model, the foundation first.
+
+        The modalities that the foundation reads by itself are components of their own (``image_encoder``, ...), and
+        ``foundation`` is the rest of it.
+        """
+        own = dict(self.foundation.named_parameters(prefix="foundation"))
+        found = {
+            name: {path: own[path] for path in (f"foundation.{p}" for p in paths)}
+            for name, paths in self.runner.native.components.items()
+        }
+        attached = {name: self.get_submodule(name) for name in (*self.encoder_names, *self.decoder_names)}
+        return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+
+    @property
+    def native_inputs(self) -> NativeInputs:
+        """What the data side must know of the modalities that the foundation reads by itself; often none."""
+        return native_inputs(self.runner.native)
 
     def media_adapters(self) -> tuple[dict[str, ComponentAdapter], dict[str, ComponentAdapter]]:
         """``(readers, writers)``: the weightless side of encoders and decoders, for :class:`OmniProcessor`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from torch import nn
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import plain_implementation
@@ -32,23 +33,34 @@ class ComponentRow:
 
 def component_rows(model: OmniModel) -> list[ComponentRow]:
     """The table that start-up prints."""
-    return [_row(model, name, module) for name, module in model.components.items()]
+    return [_row(model, name, parameters) for name, parameters in model.components.items()]
 
 
-def _row(model: OmniModel, name: str, module: Any) -> ComponentRow:
-    parameters = list(module.parameters())
-    inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
+def _row(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]) -> ComponentRow:
+    own = list(parameters.values())
     return ComponentRow(
         name=name,
-        class_name=type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else ""),
-        parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        ops=_ops(model, name, module),
+        class_name=_class_name(model, name, parameters),
+        parameters=sum(p.numel() for p in own),
+        trainable=sum(p.numel() for p in own if p.requires_grad),
+        dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
+        ops=_ops(model, name),
     )
 
 
-def _ops(model: OmniModel, name: str, module: Any) -> str:
+def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]) -> str:
+    if name in model.runner.native.components and name != "foundation":
+        # Where its parameters live in the foundation: the first modules that are not the whole of it.
+        return ", ".join(sorted({".".join(path.split(".")[1:3]) for path in parameters}))
+    module = model.get_submodule(name)
+    inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
+    return type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else "")
+
+
+def _ops(model: OmniModel, name: str) -> str:
+    if name in model.runner.native.components and name != "foundation":
+        return ""
+    module = model.get_submodule(name)
     layers = [m for m in module.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
     names = sorted({plain_implementation(layer.config) for layer in layers})
     shown = [f"attention: {', '.join(names)}"] if names else []

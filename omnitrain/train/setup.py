@@ -12,10 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.renderer import Renderer
+from omnitrain.data.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
-from omnitrain.models.hf import require_folder
+from omnitrain.models.hf import as_dict, require_folder
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Recipe
 
@@ -41,13 +43,12 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     except Exception as error:  # each HF class refuses in its own way
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{_refused_part(parts)}: cannot be built from this config: {reason}") from error
-    tokenizer = _tokenizer(recipe)
     readers, writers = model.media_adapters()
-    chat = recipe.data.chat or ChatFormat()
-    _add_chat_tokens(tokenizer, chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities})
-    _fit_vocabulary(model, tokenizer)
+    attached = {modality for adapter in (*readers.values(), *writers.values()) for modality in adapter.modalities}
+    renderer = _renderer(recipe, model, attached)
+    _fit_vocabulary(model, renderer.tokenizer)
     freeze(model, recipe.model.freeze)
-    return model, OmniProcessor(ChatRenderer(tokenizer, chat), readers, writers)
+    return model, OmniProcessor(renderer, readers, writers)
 
 
 def load_checkpoint(
@@ -71,8 +72,8 @@ def load_checkpoint(
     folder = newest_checkpoint(folder)
     model = build_omni_model(weights_path=str(folder), init_device=init_device)
     freeze(model, frozen or [])
-    processor = OmniProcessor.from_pretrained(folder, *model.media_adapters())
-    if chat is not None:
+    processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
+    if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
 
@@ -107,6 +108,26 @@ def _source(source: HFSource) -> Any:
     return source.path if source.path is not None else source.config
 
 
+def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
+    """The chat format: of the foundation's own processor where it has a say, else the recipe's."""
+    data, source = recipe.data, recipe.model.foundation
+    assert source is not None
+    native = model.native_inputs
+    starts = data.chat or ChatFormat()
+    marks = [getattr(starts, modality) for modality in sorted(attached)]
+    named = data.processor or (source.path if native.placeholders else None)
+    if named is not None:
+        renderer = TemplateRenderer.from_recipe(data, named, native)
+        _add_tokens(renderer.tokenizer, marks)
+        return renderer
+    tokenizer = _tokenizer(recipe)
+    if data.chat is None and tokenizer.chat_template:
+        _add_tokens(tokenizer, marks)
+        return TemplateRenderer(tokenizer, starts=starts)
+    _add_tokens(tokenizer, [starts.end, *marks])
+    return ChatRenderer(tokenizer, starts)
+
+
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     assert recipe.model.foundation is not None
     path = recipe.model.tokenizer or recipe.model.foundation.path
@@ -119,9 +140,8 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         raise UserError(f"model.tokenizer: no tokenizer at {path!r}: {str(error).splitlines()[0]}") from None
 
 
-def _add_chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, modalities: set[str]) -> None:
-    """The end of a message and the starts of media become special tokens where the tokenizer does not have them."""
-    wanted = [chat.end, *(getattr(chat, modality) for modality in sorted(modalities))]
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> None:
+    """Ends of messages and starts of media become special tokens where the tokenizer does not have them."""
     new = [token for token in wanted if len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1]
     tokenizer.add_tokens(new, special_tokens=True)
 
@@ -131,4 +151,4 @@ def _fit_vocabulary(model: OmniModel, tokenizer: PreTrainedTokenizerBase) -> Non
     rows = model.foundation.get_input_embeddings().weight.size(0)
     if len(tokenizer) > rows:
         model.foundation.resize_token_embeddings(len(tokenizer), mean_resizing=model.device.type != "meta")
-        model.config.foundation = {**(model.config.foundation or {}), "vocab_size": len(tokenizer)}
+        model.config.foundation = as_dict(model.foundation.config)

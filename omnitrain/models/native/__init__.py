@@ -2,6 +2,7 @@
 
 from omnitrain.models.native.discover import Discovery, discover
 from omnitrain.models.native.geometry import config_nodes
+from omnitrain.models.native.inputs import native_inputs
 from omnitrain.models.native.peaked import peaked_
 from omnitrain.models.native.placeholders import TokenExtras, special_ids
 from omnitrain.models.native.port import NativePort, override
@@ -17,6 +18,7 @@ __all__ = [
     "check_rows",
     "config_nodes",
     "discover",
+    "native_inputs",
     "override",
     "peaked_",
     "special_ids",
