@@ -117,7 +117,7 @@ class TemplateRenderer:
                 trained[span.positions] = False
                 spans.append(span)
         self._check_placeholders(tokens, spans)
-        token_inputs = {name: self._token_input(name, tokens, inserts) for name in self.native.token_inputs}
+        token_inputs = self._token_inputs(tokens, trained, inserts)
         self._verify(row, text, tokens, token_inputs, inserts)
         return Encoded(
             input_ids=tokens.ids,
@@ -171,6 +171,14 @@ class TemplateRenderer:
             stray[span.positions] = False
         if stray.any():
             raise ValueError(f"the text itself holds {int(stray.sum())} placeholder tokens of media")
+
+    def _token_inputs(
+        self, tokens: PlacedTokens, trained: np.ndarray, inserts: Sequence[Insert]
+    ) -> dict[str, np.ndarray]:
+        if self.native.token_types is not None:
+            values = self.native.token_types(tokens.ids, trained)
+            return {name: values[name] for name in self.native.token_inputs}
+        return {name: self._token_input(name, tokens, inserts) for name in self.native.token_inputs}
 
     def _token_input(self, name: str, tokens: PlacedTokens, inserts: Sequence[Insert]) -> np.ndarray:
         native = [insert for insert in inserts if isinstance(insert, NativeInsert)]

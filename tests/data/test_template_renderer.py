@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import io
 import pickle
@@ -303,10 +304,25 @@ def test_positions_come_from_the_given_function() -> None:
         calls.append(({m: [sorted(f) for f in items] for m, items in features.items()}, audio_in_video))
         return np.stack([np.arange(len(ids))] * 3)
 
-    processor = OmniProcessor(TemplateRenderer(made, type(native)(native.placeholders, positions=positions)), {}, {})
+    processor = OmniProcessor(TemplateRenderer(made, dataclasses.replace(native, positions=positions)), {}, {})
     samples = [sample_of(processor, "i+a+i", "b"), sample_of(processor, "text", "b")]
     assert calls[0][0]["image"] == [["image_grid_thw", "pixel_values"]] * 2 and calls[1] == ({}, False)
     assert Pack.from_samples(samples).position_ids.shape == (3, 1, sum(map(len, samples)))
+
+
+def test_token_types_come_from_the_given_function_and_must_be_the_processors() -> None:
+    made, native = FAMILIES["gemma3"]()
+
+    def types(ids: np.ndarray, trained: np.ndarray) -> dict[str, np.ndarray]:
+        return {"token_type_ids": (ids == 4) | (trained & (ids == 0))}
+
+    given = dataclasses.replace(native, token_types=types)
+    processor = OmniProcessor(TemplateRenderer(made, given), {}, {})
+    assert not sample_of(processor, "q", "b").token_inputs["token_type_ids"].any()
+    assert sample_of(processor, "i", "b").token_inputs["token_type_ids"].sum() == 4
+    wrong = dataclasses.replace(native, token_types=lambda ids, _: {"token_type_ids": ids * 0})
+    with pytest.raises(UserError, match="gives other token_type_ids"):
+        OmniProcessor(TemplateRenderer(made, wrong), {}, {}).sample(row("i", "b"))
 
 
 def test_mixed_samples_share_a_pack() -> None:
