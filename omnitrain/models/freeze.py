@@ -16,8 +16,8 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
 
     Args:
         model: changed in place.
-        names: components (``foundation``, ``image_encoder``) or modules below them (``image_encoder.tower``,
-            ``foundation.model.visual.merger``).
+        names: components (``foundation``, ``image_encoder``), or modules and parameters below them
+            (``image_encoder.tower``, ``foundation.model.visual.merger``).
 
     Raises:
         UserError: a name that matches no parameter; the nearest name is suggested.
@@ -25,7 +25,7 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
     components = model.components
     modules = dict(model.named_modules())
     for name in names:
-        matched = list(components[name].values() if name in components else _below(modules.get(name)))
+        matched = list(components[name].values() if name in components else _below(modules, name))
         if not matched:
             candidates = sorted({*components, *(path for path in modules if path.count(".") <= name.count("."))})
             close = nearest(name, candidates)
@@ -35,5 +35,11 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def _below(module: nn.Module | None) -> Iterator[nn.Parameter]:
-    return iter(()) if module is None else module.parameters()
+def _below(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Parameter]:
+    if name in modules:
+        yield from modules[name].parameters()
+    else:
+        owner, _, attribute = name.rpartition(".")
+        parameter = getattr(modules.get(owner), attribute, None)
+        if isinstance(parameter, nn.Parameter):
+            yield parameter

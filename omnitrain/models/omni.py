@@ -14,7 +14,7 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components import ComponentAdapter
-from omnitrain.models.contract import contract_of
+from omnitrain.models.contract.check import contract_of
 from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig

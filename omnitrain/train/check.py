@@ -11,9 +11,12 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.hf import config_at
+from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.recipe import Recipe
-from omnitrain.train.display import console, quiet_libraries, show_components
+from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.setup import build_from_recipe
 from omnitrain.train.trial import forward_problems, weights_problems
@@ -41,7 +44,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     problems += weights_problems(recipe.model)
     runs = built and attempt(lambda: built[0].runner)
     if runs:
-        show_components(component_rows(built[0]))
+        _show_model(built[0])
         broken = forward_problems(built[0])
         problems += broken
         runs = not broken
@@ -51,6 +54,26 @@ def check_recipe(recipe: Recipe) -> list[str]:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens)
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     return list(dict.fromkeys(problems))
+
+
+def check_model(path: str) -> None:
+    """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
+
+    Args:
+        path: Hub id or folder.
+
+    Raises:
+        UserError: there is no model, or it cannot be trained here; names what was measured.
+    """
+    quiet_libraries()
+    is_omni = isinstance(config_at(path), OmniConfig)
+    parts: dict[str, Any] = {"config_path": path} if is_omni else {"foundation": path}
+    _show_model(build_omni_model(**parts, init_device="meta"))
+
+
+def _show_model(model: OmniModel) -> None:
+    show_components(component_rows(model))
+    show_contract(model.runner.contract, in_full=True)
 
 
 def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int) -> list[str]:

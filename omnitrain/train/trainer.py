@@ -24,7 +24,7 @@ from omnitrain.optim.gradients import clip_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
 from omnitrain.train.device import use_device
-from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_scores
+from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_contract, show_scores
 from omnitrain.train.evaluate import evaluate, load_scorer
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt
@@ -129,6 +129,7 @@ class Trainer:
         train = self.recipe.train
         self.folder.open(resumed=self.resumed is not None)
         show_components(component_rows(self.model))
+        show_contract(self.model.runner.contract, in_full=False)
         metrics = MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
         self.stopwatch = Stopwatch()
         with (

@@ -20,6 +20,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         placeholders=discovery.token_ids,
         token_inputs=discovery.extras.names,
         positions=SamplePositions(discovery.positions),
+        token_types=discovery.extras,
     )
 
 
