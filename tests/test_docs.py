@@ -53,7 +53,7 @@ def test_omnitrain_command_parses_and_its_recipe_and_overrides_resolve(
 
 def recipe_of(arguments: dict[str, Any], copies: dict[str, str]) -> Path:
     """The recipe of a command; what an `omnitrain cp` of the docs would write stands for its source."""
-    name = arguments.get("recipe") or arguments["name"]
+    name = arguments.get("recipe") or arguments.get("model_or_recipe") or arguments["name"]
     return find_recipe(copies.get(name, name))
 
 

@@ -143,6 +143,14 @@ class ChatFormat(Strict):
     video: str = Field("<|video|>", description="Start token of a video.")
 
 
+class ProcessorArguments(Strict):
+    """Further arguments of every call of a HF processor, for each of its parts."""
+
+    images_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the image processor.")
+    videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the video processor.")
+    audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the feature extractor.")
+
+
 class Data(Strict):
     """Data sets, how rows become samples, how samples become packs."""
 
@@ -156,9 +164,8 @@ class Data(Strict):
         description="Folder or Hub id of a HF processor (or tokenizer), whose chat template renders the conversations. "
         "Unset: the foundation's own, where the foundation reads media by itself or `chat` is unset.",
     )
-    processor_arguments: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of every call of the HF processor: `images_kwargs`, `videos_kwargs`, ...",
+    processor_arguments: ProcessorArguments = Field(
+        default_factory=lambda: ProcessorArguments(), description="Further arguments of every call of the HF processor."
     )
     audio_in_video: bool = Field(
         False, description="Read videos together with their sound, where the HF processor can."
