@@ -33,7 +33,7 @@ def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerB
     return processor
 
 
-# Arguments by part of a processor -> the attribute that holds the part, and what transformers documents for all of them.
+# Arguments by part of a processor -> the attribute that holds the part, and what transformers documents for any such.
 _PARTS: dict[str, tuple[str, Any]] = {
     "images_kwargs": ("image_processor", ImagesKwargs),
     "videos_kwargs": ("video_processor", VideosKwargs),
