@@ -44,6 +44,10 @@ def plain_attention(
         raise UserError(f"{type(module).__name__} leaves {_CHOSEN_BLOCKS} to its attention, which is not honoured")
     if (indices := kwargs.pop(_CHOSEN_KEYS, None)) is not None:
         attention_mask = _of_chosen_keys(module, attention_mask, indices, key.size(2))
+    if attention_mask is not None and attention_mask.ndim == 2 and attention_mask.shape != (query.size(2), key.size(2)):
+        raise UserError(  # some models hand padding through where the implementation's name has "flash" in it
+            f"{type(module).__name__} hands a padding mask of shape {tuple(attention_mask.shape)} to its attention"
+        )
     if implementation == EAGER:
         return own_eager(module)(module, query, key, value, attention_mask, **kwargs)
     if implementation == SDPA and any(kwargs.get(name) is not None for name in _EAGER_ONLY):
