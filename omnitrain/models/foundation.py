@@ -111,7 +111,7 @@ class FoundationRunner:
         if port is None:
             reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
             raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
-        calls = _by_sample(batch) if modality in self.contract.by_sample else batch.groups
+        calls = self.calls(modality, batch)
         encoded = [port.encode(self.model, call.features) for call in calls]
         owners = iter(batch.samples)
         for call, rows in zip(calls, encoded, strict=True):
@@ -121,6 +121,10 @@ class FoundationRunner:
             else:  # the tower does not say which rows are whose
                 check_rows(modality, [sum(call.num_tokens)], [rows.main.size(0)], [", ".join(samples)])
         return NativeRows.cat(encoded)
+
+    def calls(self, modality: str, batch: MediaBatch) -> Sequence[MediaGroup]:
+        """The items of a batch, as the tower gets them: those that stack together in one call."""
+        return _by_sample(batch) if modality in self.contract.by_sample else batch.groups
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.

@@ -6,20 +6,31 @@ less often than the others would leave them waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.data.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 
 
-def num_calls(pack: Pack) -> dict[str, int]:
-    """How often a rank calls each component for a pack: one call for each group of items that stack."""
+def num_calls(model: Any, pack: Pack) -> dict[str, int]:
+    """How often a rank calls each component for a pack.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.OmniModel`.
+        pack: a micro-batch.
+    """
     batches: dict[str, MediaBatch] = {**pack.inputs, **pack.targets}
-    return {name: len(batch.groups) for name, batch in batches.items()}
+    return {name: len(_calls(model, name, batch)) for name, batch in batches.items()}
+
+
+def _calls(model: Any, name: str, batch: MediaBatch) -> Sequence[MediaGroup]:
+    if name.startswith(NATIVE_PREFIX):
+        return model.runner.calls(name.removeprefix(NATIVE_PREFIX), batch)
+    return batch.groups
 
 
 def idle_rows(model: Any, name: str) -> list[Tensor]:

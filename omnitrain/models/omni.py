@@ -159,7 +159,7 @@ class OmniModel(PreTrainedModel):
         media = EncodedMedia(native=self.runner.encode(pack))
         labels: dict[str, torch.Tensor] = {}
         idle: list[torch.Tensor] = []
-        made = num_calls(pack)
+        made = num_calls(self, pack)
         for name in sorted({*made, *(calls or {})}):
             if name in pack.targets:
                 batch = pack.targets[name]
