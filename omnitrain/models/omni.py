@@ -49,6 +49,7 @@ class OmniModel(PreTrainedModel):
     config_class = OmniConfig
     base_model_prefix = ""
     _supports_sdpa = True
+    loss_backend = "auto"  # of linear_cross_entropy
 
     def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""
@@ -110,7 +111,9 @@ class OmniModel(PreTrainedModel):
         def text_loss(hidden: torch.Tensor, head: Any) -> torch.Tensor:
             rows, labels = hidden[0, pack.text_rows], pack.text_labels
             bias = getattr(head, "bias", None)
-            losses["text"] = linear_cross_entropy(rows, head.weight, labels, bias, count=labels.numel())
+            losses["text"] = linear_cross_entropy(
+                rows, head.weight, labels, bias, count=labels.numel(), backend=self.loss_backend
+            )
             return hidden
 
         hidden = self.run_foundation(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import ATTENTION_NAME
+from omnitrain.ops.fuse import FusedOp
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class ComponentRow:
     ops: str
 
 
-def component_rows(model: OmniModel) -> list[ComponentRow]:
-    """The table that start-up prints."""
-    return [_row(name, module) for name, module in model.components.items()]
+def component_rows(model: OmniModel, fused: Mapping[str, Mapping[str, FusedOp]] | None = None) -> list[ComponentRow]:
+    """The table that start-up prints; ``fused``: component name -> what :func:`fuse_ops` did there."""
+    return [_row(name, module, (fused or {}).get(name, {})) for name, module in model.components.items()]
 
 
-def _row(name: str, module: Any) -> ComponentRow:
+def _row(name: str, module: Any, fused: Mapping[str, FusedOp]) -> ComponentRow:
     parameters = list(module.parameters())
     inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
     return ComponentRow(
@@ -44,12 +46,17 @@ def _row(name: str, module: Any) -> ComponentRow:
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        ops=_ops(module),
+        ops=", ".join(
+            [
+                *_attention(module),
+                *(f"{op} ({done.classes.total()}): {done.backend}" for op, done in fused.items() if done.classes),
+            ]
+        ),
     )
 
 
-def _ops(module: Any) -> str:
+def _attention(module: Any) -> list[str]:
     layers = [m for m in module.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
     names = {layer.config._attn_implementation_internal for layer in layers}
     shown = {"segment sdpa" if name == ATTENTION_NAME else str(name) for name in names}
-    return f"attention: {', '.join(sorted(shown))}" if shown else ""
+    return [f"attention: {'+'.join(sorted(shown))}"] if shown else []

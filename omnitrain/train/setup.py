@@ -15,7 +15,10 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import require_folder
 from omnitrain.models.omni import OmniModel
-from omnitrain.recipe import ChatFormat, HFSource, Recipe
+from omnitrain.ops.backends import choose
+from omnitrain.ops.cross_entropy import CROSS_ENTROPY
+from omnitrain.ops.fuse import FusedOp, fuse_ops
+from omnitrain.recipe import ChatFormat, HFSource, Ops, Recipe
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -73,6 +76,24 @@ def load_checkpoint(
     if chat is not None:
         processor = OmniProcessor(processor.tokenizer, chat, *model.media_adapters())
     return model, processor
+
+
+def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
+    """Run the foundation and the encoders by the backends of ``model.ops``, and every loss.
+
+    Media tokenizers keep their own code: another rounding would make other codes.
+
+    Returns:
+        Component name -> what was done there.
+
+    Raises:
+        UserError: a backend cannot run on the model's device.
+    """
+    choose("cross_entropy", CROSS_ENTROPY, ops.cross_entropy, model.device)
+    for part in (model, *model.decoders.values()):
+        part.loss_backend = ops.cross_entropy
+    wanted = ops.model_dump(exclude={"cross_entropy"})
+    return {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
 
 
 def _source(source: HFSource) -> Any:

@@ -24,6 +24,7 @@ from omnitrain.data.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
+from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.recipe import Recipe
@@ -33,7 +34,7 @@ from omnitrain.train.evaluate import evaluate, load_scorer
 from omnitrain.train.interrupt import Interrupt
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.samples import save_samples
-from omnitrain.train.setup import build_from_recipe, load_checkpoint
+from omnitrain.train.setup import build_from_recipe, load_checkpoint, use_ops
 
 
 class NonFiniteError(TrainingError):
@@ -99,6 +100,8 @@ class Trainer:
         )
         require_heads(recipe, self.model.decoders)
         self.model.to(self.device).train()
+        self.ops = use_ops(self.model, recipe.model.ops)
+        self.compiled = self._compiled()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer)
         self.step, self.steps_without_targets, self.seconds = 0, 0, 0.0
         state = self._restore(checkpoint) if checkpoint else LoaderState()
@@ -120,7 +123,9 @@ class Trainer:
         """
         train = self.recipe.train
         self._open_folder()
-        show_components(component_rows(self.model))
+        show_components(component_rows(self.model, self.ops))
+        if self.compiled is not None:
+            console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         metrics = MetricsFile(self.folder / "metrics.jsonl", resume_step=self.step)
         self.stopwatch = Stopwatch()
         with (
@@ -174,6 +179,8 @@ class Trainer:
                 loss.backward()
                 total += loss.detach()
             self.meter.add(pack, losses)
+        if self.compiled is not None:
+            self.compiled.check()
         norm = clip_gradients(self.model.parameters(), settings.max_grad_norm)
         loss_value, norm_value = total.item(), norm.item()
         if not (torch.isfinite(total) and torch.isfinite(norm)):
@@ -200,12 +207,20 @@ class Trainer:
             "memory_mb": peak_memory_mb(self.device),
             "rejected": len(self.loader.rejected),
             "steps_without_targets": self.steps_without_targets,
+            "recompiles": self.compiled.recompiles if self.compiled else 0,
         }
+
+    def _compiled(self) -> CompiledBlocks | None:
+        settings = self.recipe.train.compile
+        if not settings.enabled:
+            return None
+        return compile_blocks(self.model.foundation, max_recompiles=settings.max_recompiles)
 
     def _checkpoint_to_resume(self) -> Path:
         checkpoint = self.store.latest()
         begun = Recipe.load(str(self.folder / "recipe.yaml"))
-        if begun.model != self.recipe.model:
+        same_ops = {"ops": self.recipe.model.ops}
+        if begun.model.model_copy(update=same_ops) != self.recipe.model:
             raise UserError(
                 f"{self.folder} was begun with another `model` than this recipe's; resume it with its own recipe "
                 f"({self.folder / 'recipe.yaml'}), or start a new run from it: model.checkpoint={self.folder}"
@@ -270,7 +285,8 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         if self.recipe.evaluation is None:
             return {}
-        with console.status("evaluation") as status:
+        eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
+        with console.status("evaluation") as status, eager:
             result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         (self.folder / "eval.json").write_text(json.dumps(scores | {"losses": result.losses}, indent=2) + "\n")
