@@ -77,6 +77,7 @@ class FoundationRunner:
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
+        self.loss_backend = "auto"  # of linear_cross_entropy
         self.own_attention: tuple[str, ...] = ()
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
@@ -139,6 +140,7 @@ class FoundationRunner:
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
         labels, states, losses = pack.text_labels, [], []
+        count = labels.numel()
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
@@ -146,7 +148,8 @@ class FoundationRunner:
             if self.contract.head == "plain":
                 return type(lm_head).forward(lm_head, rows[None])
             bias = getattr(lm_head, "bias", None)
-            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=labels.numel()))
+            backend = self.loss_backend
+            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
             return hidden
 
         borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
@@ -221,10 +224,11 @@ def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRow
         embeds: Tensor = type(embedding).forward(embedding, ids)
         if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
             return embeds
-        flat = embeds.flatten(0, 1)
-        for part in inserted:
-            flat = flat.index_copy(0, part.positions, part.rows.to(flat.dtype))
-        return flat.view_as(embeds)
+        length = ids.size(1)
+        for part in inserted:  # the result is no view: a compiled first block would differ from the others by that
+            where = (part.positions // length, part.positions % length)
+            embeds = embeds.index_put(where, part.rows.to(embeds.dtype))
+        return embeds
 
     return forward
 

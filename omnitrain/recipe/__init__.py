@@ -5,6 +5,7 @@ from omnitrain.recipe.shipped import copy_recipe, find_recipe, list_recipes, rec
 from omnitrain.recipe.tree import (
     ChatFormat,
     Columns,
+    Compile,
     Data,
     DataSource,
     Decoder,
@@ -12,6 +13,7 @@ from omnitrain.recipe.tree import (
     Evaluation,
     HFSource,
     Model,
+    Ops,
     Optimizer,
     Projector,
     Recipe,
@@ -22,6 +24,7 @@ from omnitrain.recipe.tree import (
 __all__ = [
     "ChatFormat",
     "Columns",
+    "Compile",
     "Data",
     "DataSource",
     "Decoder",
@@ -29,6 +32,7 @@ __all__ = [
     "Evaluation",
     "HFSource",
     "Model",
+    "Ops",
     "Optimizer",
     "Projector",
     "Recipe",
