@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.located import located
+from omnitrain.recipe.parallel import ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
+from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
-
-
-class Strict(BaseModel):
-    """A node of the tree: unknown keys are refused, assignments are validated."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
 class HFSource(Strict):
@@ -301,6 +297,7 @@ class Recipe(Strict):
     model: Model = Field(description="The omni model.")
     data: Data = Field(description="Data sets and packing.")
     train: Train = Field(default_factory=Train, description="The training loop.")
+    parallel: ParallelPlan = Field(default_factory=ParallelPlan, description="How components lie on many ranks.")
     evaluation: Evaluation | None = Field(None, description="Evaluation at the end. Unset: none.")
 
     @model_validator(mode="after")
