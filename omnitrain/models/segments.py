@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
@@ -31,6 +31,7 @@ class _Segmented:
 
 @cache
 def _segmented_class(kind: type[nn.Module]) -> type[nn.Module]:
+    @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         alone: Callable[..., Any] = kind.forward
         borders = packed_borders()

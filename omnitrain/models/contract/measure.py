@@ -14,6 +14,8 @@ from omnitrain.models.foundation import EncodedMedia
 
 # Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
 TOLERANCE = 1e-3
+# What expert layers' rounding may change by with the number of rows they get.
+ROUNDING = 1e-4
 
 
 @torch.no_grad()
@@ -94,8 +96,9 @@ def packing_fact(trial: Trial) -> str | None:
         losses = trial.losses(Pack.from_samples(trial.reworded(changed)))
         for case in trial.cases:
             index = case.probe.sample.index
-            if index not in changed and not torch.equal(losses[index], together[index]):
-                return f"other words in the samples beside it change {_what(case)}"
+            error = relative(losses[index], together[index])
+            if index not in changed and not error <= ROUNDING:
+                return f"other words in the samples beside it change {_what(case)} by {error:.1e}"
     return None
 
 

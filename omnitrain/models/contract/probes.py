@@ -63,8 +63,13 @@ def reworded(probe: Probe, words: np.ndarray) -> Sample:
 
 def ordinary_words(model: PreTrainedModel) -> np.ndarray:
     """Ids of tokens to which the config gives no meaning, ascending."""
-    vocabulary = model.get_input_embeddings().weight.size(0)
-    return np.array(sorted(set(range(vocabulary)) - special_ids(model.config)))
+    return np.array(sorted(set(range(_num_classes(model))) - special_ids(model.config)))
+
+
+def _num_classes(model: PreTrainedModel) -> int:
+    """Tokens that the head predicts, at most; some models embed more."""
+    embedded: int = model.get_input_embeddings().weight.size(0)
+    return min(embedded, getattr(model.get_output_embeddings(), "out_features", embedded))
 
 
 class _ProbeMaker:
@@ -118,7 +123,7 @@ class _ProbeMaker:
         self, index: int, ids: np.ndarray, spans: Sequence[MediaSpan], generator: np.random.Generator
     ) -> Probe:
         placeholders = [port.token_id for port in self.native.ports.values()]
-        trained = ~np.isin(ids, placeholders) & (generator.random(len(ids)) < 0.8)
+        trained = ~np.isin(ids, placeholders) & (ids < _num_classes(self.model)) & (generator.random(len(ids)) < 0.8)
         if self.native.extras.marks_answer:  # what is trained on follows what is not
             trained &= np.arange(len(ids)) >= len(ids) - 4
         token_inputs = self.native.extras(ids, trained)

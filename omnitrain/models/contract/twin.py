@@ -150,8 +150,9 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
             setattr(node, name, new if isinstance(getattr(node, name), (list, tuple)) else new[0])
     full = text.vocab_size
     for node in nodes:
-        if getattr(node, "vocab_size", None) == full:
-            node.vocab_size = TWIN_VOCABULARY
+        for name, value in list(vars(node).items()):
+            if name.startswith("vocab_size") and value == full:
+                setattr(node, name, TWIN_VOCABULARY)
 
 
 def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:
