@@ -55,7 +55,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, how: Sharding | None = None) -> li
             reshard_after_forward=not how.keep_unsharded,
         )
     root = fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    for module in root.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -22,7 +22,7 @@ from omnitrain.models.table import component_rows
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.recipe import Recipe
+from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.load import require_heads
 from omnitrain.train.device import use_device
 from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_contract, show_scores
@@ -83,6 +83,8 @@ class Trainer:
         """
         started = time.perf_counter()
         quiet_libraries()
+        if recipe.parallel != ParallelPlan():
+            raise UserError("parallel: a run has one process in this version; remove the key")
         self.recipe = recipe
         self.folder = RunFolder(recipe)
         self.device = use_device(recipe.train)
