@@ -269,18 +269,18 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
 
 def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
     producer = tables.owner.copy()
-    micro_batch, port = np.divmod(tables.slot, max(1, len(topology.ports)))
+    micro_batch, port = np.divmod(np.arange(len(tables.counts) * len(topology.ports)), max(1, len(topology.ports)))
     for component in topology.components:
         ports = topology.ports_of(component.name)
         if component.place == "local" or not ports:
             continue
-        chosen = np.flatnonzero((port >= ports.start) & (port < ports.stop))
+        chosen = np.flatnonzero(((port >= ports.start) & (port < ports.stop))[tables.slot])
         workers, group = _workers(topology, component)
-        problem = micro_batch[chosen] * len(workers) + group[tables.owner[chosen]]
+        problem = (micro_batch * len(workers))[tables.slot[chosen]] + group[tables.owner[chosen]]
         num_workers = np.tile([len(ranks) for ranks in workers], len(tables.counts))
         index = assign_by_cost(problem, tables.cost[chosen], num_workers)
-        first = np.cumsum([0, *(len(ranks) for ranks in workers)])
-        producer[chosen] = np.concatenate(workers)[first[problem % len(workers)] + index]
+        first = np.cumsum([0, *(len(ranks) for ranks in workers)])[:-1]
+        producer[chosen] = np.concatenate(workers)[np.tile(first, len(tables.counts))[problem] + index]
     return producer
 
 
@@ -300,9 +300,9 @@ def _work(
     cell = tables.slot * ranks + producer
     work = stable_order(cell, tables.shape)
     cell, shape = cell[work], tables.shape[work]
-    apart = np.array([port.is_one_at_a_time for port in topology.ports], dtype=bool)
+    apart = np.tile([port.is_one_at_a_time for port in topology.ports], len(tables.counts)).astype(bool)
     opens_cell = np.diff(cell, prepend=-1) != 0
-    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0) | apart[tables.slot[work] % max(1, ports)]
+    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0) | apart[tables.slot[work]]
     number = np.cumsum(opens_call)  # of the call among all
     call = number - number[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
     encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * ports * ranks)

@@ -164,8 +164,8 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTab
         counts[:batches, :, rank] = per_loss.reshape(batches, num_losses)
         tokens[:batches, rank] = np.bincount(np.repeat(np.arange(batches), per_batch), lengths, batches)
         shapes.append(own_shapes)
-        items.append(media.reshape(num_items, _ITEM))
-    slot, rows, cost, shape = np.ascontiguousarray(np.concatenate(items).T)
+        items.append(media.reshape(num_items, _ITEM).T)
+    slot, rows, cost, shape = np.concatenate(items, axis=1)
     owner = np.repeat(np.arange(topology.world_size), headers[:, 5])
     number = np.unique(np.concatenate(shapes), return_inverse=True)[1]
     first_shape = np.cumsum(headers[:, 4]) - headers[:, 4]
