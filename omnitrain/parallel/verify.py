@@ -7,6 +7,7 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from omnitrain.models.outputs import OmniOutput
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.shard import Sharding, shard
-from omnitrain.plan import Layout, parse_layout
+from omnitrain.recipe.layout import Layout, parse_layout
 
 Factory = Callable[[], PreTrainedModel] | str
 
@@ -142,8 +143,8 @@ def verify(
         batch = to_samples(model.runner.native, samples)
         reference = _trained(model, [[Pack.from_samples([sample]) for sample in batch]], rank=0)
         noise = _noise(model_factory, batch, reference)
-        limits = {"nproc": nproc, "tolerance": tolerance, "timeout_s": timeout_s}
-        rows = [_row(own, model_factory, batch, plan, reference, noise, **limits) for plan in plans]
+        run = partial(_row, own, model_factory, batch, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
+        rows = [run(plan, reference, noise) for plan in plans]
         return VerifyReport(tuple(rows), sum(p.numel() for p in model.parameters()))
     finally:
         if pool is None:
@@ -162,12 +163,12 @@ def _row(
     tolerance: float,
     timeout_s: float,
 ) -> VerifyRow:
-    if layout.world > nproc:
-        return VerifyRow(str(layout), "refused", f"needs {layout.world} ranks, {nproc} may run")
-    if unsupported := layout.degrees.keys() - {"dp_replicate", "dp_shard"}:
-        return VerifyRow(str(layout), "refused", f"{', '.join(sorted(unsupported))}: not available yet")
+    if layout.num_ranks > nproc:
+        return VerifyRow(str(layout), "refused", f"needs {layout.num_ranks} ranks, {nproc} may run")
+    if unavailable := [axis for axis in ("tp", "ulysses", "cp", "ep", "pp") if getattr(layout, axis) > 1]:
+        return VerifyRow(str(layout), "refused", f"{', '.join(unavailable)}: not available yet")
     try:
-        (outcome, *_) = pool.run(_train_on_rank, factory, batch, layout, timeout_s=timeout_s, world=layout.world)
+        (outcome, *_) = pool.run(_train_on_rank, factory, batch, layout, timeout_s=timeout_s, world=layout.num_ranks)
     except RankError as error:
         return VerifyRow(str(layout), "different", str(error))
     return _compared(str(layout), outcome, reference, noise, tolerance)
@@ -238,11 +239,10 @@ def _built(factory: Factory) -> OmniModel:
 def _train_on_rank(factory: Factory, batch: list[Sample], layout: Layout) -> _Outcome | None:
     """The part of one rank; the outcome comes back from rank 0."""
     model = _built(factory)
-    table = _micro_batches(model, batch, layout.world, layout.accumulation)
+    table = _micro_batches(model, batch, layout.num_ranks, layout.accumulation)
     if layout.recompute:
         recompute_blocks(model)
-    replicas = layout.degrees.get("dp_replicate", 1)
-    shape = (replicas, layout.world // replicas) if replicas > 1 else (layout.world,)
+    shape = (layout.dp_shard,) if layout.dp_replicate == 1 else (layout.dp_replicate, layout.dp_shard)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
     shard(model, mesh, Sharding(offload=layout.offload))
     rank = dist.get_rank()
