@@ -1,0 +1,1 @@
+"""Ranks and meshes, and what moves between ranks."""

@@ -1,0 +1,1 @@
+"""Pure planning: no process group, no device, no model."""
