@@ -1,1 +1,1 @@
-"""Layouts applied to a model from outside."""
+"""Ranks and meshes, layouts applied to a model from outside, and the proof that they do not change the math."""
