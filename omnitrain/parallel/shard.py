@@ -44,7 +44,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, how: Sharding | None = None) -> li
     """
     how = how or Sharding()
     precision = MixedPrecisionPolicy(param_dtype=how.compute_dtype, reduce_dtype=how.reduce_dtype)
-    offload = CPUOffloadPolicy() if how.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
     blocks = [(name, module) for name, module in model.named_modules() if is_block(model, name)]
     for _, block in blocks:
         fully_shard(
