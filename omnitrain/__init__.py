@@ -9,10 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omnitrain.data.loader import OmniDataCollatorWithPacking, build_dataloader
+    from omnitrain.data.chat_renderer import ChatRenderer
+    from omnitrain.data.loader import build_dataloader
     from omnitrain.data.pack import Pack
+    from omnitrain.data.packing import OmniDataCollatorWithPacking
     from omnitrain.data.processor import OmniProcessor
     from omnitrain.data.sample import MediaSpan, Sample
+    from omnitrain.data.template_renderer import TemplateRenderer
     from omnitrain.models.build import build_foundation_model, build_omni_model
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import OmniOutput
@@ -23,15 +26,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ChatRenderer": "omnitrain.data.chat_renderer",
     "LossTerm": "omnitrain.ops.cross_entropy",
     "MediaSpan": "omnitrain.data.sample",
-    "OmniDataCollatorWithPacking": "omnitrain.data.loader",
+    "OmniDataCollatorWithPacking": "omnitrain.data.packing",
     "OmniModel": "omnitrain.models.omni",
     "OmniOutput": "omnitrain.models.outputs",
     "OmniProcessor": "omnitrain.data.processor",
     "Pack": "omnitrain.data.pack",
     "Recipe": "omnitrain.recipe",
     "Sample": "omnitrain.data.sample",
+    "TemplateRenderer": "omnitrain.data.template_renderer",
     "Trainer": "omnitrain.train.trainer",
     "build_dataloader": "omnitrain.data.loader",
     "build_foundation_model": "omnitrain.models.build",
@@ -39,6 +44,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ChatRenderer",
     "LossTerm",
     "MediaSpan",
     "OmniDataCollatorWithPacking",
@@ -48,6 +54,7 @@ __all__ = [
     "Pack",
     "Recipe",
     "Sample",
+    "TemplateRenderer",
     "Trainer",
     "build_dataloader",
     "build_foundation_model",

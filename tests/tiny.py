@@ -15,6 +15,7 @@ from PIL import Image as Pillow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected, Sample
@@ -118,7 +119,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_processor(model: OmniModel) -> OmniProcessor:
     """The processor of :func:`tiny_model`."""
-    return OmniProcessor(tiny_tokenizer(), ChatFormat(**CHAT), *model.media_adapters())
+    return OmniProcessor(ChatRenderer(tiny_tokenizer(), ChatFormat(**CHAT)), *model.media_adapters())
 
 
 def png(seed: int, side: int = 8) -> bytes:
@@ -139,7 +140,7 @@ def wav(seed: int, seconds: float = 0.3, rate: int = 8000) -> bytes:
 def webp(seed: int, frames: int = 3) -> bytes:
     """A random video."""
     images = [Pillow.open(io.BytesIO(png(1000 * seed + i))) for i in range(frames)]
-    return _saved(images[0], format="WEBP", save_all=True, append_images=images[1:], lossless=True)
+    return _saved(images[0], format="WEBP", save_all=True, append_images=images[1:], lossless=True, duration=500)
 
 
 def _saved(image: Pillow.Image, **options: Any) -> bytes:

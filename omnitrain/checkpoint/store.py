@@ -46,6 +46,11 @@ class CheckpointStore:
             shutil.rmtree(old)
         return final
 
+    def clear_unfinished(self) -> None:
+        """Remove what saves that never finished left behind. Only the run that owns the folder may call it."""
+        for unfinished in self.folder.glob(".step-*.partial"):
+            shutil.rmtree(unfinished)
+
     def folder_of(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies once it is committed."""
         return self.folder / f"step-{step:08d}"

@@ -92,17 +92,34 @@ def cp(
 
 
 @app.command()
-def check(recipe: RecipeArgument, overrides: OverridesArgument = None) -> None:
-    """Resolve a recipe, build its model without memory, and print components, parameters and problems."""
+def check(
+    model_or_recipe: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_RECIPE", help="A recipe, or the folder or Hub id (org/name) of a model.")
+    ],
+    overrides: OverridesArgument = None,
+) -> None:
+    """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
+    if names_a_model(model_or_recipe) and not overrides:
+        from omnitrain.train.check import check_model
+
+        check_model(model_or_recipe)
+        return
+
     from omnitrain.recipe import load_recipe
 
-    resolved = load_recipe(recipe, overrides)
+    resolved = load_recipe(model_or_recipe, overrides)
 
     from omnitrain.train.check import check_recipe
 
     problems = check_recipe(resolved)
     if problems:
-        raise UserError("\n  ".join([f"{recipe}: problems", *problems]))
+        raise UserError("\n  ".join([f"{model_or_recipe}: problems", *problems]))
+
+
+def names_a_model(name: str) -> bool:
+    """A folder, or ``org/name`` of the Hub; recipes are files or bare names."""
+    path = Path(name)
+    return path.is_dir() or (name.count("/") == 1 and not path.is_file() and path.suffix not in (".yaml", ".yml"))
 
 
 @app.command()
@@ -133,10 +150,16 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    plugin: Annotated[
+        list[str] | None, typer.Option(metavar="MODULE", help="As in a recipe's `plugins`; may be repeated.")
+    ] = None,
 ) -> None:
     """Answer a prompt with text, images and audio."""
+    from omnitrain.recipe.plugins import import_plugin
     from omnitrain.train.answer import answer
 
+    for name in plugin or []:
+        import_plugin(name)
     _, parts = answer(
         checkpoint,
         prompt,

@@ -1,47 +1,33 @@
-"""Samples in global order -> packs, decoded ahead in background processes, resumable to the sample."""
+"""Samples in global order -> packs, made ahead in background processes, resumable to the sample."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
-import itertools
-import signal
-import sys
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from omnitrain.data.ahead import run_ahead
-from omnitrain.data.order import SampleOrder
+from omnitrain.data.ahead import follow_main_process, run_ahead
+from omnitrain.data.order import Draw, SampleOrder
 from omnitrain.data.pack import Pack
+from omnitrain.data.packing import fill_pack, num_tokens
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data
 
-Draw = tuple[int, int, int]
-
 _PACKS_AHEAD = 4
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_ROWS_PER_MESSAGE = 32  # rows that a worker prepares per message to the main process
-
-
-class OmniDataCollatorWithPacking:
-    """Collate function for a user's own ``DataLoader``: a list of samples becomes one :class:`Pack`."""
-
-    def __call__(self, samples: Sequence[Sample]) -> Pack:
-        """Lay ``samples`` end to end."""
-        return Pack.from_samples(samples)
+_ROWS_PER_MESSAGE = 32  # rows that a decoding process prepares per message
 
 
 class _PreparedRows(Dataset[Any]):
-    """Prepares rows in the workers.
+    """Prepares rows, in whatever process.
 
     A mistake of the user's comes back as a value: raised there, it would arrive as a worker's traceback.
     """
@@ -49,8 +35,7 @@ class _PreparedRows(Dataset[Any]):
     def __init__(
         self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int | None, cached: int = 0
     ) -> None:
-        self.sources, self.processor, self.max_tokens = sources, processor, max_tokens
-        self._prepared = functools.lru_cache(maxsize=cached)(self._prepare)
+        self.sources, self.processor, self.max_tokens, self.cached = sources, processor, max_tokens, cached
 
     def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
         index, source, row = draw
@@ -59,17 +44,37 @@ class _PreparedRows(Dataset[Any]):
         except UserError as error:
             return error
 
+    @functools.cached_property  # made at the first use: a cache cannot travel to another process
+    def _prepared(self) -> Any:
+        return functools.lru_cache(maxsize=self.cached)(self._prepare)
+
     def _prepare(self, source: int, row: int) -> Sample | Rejected:
         return self.processor.sample(self.sources[source][row], max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where a loader stands: all that is needed to continue it."""
+    """Where a loader stands: all that is needed to continue it.
+
+    Attributes:
+        next_index: global index of the first sample not drawn yet.
+        held: indices of samples that were drawn and are in no pack yet, oldest first.
+        rejected: rows skipped so far.
+    """
 
     next_index: int = 0
     held: tuple[int, ...] = ()
     rejected: tuple[Rejected, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A pack, and what making it changed: the first index not drawn, samples held back, rows newly rejected."""
+
+    pack: Pack
+    next_index: int
+    held: tuple[int, ...]
+    rejected: tuple[Rejected, ...]
 
 
 class PackLoader:
@@ -79,59 +84,75 @@ class PackLoader:
 
     Attributes:
         sources: the open data sets.
+        rejected: rows skipped so far, by id.
     """
 
     def __init__(
-        self, sources: Sequence[RowSource], processor: OmniProcessor, data: Data, seed: int, state: LoaderState
+        self,
+        sources: Sequence[RowSource],
+        processor: OmniProcessor,
+        data: Data,
+        seed: int,
+        state: LoaderState,
+        alone: bool = False,
     ) -> None:
         """See :func:`build_dataloader`."""
-        self.data, self.sources = data, sources
+        self.data, self.sources, self.alone = data, sources, alone
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed)
         self.rows = _PreparedRows(sources, processor, data.pack_tokens, cached=data.cached_samples)
-        self._state = state
+        self.rejected = {row.id: row for row in state.rejected}
+        self._next_index, self._held = state.next_index, state.held
 
     def state(self) -> LoaderState:
         """How the pack handed out last left the data: what a checkpoint keeps."""
-        return self._state
-
-    @property
-    def rejected(self) -> dict[str, Rejected]:
-        """Rows skipped so far, by id."""
-        return {row.id: row for row in self._state.rejected}
+        return LoaderState(self._next_index, self._held, tuple(self.rejected.values()))
 
     def __iter__(self) -> Generator[Pack, None, None]:
-        packs = _Packer(self, self._state).packs()
-        # Closed by name: workers that the garbage collector has to end hang for five seconds.
-        with contextlib.closing(run_ahead(packs, _PACKS_AHEAD) if self.data.workers else packs) as stream:
-            for pack, self._state in stream:
-                yield pack
+        make_packs = _Packer(self.data, self.order, self.rows, self._next_index, self._held, self.alone).packs
+        # Closed by name: processes that the garbage collector has to end hang for five seconds.
+        with contextlib.closing(run_ahead(make_packs, _PACKS_AHEAD) if self.data.workers else make_packs()) as stream:
+            for packed in stream:
+                self._next_index, self._held = packed.next_index, packed.held
+                self.rejected.update({row.id: row for row in packed.rejected})
+                yield packed.pack
 
 
 class _Packer:
     """One pass of a loader: samples drawn and held back, and packs made of them."""
 
-    def __init__(self, loader: PackLoader, start: LoaderState) -> None:
-        self.data, self.order, self.rows = loader.data, loader.order, loader.rows
-        self.start, self.next_index = start, start.next_index
+    def __init__(
+        self,
+        data: Data,
+        order: SampleOrder,
+        rows: _PreparedRows,
+        next_index: int,
+        held: tuple[int, ...],
+        alone: bool = False,
+    ) -> None:
+        self.data, self.rows, self.alone = data, rows, alone
+        self.draws = _Draws(order, held, next_index)
+        self.next_index = next_index
         self.held: list[Sample] = []
         self.held_tokens = 0
+        self.num_rows = sum(order.lengths)
         self.failures = 0  # rows rejected since the last good one
-        self.rejected = {row.id: row for row in start.rejected}
+        self.rejected: list[Rejected] = []  # since the last pack
 
-    def packs(self) -> Generator[tuple[Pack, LoaderState], None, None]:
-        """Packs, each with the state behind it."""
+    def packs(self) -> Generator[_Packed, None, None]:
+        """Packs without end."""
         with contextlib.closing(self._samples()) as samples:
-            for _ in self.start.held:
+            for _ in self.draws.held:
                 self._draw(samples)
             while True:
                 while len(self.held) < self.data.packing_buffer or self.held_tokens < self.data.pack_tokens:
                     self._draw(samples)
-                chosen = fill_pack(self.held, self.data.pack_tokens)
-                self.held_tokens -= _tokens(chosen)
+                chosen = fill_pack(self.held, self.data.pack_tokens, alone=self.alone)
+                self.held_tokens -= num_tokens(chosen)
                 indices = {sample.index for sample in chosen}
                 self.held = [sample for sample in self.held if sample.index not in indices]
-                held = tuple(sample.index for sample in self.held)
-                yield Pack.from_samples(chosen), LoaderState(self.next_index, held, tuple(self.rejected.values()))
+                held, rejected = tuple(sample.index for sample in self.held), tuple(self.rejected)
+                self.rejected = []
+                yield _Packed(Pack.from_samples(chosen), self.next_index, held, rejected)
 
     def _draw(self, samples: Iterator[Sample | Rejected | UserError]) -> None:
         drawn = next(samples)
@@ -145,20 +166,22 @@ class _Packer:
             return
         if self.data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
-        self.rejected[drawn.id] = drawn
+        self.rejected.append(drawn)
         self.failures += 1
-        if self.failures >= sum(self.order.lengths):
+        if self.failures >= self.num_rows:
             raise DataError(f"every row was rejected; the last, {drawn.id!r}: {drawn.reason}")
 
     def _samples(self) -> Generator[Sample | Rejected | UserError, None, None]:
+        """Prepared rows. Of ``data.workers`` processes one makes the packs, and the others prepare rows for it."""
+        helpers = max(0, self.data.workers - 1)
         loader: DataLoader[Any] = DataLoader(
             self.rows,
-            batch_size=_ROWS_PER_MESSAGE,
-            sampler=_Draws(self.order, self.start),
-            num_workers=self.data.workers,
+            batch_size=_ROWS_PER_MESSAGE if helpers else 1,
+            sampler=self.draws,
+            num_workers=helpers,
             collate_fn=list,
-            worker_init_fn=_quiet_worker,
-            prefetch_factor=8 if self.data.workers else None,
+            worker_init_fn=_start_helper,
+            prefetch_factor=8 if helpers else None,
             generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
         )
         try:
@@ -168,30 +191,19 @@ class _Packer:
             raise TrainingError(f"a data worker ended: {error}") from error
 
 
-class _Draws(torch.utils.data.Sampler[Draw]):
+class _Draws(Sampler[Draw]):
     """The order from a state on: held samples first, then everything from ``next_index``."""
 
-    def __init__(self, order: SampleOrder, state: LoaderState) -> None:
-        self.order, self.state = order, state
+    def __init__(self, order: SampleOrder, held: tuple[int, ...], next_index: int) -> None:
+        self.order, self.held, self.next_index = order, held, next_index
 
     def __iter__(self) -> Iterator[Draw]:
-        held = set(self.state.held)
-        waiting: dict[int, Draw] = {}
-        draws = iter(self.order)
-        for draw in itertools.islice(draws, self.state.next_index):
-            if draw[0] in held:
-                waiting[draw[0]] = draw
-        yield from (waiting[index] for index in self.state.held)
-        yield from draws
+        yield from (self.order[index] for index in self.held)
+        yield from self.order.draws(self.next_index)
 
 
-def _quiet_worker(_: int) -> None:
-    """Ctrl-C and a scheduler's SIGTERM reach the whole group: the main process answers them. Its death is ours."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
+def _start_helper(_: int) -> None:
+    follow_main_process()
 
 
 def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dict[str, Sample | Rejected | UserError]:
@@ -201,45 +213,28 @@ def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dic
     return {name: rows[draw] for name, draw in firsts.items()}
 
 
-def _tokens(samples: Sequence[Sample]) -> int:
-    return sum(len(sample) for sample in samples)
+def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
+    """Prepare the first row of each kind (:meth:`RowSource.first_of_each_kind`).
 
-
-def fill_pack(held: Sequence[Sample], capacity: int) -> list[Sample]:
-    """The oldest sample, then the longest ones that still fit: dense packs in which nobody waits for ever.
-
-    Args:
-        held: samples in order of arrival, none longer than ``capacity``; not empty.
-        capacity: length of a pack, tokens.
-    """
-    chosen, free = [held[0]], capacity - len(held[0])
-    for sample in sorted(held[1:], key=lambda sample: (-len(sample), sample.index)):
-        if len(sample) <= free:
-            chosen.append(sample)
-            free -= len(sample)
-    return chosen
-
-
-def pack_all(samples: Iterable[Sample], capacity: int) -> Iterator[Pack]:
-    """Packs of a finite stream, for evaluation; every sample is used once.
+    What no component can read or write is found before training, however late in the data it comes.
 
     Raises:
-        ValueError: a sample longer than ``capacity``.
+        UserError: what the model cannot do with the data, a line each.
     """
-    held: list[Sample] = []
-    for sample in samples:
-        if len(sample) > capacity:
-            raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, a pack holds {capacity}")
-        if _tokens(held) + len(sample) > capacity:
-            yield Pack.from_samples(held)
-            held = []
-        held.append(sample)
-    if held:
-        yield Pack.from_samples(held)
+    rows = _PreparedRows(sources, processor, max_tokens=None)
+    tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
+    problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def build_dataloader(
-    data: Data, processor: OmniProcessor, *, seed: int = 0, state: LoaderState | None = None
+    data: Data,
+    processor: OmniProcessor,
+    *,
+    seed: int = 0,
+    state: LoaderState | None = None,
+    alone: bool = False,
 ) -> PackLoader:
     """The training packs of a recipe.
 
@@ -248,8 +243,9 @@ def build_dataloader(
         processor: turns rows into samples.
         seed: of the data order.
         state: continue from here (:meth:`PackLoader.state`).
+        alone: one sample per pack, for a model that cannot keep several apart (``not model.runner.contract.packs``).
 
     Raises:
         DataError: a data set that is missing, empty, or lacks a column.
     """
-    return PackLoader(open_sources(data.train), processor, data, seed, state or LoaderState())
+    return PackLoader(open_sources(data.train), processor, data, seed, state or LoaderState(), alone)

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from omnitrain.data.sample import MediaSpan, Sample
+from omnitrain.data.sample import MediaItem, MediaSpan, Sample
 
 IGNORED = -100
+
+
+@dataclass(frozen=True)
+class MediaGroup:
+    """Items of one component that stack without padding: features of the same names, types and trailing shapes.
+
+    Attributes:
+        features: the component's arguments; items concatenated along dim 0.
+        num_rows: feature -> dim-0 rows of each item.
+        num_tokens: rows that the component makes of each item.
+    """
+
+    features: dict[str, torch.Tensor]
+    num_rows: dict[str, tuple[int, ...]]
+    num_tokens: tuple[int, ...]
+
+    def split(self, sizes: Sequence[int]) -> Iterator[MediaGroup]:
+        """Runs of so many items as groups of their own, for components that must not see all at once."""
+        for start, stop in pairwise((0, *accumulate(sizes))):
+            rows = {name: counts[start:stop] for name, counts in self.num_rows.items()}
+            first = {name: sum(counts[:start]) for name, counts in self.num_rows.items()}
+            features = {name: t.narrow(0, first[name], sum(rows[name])) for name, t in self.features.items()}
+            yield MediaGroup(features, rows, self.num_tokens[start:stop])
+
+    def to(self, device: torch.device) -> MediaGroup:
+        """The same items on ``device``."""
+        moved = {name: tensor.to(device) for name, tensor in self.features.items()}
+        return MediaGroup(moved, self.num_rows, self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -19,19 +48,23 @@ class MediaBatch:
     """All items of one component in a pack.
 
     Attributes:
-        features: the component's arguments; items concatenated along dim 0.
-        positions: ``[rows]`` int64, the token that each of the component's rows fills.
-        num_tokens: rows per item.
+        groups: the items, those of one shape together; usually one group. No item is ever padded.
+        positions: ``[rows]`` int64, the token that each of the component's rows fills, in order of groups and items.
+        samples: index in the pack of each item's sample, in the same order.
     """
 
-    features: dict[str, torch.Tensor]
+    groups: tuple[MediaGroup, ...]
     positions: torch.Tensor
-    num_tokens: tuple[int, ...]
+    samples: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> tuple[int, ...]:
+        """Rows per item, in order of groups and items."""
+        return tuple(count for group in self.groups for count in group.num_tokens)
 
     def to(self, device: torch.device) -> MediaBatch:
         """The same batch on ``device``."""
-        moved = {name: tensor.to(device) for name, tensor in self.features.items()}
-        return MediaBatch(moved, self.positions.to(device), self.num_tokens)
+        return MediaBatch(tuple(group.to(device) for group in self.groups), self.positions.to(device), self.samples)
 
 
 @dataclass(frozen=True)
@@ -50,13 +83,14 @@ class Pack:
 
     Attributes:
         input_ids: ``[1, T]`` int64.
-        position_ids: ``[1, T]`` int64, restarting with every sample.
+        position_ids: ``[1, T]`` int64, or ``[axes, 1, T]``; restarting with every sample.
         cu_seqlens: ``[samples + 1]`` int32, sample borders.
         text_rows: ``[n]`` int64, tokens whose successor is a trained text token.
         text_labels: ``[n]`` int64, those successors (labels are shifted already).
         inputs: encoder name -> items to read.
         targets: decoder name -> items to learn to write.
         info: ids, sources and lengths of the samples.
+        token_inputs: further per-token arguments of the foundation's forward, ``[1, T]`` each.
     """
 
     input_ids: torch.Tensor
@@ -67,6 +101,7 @@ class Pack:
     inputs: dict[str, MediaBatch]
     targets: dict[str, MediaBatch]
     info: PackInfo
+    token_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +131,7 @@ class Pack:
             inputs={name: batch.to(device) for name, batch in self.inputs.items()},
             targets={name: batch.to(device) for name, batch in self.targets.items()},
             info=self.info,
+            token_inputs={name: tensor.to(device) for name, tensor in self.token_inputs.items()},
         )
 
     @classmethod
@@ -103,47 +139,96 @@ class Pack:
         """Lay samples end to end, sorted by length so that attention can batch equal ones.
 
         Raises:
-            ValueError: no samples.
+            ValueError: no samples, or samples that differ in position axes or per-token arguments.
         """
         if not samples:
             raise ValueError("a pack needs at least one sample")
+        _check_alike(samples)
         ordered = sorted(samples, key=lambda sample: (len(sample), sample.index))
         borders = [0, *accumulate(len(sample) for sample in ordered)]
         ids = np.concatenate([sample.input_ids for sample in ordered])
         text_rows = np.concatenate(
             [start + np.flatnonzero(sample.loss_mask[1:]) for start, sample in zip(borders, ordered, strict=False)]
         )
-        placed = [(start, span) for start, sample in zip(borders, ordered, strict=False) for span in sample.spans]
+        placed = [
+            _Placed(i, start + span.positions, span)
+            for i, (start, sample) in enumerate(zip(borders, ordered, strict=False))
+            for span in sample.spans
+        ]
         return cls(
             input_ids=torch.from_numpy(ids)[None],
-            position_ids=torch.from_numpy(np.concatenate([sample.position_ids for sample in ordered]))[None],
+            position_ids=_position_row(ordered),
             cu_seqlens=torch.tensor(borders, dtype=torch.int32),
             text_rows=torch.from_numpy(text_rows),
             text_labels=torch.from_numpy(ids[text_rows + 1]),
-            inputs=_media_batches([entry for entry in placed if not entry[1].is_target]),
-            targets=_media_batches([entry for entry in placed if entry[1].is_target]),
+            inputs=_media_batches([entry for entry in placed if not entry.span.is_target]),
+            targets=_media_batches([entry for entry in placed if entry.span.is_target]),
             info=PackInfo(
                 ids=tuple(sample.id for sample in ordered),
                 sources=tuple(sample.source for sample in ordered),
                 lengths=tuple(len(sample) for sample in ordered),
                 indices=tuple(sample.index for sample in ordered),
             ),
+            token_inputs={
+                name: torch.from_numpy(np.concatenate([sample.token_inputs[name] for sample in ordered]))[None]
+                for name in ordered[0].token_inputs
+            },
         )
 
 
-def _media_batches(placed: list[tuple[int, MediaSpan]]) -> dict[str, MediaBatch]:
-    by_component: dict[str, list[tuple[int, MediaSpan]]] = {}
-    for entry in placed:
-        by_component.setdefault(entry[1].component, []).append(entry)
+class _Placed(NamedTuple):
+    sample: int
+    positions: np.ndarray
+    span: MediaSpan
+
+
+def _check_alike(samples: Sequence[Sample]) -> None:
+    first = samples[0]
+    for sample in samples[1:]:
+        if sample.position_ids.shape[:-1] != first.position_ids.shape[:-1]:
+            found = f"position ids {sample.position_ids.shape} and {first.position_ids.shape}"
+        elif sample.token_inputs.keys() != first.token_inputs.keys():
+            found = f"per-token arguments {sorted(sample.token_inputs)} and {sorted(first.token_inputs)}"
+        else:
+            continue
+        raise ValueError(f"samples {sample.id!r} and {first.id!r} cannot share a pack: {found}")
+
+
+def _position_row(samples: Sequence[Sample]) -> torch.Tensor:
+    positions = np.concatenate([sample.position_ids for sample in samples], axis=-1)
+    return torch.from_numpy(positions).unsqueeze(-2)
+
+
+def _media_batches(placed: list[_Placed]) -> dict[str, MediaBatch]:
+    by_component = _grouped(placed, lambda entry: entry.span.component)
     return {name: _media_batch(entries) for name, entries in sorted(by_component.items())}
 
 
-def _media_batch(entries: list[tuple[int, MediaSpan]]) -> MediaBatch:
-    items = [span.item for _, span in entries]
-    positions = np.concatenate(
-        [np.arange(start + span.start, start + span.start + span.item.num_tokens) for start, span in entries]
+def _media_batch(placed: list[_Placed]) -> MediaBatch:
+    groups = list(_grouped(placed, lambda entry: _stacking_key(entry.span.item)).values())
+    ordered = [entry for group in groups for entry in group]
+    return MediaBatch(
+        groups=tuple(_media_group([entry.span.item for entry in group]) for group in groups),
+        positions=torch.from_numpy(np.concatenate([entry.positions for entry in ordered])),
+        samples=tuple(entry.sample for entry in ordered),
     )
-    features = {
-        name: torch.from_numpy(np.concatenate([item.features[name] for item in items])) for name in items[0].features
-    }
-    return MediaBatch(features, torch.from_numpy(positions), tuple(item.num_tokens for item in items))
+
+
+def _stacking_key(item: MediaItem) -> tuple[Any, ...]:
+    return tuple((name, array.dtype, array.shape[1:]) for name, array in sorted(item.features.items()))
+
+
+def _media_group(items: list[MediaItem]) -> MediaGroup:
+    names = items[0].features
+    return MediaGroup(
+        features={name: torch.from_numpy(np.concatenate([item.features[name] for item in items])) for name in names},
+        num_rows={name: tuple(len(item.features[name]) for item in items) for name in names},
+        num_tokens=tuple(item.num_tokens for item in items),
+    )
+
+
+def _grouped(placed: list[_Placed], key: Callable[[_Placed], Hashable]) -> dict[Any, list[_Placed]]:
+    groups: dict[Any, list[_Placed]] = {}
+    for entry in placed:
+        groups.setdefault(key(entry), []).append(entry)
+    return groups

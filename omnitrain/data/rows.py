@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns, DataSource
@@ -93,6 +95,19 @@ class RowSource(Sequence[Row]):
             groups.setdefault(str(name), []).append(position)
         return groups
 
+    def first_of_each_kind(self) -> list[int]:
+        """Positions of the first row with each role, and of the first in which each role says each type of part.
+
+        Read off the message column, without its texts or any media; empty where that is not messages with parts.
+        """
+        firsts: dict[tuple[Any, Any], int] = {}
+        start = 0
+        for chunk in self._table.data.column(self.columns.messages).chunks:
+            for kind, position in _first_of_each_kind(chunk):
+                firsts.setdefault(kind, start + position)
+            start += len(chunk)
+        return sorted(set(firsts.values()))
+
 
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     """Open every data set.
@@ -164,6 +179,28 @@ def _check_columns(found: list[str], source: DataSource) -> None:
     ]
     if problems:
         raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
+
+
+def _first_of_each_kind(rows: pa.Array) -> list[tuple[tuple[Any, Any], int]]:
+    """``(role, type of part)`` and its first position; rows: ``[{"role": ..., "content": str | [{"type": ...}]}]``."""
+    if not _is_list_of(rows.type, "role", "content"):
+        return []
+    row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
+    roles, contents = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
+    kinds = pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})
+    if _is_list_of(contents.type, "type"):
+        message_of_part = pc.list_parent_indices(contents)
+        types = pc.struct_field(pc.list_flatten(contents), "type")
+        said = {"role": roles.take(message_of_part), "type": types, "row": row_of_message.take(message_of_part)}
+        kinds = pa.concat_tables([kinds, pa.table(said)], promote_options="permissive")
+    found = kinds.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
+    return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
+
+
+def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    return all(kind.value_type.get_field_index(field) >= 0 for field in fields)
 
 
 def _keep_encoded(table: datasets.Dataset, columns: Columns) -> datasets.Dataset:

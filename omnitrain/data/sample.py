@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 Features = dict[str, np.ndarray]
+
+# Component names of modalities that the foundation reads by itself: ``foundation.image``, ...
+NATIVE_PREFIX = "foundation."
 
 
 @dataclass(frozen=True)
@@ -27,16 +30,27 @@ class MediaSpan:
     """An item's place in a sample. Atomic: never cut by truncation or packing.
 
     Attributes:
-        component: name of the encoder that reads it, or of the decoder that learns to write it.
+        component: name of the encoder that reads it, or of the decoder that learns to write it. A modality that the
+            foundation reads by itself is ``foundation.image``, ``foundation.audio`` or ``foundation.video``.
         start: index of its first token in the sample.
         item: the prepared media.
         is_target: True for decoders: the span's tokens are predicted.
+        scattered: ``[num_tokens]`` int64 indices of its tokens, ascending, where other tokens lie between them (times
+            between a video's frames, sound among its pictures); None: one run from ``start``.
     """
 
     component: str
     start: int
     item: MediaItem
     is_target: bool
+    scattered: np.ndarray | None = None
+
+    @property
+    def positions(self) -> np.ndarray:
+        """``[num_tokens]`` int64: index in the sample of the token of each of the item's rows."""
+        if self.scattered is not None:
+            return self.scattered
+        return np.arange(self.start, self.start + self.item.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -48,9 +62,11 @@ class Sample:
         source: metrics are split by it.
         input_ids: ``[T]`` int64; arbitrary under media spans.
         loss_mask: ``[T]`` bool; True where the text token itself is to be predicted.
-        position_ids: ``[T]`` int64.
+        position_ids: ``[T]`` int64, or ``[axes, T]`` for a foundation with several position axes (M-RoPE).
         spans: media, in order of ``start``.
         index: position in the global data order.
+        token_inputs: further arguments of the foundation's forward with one value per token, ``[T]`` each
+            (``mm_token_type_ids``, ``token_type_ids``).
     """
 
     id: str
@@ -60,6 +76,7 @@ class Sample:
     position_ids: np.ndarray
     spans: tuple[MediaSpan, ...] = ()
     index: int = 0
+    token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.input_ids)

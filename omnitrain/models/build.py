@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.components import DecoderMixin, EncoderMixin
@@ -15,7 +15,16 @@ from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.towers import tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
-from omnitrain.models.hf import Source, as_config, as_dict, config_at, load_strictly, resolve
+from omnitrain.models.hf import (
+    Source,
+    as_config,
+    as_dict,
+    config_at,
+    foundation_class,
+    load_strictly,
+    require_sub_configs,
+    resolve,
+)
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.recipe import Decoder, Encoder, HFSource
 
@@ -35,8 +44,10 @@ def build_foundation_model(
         UserError: no such model, or one without a language-model head.
         WeightsError: tensors missing or renamed.
     """
+    if isinstance(source, dict):
+        require_sub_configs(source)
     with _on(init_device):
-        model = resolve(_described(source, init_device), AutoModelForCausalLM, torch_dtype)
+        model = resolve(_described(source, init_device), foundation_class, torch_dtype)
     if model.get_output_embeddings() is None:
         raise UserError(f"{type(model).__name__} has no language-model head; the foundation must be a causal LM")
     return model if init_device == "meta" else model.to(init_device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from torch import nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
@@ -14,16 +16,30 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
 
     Args:
         model: changed in place.
-        names: components (``foundation``) or modules below them (``image_encoder.tower``).
+        names: components (``foundation``, ``image_encoder``), or modules and parameters below them
+            (``image_encoder.tower``, ``foundation.model.visual.merger``).
 
     Raises:
-        UserError: a name that matches no module, or one without parameters; the nearest name is suggested.
+        UserError: a name that matches no parameter; the nearest name is suggested.
     """
+    components = model.components
     modules = dict(model.named_modules())
     for name in names:
-        if name not in modules or not any(True for _ in modules[name].parameters()):
-            candidates = sorted(path for path in modules if path.count(".") <= name.count("."))
+        matched = list(components[name].values() if name in components else _below(modules, name))
+        if not matched:
+            candidates = sorted({*components, *(path for path in modules if path.count(".") <= name.count("."))})
             close = nearest(name, candidates)
-            hint = f"did you mean {close!r}?" if close else f"components: {sorted(model.components)}"
+            hint = f"did you mean {close!r}?" if close else f"components: {sorted(components)}"
             raise UserError(f"model.freeze: {name!r} matches no parameter; {hint}")
-        modules[name].requires_grad_(False)
+        for parameter in matched:
+            parameter.requires_grad_(False)
+
+
+def _below(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Parameter]:
+    if name in modules:
+        yield from modules[name].parameters()
+    else:
+        owner, _, attribute = name.rpartition(".")
+        parameter = getattr(modules.get(owner), attribute, None)
+        if isinstance(parameter, nn.Parameter):
+            yield parameter

@@ -19,6 +19,9 @@ from transformers import (
 from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.foundation import EncodedMedia, InsertedRows
+from omnitrain.models.native import NativeRows
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Sampling
 
@@ -116,12 +119,12 @@ def _decode(
     decoders = model.decoders
     generator = torch.Generator(model.device).manual_seed(seed)
     samplers = {name: _sampler(sampling.get(name, Sampling()), generator) for name in ("text", *decoders)}
-    embeds, mask = _left_padded(model, prompts)
-    step = _Foundation(model, embeds, mask, use_cache)
+    step = _Foundation(model, prompts, processor.end_token, use_cache)
     text_embedding = model.foundation.get_input_embeddings()
     for _ in range(max_new_tokens):
         hidden, text_logits = step.last()
-        next_embeds = torch.zeros_like(hidden)
+        next_embeds = text_embedding.weight.new_zeros(len(prompts), text_embedding.weight.size(1))
+        next_tokens = [processor.end_token] * len(prompts)
         for mode in sorted({s.mode for s in sequences if not s.answer.is_finished}):
             rows = [i for i, s in enumerate(sequences) if s.mode == mode and not s.answer.is_finished]
             index = torch.tensor(rows, device=hidden.device)
@@ -132,54 +135,98 @@ def _decode(
                 rows_embeds, tokens = decoders[mode].lm_embed(hidden[index], samplers[mode])
             next_embeds[index] = rows_embeds.to(next_embeds.dtype)
             for row, token in zip(rows, tokens.tolist(), strict=True):
+                next_tokens[row] = token if mode == "text" else processor.end_token
                 sequences[row].take(token, processor.end_token, lambda name, item: decoders[name].is_complete(item))
         if all(sequence.answer.is_finished for sequence in sequences):
             break
-        step.append(next_embeds)
+        step.append(next_tokens, next_embeds)
     return sequences
 
 
 class _Foundation:
     """The foundation over a growing, left-padded batch; the state is a KV cache or the whole sequence."""
 
-    def __init__(self, model: OmniModel, embeds: torch.Tensor, mask: torch.Tensor, use_cache: bool) -> None:
-        self.model, self.embeds, self.mask = model, embeds, mask
+    def __init__(self, model: OmniModel, prompts: Sequence[Sample], text_token: int, use_cache: bool) -> None:
+        """Encode the media of all prompts; ``text_token`` stands where no token counts."""
+        self.model, self.runner = model, model.runner
+        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts]
+        longest = max(pack.num_tokens for pack in packs)
+        pads = [longest - pack.num_tokens for pack in packs]
+
+        def left_padded(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+            padded = [nn.functional.pad(row, (pad, 0), value=value) for row, pad in zip(rows, pads, strict=True)]
+            return torch.cat(padded, dim=-2)
+
+        self.input_ids = left_padded([pack.input_ids for pack in packs], text_token)
+        self.mask = left_padded([torch.ones_like(pack.input_ids) for pack in packs], 0)
+        self.position_ids = left_padded([pack.position_ids for pack in packs], 0)
+        names = packs[0].token_inputs
+        self.token_inputs = {name: left_padded([pack.token_inputs[name] for pack in packs], 0) for name in names}
+        self.native: dict[str, NativeRows] = {}
+        self.inserted: list[tuple[int, InsertedRows]] = []  # prompt, and rows at columns of the batch
+        for number, (pack, pad) in enumerate(zip(packs, pads, strict=True)):
+            media, _, _ = model.encode(pack)
+            self.inserted += [(number, InsertedRows(part.positions + pad, part.rows)) for part in media.inserted]
+            for modality, rows in media.native.items():
+                before = [self.native[modality]] if modality in self.native else []
+                self.native[modality] = NativeRows.cat([*before, rows])
         self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
+        self.seen = 0  # columns that the cache holds
 
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` at the last position."""
-        logits: list[torch.Tensor] = []
+        """Hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` at the last position.
+
+        Raises:
+            UserError: the model hides its last hidden states.
+        """
+        states: list[torch.Tensor] = []
 
         def head(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-            logits.append(type(lm_head).forward(lm_head, hidden[:, -1]))
-            return hidden
+            states.append(hidden[:, -1])
+            return type(lm_head).forward(lm_head, hidden[:, -1:])
 
-        positions = self.mask.cumsum(dim=1).sub(1).clamp(min=0)[:, -self.embeds.size(1) :]
-        hidden = self.model.run_foundation(
-            self.embeds,
+        columns = slice(self.seen, None)
+        width = self.input_ids.size(1) - self.seen
+        inserted = [
+            InsertedRows(number * width + part.positions - self.seen, part.rows)
+            for number, part in self.inserted
+            if part.positions[0] >= self.seen
+        ]
+        output = self.runner.run(
+            self.input_ids[:, columns],
             head=head,
-            attention_mask=self.mask,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=self.cache is not None,
+            media=EncodedMedia(self.native if self.seen == 0 else {}, inserted),
+            arguments={
+                "attention_mask": self.mask,
+                "position_ids": self.position_ids[..., columns],
+                "past_key_values": self.cache,
+                "use_cache": self.cache is not None,
+                **{name: values[:, columns] for name, values in self.token_inputs.items()},
+            },
         )
-        return hidden[:, -1], logits[0]
+        if self.cache is not None:
+            self.seen = self.input_ids.size(1)
+        if not states:
+            raise UserError(
+                f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here"
+            )
+        return states[0], output.logits[:, -1]
 
-    def append(self, next_embeds: torch.Tensor) -> None:
-        """Add one position, ``[batch, hidden]``."""
-        new = next_embeds[:, None]
-        self.embeds = new if self.cache is not None else torch.cat([self.embeds, new], dim=1)
+    def append(self, tokens: list[int], embeds: torch.Tensor) -> None:
+        """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
+        end = torch.tensor([self.input_ids.size(1)], device=embeds.device)
+        self.inserted += [(number, InsertedRows(end, row[None])) for number, row in enumerate(embeds)]
+        self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)[:, None]], dim=1)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
-
-
-def _left_padded(model: OmniModel, prompts: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings ``[batch, longest, hidden]``, zeros in front, and the mask ``[batch, longest]`` of real positions."""
-    order = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts]
-    rows = [model.embed(pack)[0][0] for pack in order]
-    longest = max(len(row) for row in rows)
-    embeds = torch.stack([nn.functional.pad(row, (0, 0, longest - len(row), 0)) for row in rows])
-    starts = torch.tensor([longest - len(row) for row in rows], device=embeds.device)
-    return embeds, (torch.arange(longest, device=embeds.device) >= starts[:, None]).long()
+        largest = self.position_ids.amax(dim=-1, keepdim=True)
+        if self.position_ids.ndim == 3:  # every axis goes on behind the furthest
+            largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
+        self.position_ids = torch.cat([self.position_ids, largest + 1], dim=-1)
+        kind = int(self.runner.native.extras.marks_answer)
+        self.token_inputs = {
+            name: torch.cat([values, values.new_full((len(values), 1), kind)], dim=1)
+            for name, values in self.token_inputs.items()
+        }
 
 
 def _sampler(sampling: Sampling, generator: torch.Generator) -> Sampler:

@@ -6,12 +6,14 @@ import copy
 import importlib
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
@@ -41,55 +43,126 @@ def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=False))
 
 
-def resolve(source: Source, auto_class: Any = AutoModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def resolve(
+    source: Source,
+    class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]] | None = None,
+    dtype: torch.dtype | None = None,
+) -> PreTrainedModel:
     """A model from any way of naming one.
 
     Args:
         source: Hub id or folder (pretrained weights), config or dict of one (random weights), or a model.
-        auto_class: the transformers auto class that builds it.
+        class_of: which class builds a config; None: :func:`model_class`.
         dtype: of the weights; None: fp32 for fresh weights, the checkpoint's own for loaded ones.
 
     Raises:
         UserError: nothing there, or an unknown architecture.
         WeightsError: tensors missing, renamed or of another shape.
     """
+    class_of = class_of or model_class
     if isinstance(source, str):
-        return _load(source, auto_class, dtype)
+        return load_strictly(class_of(config_at(source)), source, dtype, allow_extra=True)
     if not isinstance(source, (dict, PreTrainedConfig)):
         return source if dtype is None else source.to(dtype)
     config = as_config(source) if isinstance(source, dict) else source
-    model = model_class(config, auto_class)(config)
+    model = class_of(config)(config)
     return model.to(dtype or torch.float32)
 
 
-def model_class(config: PreTrainedConfig, auto_class: Any = AutoModel) -> type[PreTrainedModel]:
-    """The class that builds ``config``: the auto class's, else the only model of that config (VQ tokenizers).
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that builds ``config``: AutoModel's, else the only model of that config (VQ tokenizers).
 
     Raises:
         UserError: there is none.
     """
-    mapping = auto_class._model_mapping
-    if type(config) in mapping:
-        found = mapping[type(config)]
-        return found[0] if isinstance(found, tuple) else found
-    module_name = type(config).__module__.replace("configuration_", "modeling_")
-    module = importlib.import_module(module_name)
-    owners = [
-        member
-        for member in vars(module).values()
-        if isinstance(member, type)
-        and issubclass(member, PreTrainedModel)
-        and "config" in inspect.get_annotations(member)
-        and getattr(member, "config_class", None) is type(config)
+    found = _mapped(config, "AutoModel") or _owners(config)
+    if len(found) != 1:
+        raise UserError(f"model_type {config.model_type!r} is no model that transformers can build from its config")
+    return found[0]
+
+
+def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class with a forward over tokens and a language-model head that builds ``config``, multimodal or not.
+
+    It is the config's own ``architectures`` entry, else the class that an auto mapping names, else the only class of
+    that config that generates.
+
+    Raises:
+        UserError: there is none; names the parts of the config that have one.
+    """
+    classes = _language_models(config)
+    if classes and not config.is_encoder_decoder:
+        return classes[0]
+    parts = [
+        f"{name} ({found[0].__name__})"
+        for name, part in vars(config).items()
+        if isinstance(part, PreTrainedConfig) and (found := _language_models(part))
     ]
-    if auto_class is not AutoModel or len(owners) != 1:
-        wanted = "causal language model" if auto_class is AutoModelForCausalLM else "model"
-        raise UserError(f"model_type {config.model_type!r} is no {wanted} that transformers can build from its config")
-    return owners[0]
+    raise UserError(
+        f"model_type {config.model_type!r} is no causal language model: from its config, transformers builds no "
+        "decoder-only model with a forward over tokens and a language-model head"
+        + (f"; one of its parts can be the foundation: {', '.join(parts)}" if parts else "")
+    )
 
 
-def _load(path: str, auto_class: Any, dtype: torch.dtype | None) -> PreTrainedModel:
-    return load_strictly(model_class(config_at(path), auto_class), path, dtype, allow_extra=True)
+def require_sub_configs(values: dict[str, Any]) -> None:
+    """A config written as a dict holds all its parts; transformers would fill a missing one with a full-size default.
+
+    Raises:
+        UserError: names the missing parts.
+    """
+    config = as_config(values)
+    missing = [name for name in config.sub_configs if name not in values and getattr(config, name, None) is not None]
+    if missing:
+        raise UserError(
+            f"the {values['model_type']!r} config lacks {', '.join(missing)}; write every part of the model"
+        )
+
+
+_FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
+
+
+def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    known = [getattr(transformers, name, None) for name in config.architectures or ()]
+    named = [cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
+    classes = [cls for cls in [*named, *mapped] if _is_language_model(cls, config)]
+    beside = [cls for cls in _classes_beside(config) if _is_language_model(cls, config)]
+    return classes or (beside if len(beside) == 1 else [])
+
+
+def _is_language_model(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    return (
+        cls.config_class is type(config)
+        and cls.can_generate()
+        and "input_ids" in inspect.signature(cls.forward).parameters
+    )
+
+
+def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:
+    """The class that an auto class of transformers names for the config, if any."""
+    mapping = getattr(transformers, auto_class)._model_mapping
+    if type(config) not in mapping:
+        return []
+    found = mapping[type(config)]
+    return [found[0] if isinstance(found, tuple) else found]
+
+
+def _owners(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    """Classes made for this very config class, in the modelling file beside it."""
+    return [
+        member
+        for member in _classes_beside(config)
+        if "config" in inspect.get_annotations(member) and member.config_class is type(config)
+    ]
+
+
+def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    try:
+        module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    except ImportError:
+        return []
+    return [cls for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
 
 
 def config_at(path: str) -> PreTrainedConfig:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from omnitrain.data.native import NativeInputs
 from omnitrain.data.pack import Pack
+from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components import ComponentAdapter
+from omnitrain.models.contract.check import contract_of
 from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
-from omnitrain.models.hf import as_config, load_strictly, model_class
+from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
+from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
+from omnitrain.models.idle import idle_rows, num_calls, tied
+from omnitrain.models.native import native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
-from omnitrain.ops.cross_entropy import LossTerm, linear_cross_entropy
-
-Head = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 class OmniConfig(PreTrainedConfig):
@@ -49,7 +52,6 @@ class OmniModel(PreTrainedModel):
     config_class = OmniConfig
     base_model_prefix = ""
     _supports_sdpa = True
-    loss_backend = "auto"  # of linear_cross_entropy
 
     def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""
@@ -57,12 +59,22 @@ class OmniModel(PreTrainedModel):
         ready = components or {}
         self.encoder_names = sorted(config.encoders or {})
         self.decoder_names = sorted(config.decoders or {})
-        self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, AutoModelForCausalLM)
+        self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
         for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
-            self.add_module(name, ready.get(name) or _fresh(values, AutoModel))
+            self.add_module(name, ready.get(name) or _fresh(values, model_class))
         self.post_init()
-        use_omnitrain_attention(self)
+        for name in (*self.encoder_names, *self.decoder_names):
+            use_omnitrain_attention(self.get_submodule(name))
+
+    @cached_property
+    def runner(self) -> FoundationRunner:
+        """Runs the foundation by the contract that the check found for it.
+
+        Raises:
+            UserError: the check refused the foundation; names what was measured.
+        """
+        return FoundationRunner(self.foundation, contract_of(self.foundation))
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
@@ -87,104 +99,86 @@ class OmniModel(PreTrainedModel):
         return {name: self.get_submodule(name) for name in self.decoder_names}
 
     @property
-    def components(self) -> dict[str, PreTrainedModel]:
-        """Component name -> module, the foundation first."""
-        return {"foundation": self.foundation, **self.encoders, **self.decoders}
+    def components(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """Component name -> its parameters by their names in this model, the foundation first.
+
+        The modalities that the foundation reads by itself are components of their own (``image_encoder``, ...), and
+        ``foundation`` is the rest of it.
+        """
+        own = dict(self.foundation.named_parameters(prefix="foundation"))
+        found = {
+            name: {path: own[path] for path in (f"foundation.{p}" for p in paths)}
+            for name, paths in self.runner.native.components.items()
+        }
+        attached = {name: self.get_submodule(name) for name in (*self.encoder_names, *self.decoder_names)}
+        return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+
+    @property
+    def native_inputs(self) -> NativeInputs:
+        """What the data side must know of the modalities that the foundation reads by itself; often none."""
+        return native_inputs(self.runner.native)
 
     def media_adapters(self) -> tuple[dict[str, ComponentAdapter], dict[str, ComponentAdapter]]:
         """``(readers, writers)``: the weightless side of encoders and decoders, for :class:`OmniProcessor`."""
         readers = {name: encoder.adapter() for name, encoder in self.encoders.items()}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
-    def forward(self, pack: Pack) -> OmniOutput:
+    def forward(self, pack: Pack, calls: Mapping[str, int] | None = None) -> OmniOutput:
         """Losses of one packed micro-batch.
 
         Args:
             pack: samples end to end; see :class:`Pack` for shapes.
+            calls: component -> how often every rank of its mesh calls it in this micro-batch; what the pack does not
+                need is done on the smallest input, and adds zero. None: what the pack needs.
 
         Returns:
             One :class:`LossTerm` per head with a target in the pack (``text`` always).
         """
-        embeds, labels = self.embed(pack)
-        losses: dict[str, LossTerm] = {}
-
-        def text_loss(hidden: torch.Tensor, head: Any) -> torch.Tensor:
-            rows, labels = hidden[0, pack.text_rows], pack.text_labels
-            bias = getattr(head, "bias", None)
-            losses["text"] = linear_cross_entropy(
-                rows, head.weight, labels, bias, count=labels.numel(), backend=self.loss_backend
-            )
-            return hidden
-
-        hidden = self.run_foundation(
-            embeds,
-            head=text_loss,
-            position_ids=pack.position_ids,
-            cu_seq_lens_q=pack.cu_seqlens,
-            cu_seq_lens_k=pack.cu_seqlens,
-            max_length_q=pack.max_seqlen,
-            max_length_k=pack.max_seqlen,
-            use_cache=False,
-        )
-        for name, decoder in self.decoders.items():
-            if name in labels:
-                before = pack.targets[name].positions - 1
-                losses[name] = decoder.lm_head(hidden[0, before], labels[name])
+        media, labels, idle = self.encode(pack, calls)
+        text, hidden = self.runner.text_loss(pack, media)
+        losses = {"text": replace(text, sum=tied(text.sum, idle))}
+        for name, target in labels.items():
+            if hidden is None:
+                hidden_by = type(self.foundation).__name__
+                raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
+            losses[name] = self.decoders[name].lm_head(hidden[0, pack.targets[name].positions - 1], target)
         return OmniOutput(losses, hidden)
 
-    def embed(self, pack: Pack) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Input embeddings ``[1, T, hidden]`` with all media in place, and decoder name -> labels ``[n]``."""
-        embeds = self.foundation.get_input_embeddings()(pack.input_ids)
-        labels: dict[str, torch.Tensor] = {}
-        for name, batch in pack.inputs.items():
-            rows = self.get_submodule(name).lm_encode(batch.features, batch.num_tokens)
-            embeds = embeds.index_copy(1, batch.positions, rows[None].to(embeds.dtype))
-        for name, batch in pack.targets.items():
-            rows, labels[name] = self.get_submodule(name).lm_encode(batch.features, batch.num_tokens)
-            embeds = embeds.index_copy(1, batch.positions, rows[None].to(embeds.dtype))
-        return embeds, labels
+    def encode(
+        self, pack: Pack, calls: Mapping[str, int] | None = None
+    ) -> tuple[EncodedMedia, dict[str, torch.Tensor], list[torch.Tensor]]:
+        """All media of a pack as rows of the foundation's input.
 
-    def run_foundation(self, embeds: torch.Tensor, *, head: Head, **kwargs: Any) -> torch.Tensor:
-        """Run the foundation on embeddings, with ``head(hidden, lm_head)`` in place of its language-model head.
-
-        The replacement runs inside the foundation's forward, so that no logits of all rows are ever made and the
-        head's weight is where a sharding of the foundation puts it.
+        Args:
+            pack: the micro-batch.
+            calls: see :meth:`forward`.
 
         Returns:
-            What ``head`` returned (a tensor).
-
-        Raises:
-            UserError: the foundation changes its logits after the head (soft cap, scale), so a loss in the head would
-                be another loss.
+            The rows, decoder name -> labels ``[n]``, and what calls without data made.
         """
-        with _replaced_forward(self.foundation.get_output_embeddings(), head) as result:
-            output = self.foundation(inputs_embeds=embeds, **kwargs)
-        if output.logits is not result[0]:
-            raise UserError(
-                f"{type(self.foundation).__name__} transforms its logits after the head (soft cap, scale or cut); "
-                "omnitrain computes the loss inside the head and would train another loss"
-            )
-        return result[0]
+        media = EncodedMedia(native=self.runner.encode(pack))
+        labels: dict[str, torch.Tensor] = {}
+        idle: list[torch.Tensor] = []
+        made = num_calls(self, pack)
+        for name in sorted({*made, *(calls or {})}):
+            if name in pack.targets:
+                batch = pack.targets[name]
+                encoded = [self.decoders[name].lm_encode(group.features, group.num_tokens) for group in batch.groups]
+                rows, labels[name] = (torch.cat(part) for part in zip(*encoded, strict=True))
+                media.inserted.append(InsertedRows(batch.positions, rows))
+            elif name in pack.inputs and not name.startswith(NATIVE_PREFIX):
+                batch = pack.inputs[name]
+                encoder = self.encoders[name]
+                rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
+                media.inserted.append(InsertedRows(batch.positions, rows))
+            for _ in range((calls or {}).get(name, 0) - made.get(name, 0)):
+                idle += idle_rows(self, name)
+        return media, labels, idle
 
 
-@contextmanager
-def _replaced_forward(module: nn.Module, head: Head) -> Iterator[list[torch.Tensor]]:
-    result: list[torch.Tensor] = []
-
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
-        result.append(head(hidden, module))
-        return result[0]
-
-    module.forward = forward
-    try:
-        yield result
-    finally:
-        del module.forward
-
-
-def _fresh(values: dict[str, Any], auto_class: Any) -> PreTrainedModel:
+def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
     config = as_config(values)
-    return model_class(config, auto_class)(config)
+    return class_of(config)(config)
 
 
 AutoConfig.register("omnitrain", OmniConfig)

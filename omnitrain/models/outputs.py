@@ -15,8 +15,8 @@ class OmniOutput:
 
     Attributes:
         losses: ``text`` and decoder names -> :class:`LossTerm`.
-        hidden: ``[1, T, hidden]``, the foundation's last hidden states.
+        hidden: ``[1, T, hidden]``, the foundation's last hidden states; None where it hides them.
     """
 
     losses: dict[str, LossTerm]
-    hidden: torch.Tensor
+    hidden: torch.Tensor | None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from torch import nn
 
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.attention import ATTENTION_NAME
+from omnitrain.ops.attention import plain_implementation
 from omnitrain.ops.fuse import FusedOp
 
 
@@ -33,30 +34,47 @@ class ComponentRow:
 
 
 def component_rows(model: OmniModel, fused: Mapping[str, Mapping[str, FusedOp]] | None = None) -> list[ComponentRow]:
-    """The table that start-up prints; ``fused``: component name -> what :func:`fuse_ops` did there."""
-    return [_row(name, module, (fused or {}).get(name, {})) for name, module in model.components.items()]
+    """The table that start-up prints; ``fused``: module of ``model`` -> what :func:`fuse_ops` did there."""
+    return [_row(model, name, own, (fused or {}).get(name, {})) for name, own in model.components.items()]
 
 
-def _row(name: str, module: Any, fused: Mapping[str, FusedOp]) -> ComponentRow:
-    parameters = list(module.parameters())
-    inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
+def _row(
+    model: OmniModel, name: str, parameters: dict[str, nn.Parameter], fused: Mapping[str, FusedOp]
+) -> ComponentRow:
+    own = list(parameters.values())
     return ComponentRow(
         name=name,
-        class_name=type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else ""),
-        parameters=sum(p.numel() for p in parameters),
-        trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        ops=", ".join(
-            [
-                *_attention(module),
-                *(f"{op} ({done.classes.total()}): {done.backend}" for op, done in fused.items() if done.classes),
-            ]
-        ),
+        class_name=_class_name(model, name, parameters),
+        parameters=sum(p.numel() for p in own),
+        trainable=sum(p.numel() for p in own if p.requires_grad),
+        dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
+        ops=", ".join([*_ops(model, name), *_fused(fused)]),
     )
 
 
-def _attention(module: Any) -> list[str]:
+def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]) -> str:
+    if name in model.runner.native.components and name != "foundation":
+        # Where its parameters live in the foundation: the first modules that are not the whole of it.
+        return ", ".join(sorted({".".join(path.split(".")[1:3]) for path in parameters}))
+    module = model.get_submodule(name)
+    inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
+    return type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else "")
+
+
+def _ops(model: OmniModel, name: str) -> list[str]:
+    if name in model.runner.native.components and name != "foundation":
+        return []
+    module = model.get_submodule(name)
     layers = [m for m in module.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
-    names = {layer.config._attn_implementation_internal for layer in layers}
-    shown = {"segment sdpa" if name == ATTENTION_NAME else str(name) for name in names}
-    return [f"attention: {'+'.join(sorted(shown))}"] if shown else []
+    names = sorted({plain_implementation(layer.config) for layer in layers})
+    shown = [f"attention: {', '.join(names)}"] if names else []
+    if name == "foundation":
+        contract = model.runner.contract
+        shown.append("loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised rows")
+        shown += [] if contract.packs else ["one sample per row"]
+        shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
+    return shown
+
+
+def _fused(ops: Mapping[str, FusedOp]) -> list[str]:
+    return [f"{name}: {op.backend} ({op.classes.total()})" for name, op in ops.items() if op.classes]

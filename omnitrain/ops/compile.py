@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME
 
 
 class CompiledBlocks:
@@ -23,12 +20,12 @@ class CompiledBlocks:
 
     Attributes:
         names: of the blocks.
-        compilations: piece of code -> how often it was compiled.
+        compilations: piece of code -> its compilations, by number.
     """
 
     def __init__(self, names: list[str], max_recompiles: int, backend: str) -> None:
         self.names = names
-        self.compilations: dict[int, int] = {}
+        self.compilations: dict[int, set[int]] = {}
         self._max_recompiles = max_recompiles
         self._compile: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
 
@@ -36,14 +33,13 @@ class CompiledBlocks:
         """The backend that torch calls with each new graph."""
         compile_id = torch._guards.CompileContext.current_compile_id()
         if compile_id is not None and compile_id.frame_id is not None and compile_id.frame_compile_id is not None:
-            done = self.compilations.get(compile_id.frame_id, 0)
-            self.compilations[compile_id.frame_id] = max(done, compile_id.frame_compile_id + 1)
+            self.compilations.setdefault(compile_id.frame_id, set()).add(compile_id.frame_compile_id)
         return self._compile(graph, inputs, **options)
 
     @property
     def recompiles(self) -> int:
         """Compilations of any code beyond its first: another kind of input; another length needs none."""
-        return sum(self.compilations.values()) - len(self.compilations)
+        return sum(len(numbers) - 1 for numbers in self.compilations.values())
 
     def check(self) -> None:
         """Stop a run that spends its time compiling.
@@ -68,7 +64,7 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     Blocks are the items of the module lists that transformers can recompute (``GradientCheckpointingLayer``). All sizes
-    are dynamic, so lengths do not recompile. Attention over packed rows runs as it is, between two compiled halves.
+    are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to stay out.
 
     Args:
         model: on its device.
@@ -84,7 +80,6 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     if backend == "inductor":
         _require_compiler()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, max_recompiles + 2)
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]))
     compiled = CompiledBlocks(list(blocks), max_recompiles, backend)
     for block in blocks.values():
         block.compile(backend=compiled, dynamic=True)

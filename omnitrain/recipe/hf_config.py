@@ -40,6 +40,20 @@ _MORE_ROPE_PARAMETERS = {
     "short_mscale",
     "type",
 }
+# Integers without which no model exists; HF takes 0 for them, and divides by it somewhere later.
+_SIZES = {
+    "codebook_size",
+    "hidden_size",
+    "hop_length",
+    "image_size",
+    "n_fft",
+    "num_attention_heads",
+    "num_embeddings",
+    "num_mel_bins",
+    "patch_size",
+    "sampling_rate",
+    "vocab_size",
+}
 _KEY_READ_FROM_KWARGS = re.compile(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)["']""")
 _FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Error: )?")
 
@@ -82,6 +96,11 @@ def _problems(value: dict[Any, Any], at: Location, config_class: type | None = N
         return [_model_type_problem(value, at)]
     valid = config_keys(config_class)
     problems = [_unknown_key(key, given, at, config_class, valid) for key, given in value.items() if key not in valid]
+    problems += [
+        located(f"found {given!r}; expected a number greater than 0; change it", (*at, key), given)
+        for key, given in value.items()
+        if key in _SIZES and isinstance(given, int) and given <= 0
+    ]
     for key, sub_class in _sub_config_classes(config_class, value).items():
         problems += _problems(value[key], (*at, key), sub_class)
     for key in {"rope_parameters", "rope_scaling"} & value.keys():

@@ -48,9 +48,12 @@ def _problems(value: dict[Any, Any]) -> list[InitErrorDetails]:
             return [located(f"found {name!r}; expected a class that this transformers has; change it", (key,), name)]
     valid = _TYPE_KEYS.union(*(_argument_names(_class_of(key, name)) for key, name in named or _UNNAMED))
     problems = _unknown_keys(value, valid)
+    counts = set().union(*(_counts(_class_of(key, name)) for key, name in named or _UNNAMED))
+    problems += [problem for key, given in value.items() if key in counts for problem in _not_positive(given, (key,))]
     for key, given in value.items():
         if str(key).endswith("size") and isinstance(given, dict):
             problems += _unknown_keys(given, _size_keys(), (str(key),))
+            problems += [problem for side, length in given.items() for problem in _not_positive(length, (key, side))]
     return problems
 
 
@@ -60,6 +63,12 @@ def _unknown_keys(value: dict[Any, Any], valid: Set[str], at: tuple[str, ...] = 
         for key, given in value.items()
         if key not in valid
     ]
+
+
+def _not_positive(given: Any, at: tuple[str, ...]) -> list[InitErrorDetails]:
+    if not isinstance(given, (int, float)) or given > 0:
+        return []
+    return [located(f"found {given!r}; expected a number greater than 0; change it", at, given)]
 
 
 def _class_of(type_key: str, name: str) -> Any:
@@ -78,6 +87,11 @@ def _argument_names(processor_class: Any) -> set[str]:
     parameters = {name for init in inits for name in inspect.signature(init).parameters} - {"self", "args", "kwargs"}
     declared = getattr(processor_class, "valid_kwargs", None)
     return parameters | set(processor_class().to_dict()) | set(declared.__annotations__ if declared else ())
+
+
+def _counts(processor_class: Any) -> set[str]:
+    """Arguments whose default is a positive integer (rates, lengths, numbers of bins): none of them works with 0."""
+    return {name for name, default in processor_class().to_dict().items() if type(default) is int and default > 0}
 
 
 def _size_keys() -> set[str]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.located import located
+from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.suggest import hint
 
 
@@ -158,6 +159,14 @@ class ChatFormat(Strict):
     video: str = Field("<|video|>", description="Start token of a video.")
 
 
+class ProcessorArguments(Strict):
+    """Further arguments of every call of a HF processor, for each of its parts."""
+
+    images_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the image processor.")
+    videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the video processor.")
+    audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the feature extractor.")
+
+
 class Data(Strict):
     """Data sets, how rows become samples, how samples become packs."""
 
@@ -165,6 +174,22 @@ class Data(Strict):
     heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
     chat: ChatFormat | None = Field(
         None, description="The chat format. Unset: the one saved with `model.checkpoint`, else the defaults below."
+    )
+    processor: str | None = Field(
+        None,
+        description="Folder or Hub id of a HF processor (or tokenizer), whose chat template renders the conversations. "
+        "Unset: the foundation's own, where the foundation reads media by itself or `chat` is unset.",
+    )
+    processor_arguments: ProcessorArguments = Field(
+        default_factory=lambda: ProcessorArguments(), description="Further arguments of every call of the HF processor."
+    )
+    audio_in_video: bool = Field(
+        False, description="Read videos together with their sound, where the HF processor can."
+    )
+    max_frames: int = Field(
+        128,
+        ge=1,
+        description="Frames decoded from a video at most, evenly spaced, before the HF processor samples its own.",
     )
     pack_tokens: int = Field(4096, ge=1, description="Length of a packed micro-batch, tokens; never padded.")
     overlong: Literal["drop", "error"] = Field(
@@ -174,7 +199,18 @@ class Data(Strict):
     cached_samples: int = Field(
         0, ge=0, description="Prepared samples that each worker keeps: data that fits is decoded once, not every epoch."
     )
-    workers: int = Field(1, ge=0, description="Background processes that decode and tokenise.")
+    workers: int = Field(
+        1,
+        ge=0,
+        description="Background processes: one makes packs, the others prepare rows for it; a single one does both.",
+    )
+
+    @model_validator(mode="after")
+    def _one_chat_format(self) -> Data:
+        texts = {"system", "user", "assistant", "end", "separator"}
+        if self.processor is not None and self.chat is not None and (given := texts & self.chat.model_fields_set):
+            raise ValueError(f"`processor` brings a chat template of its own; remove {sorted(given)} from `chat`")
+        return self
 
 
 class Optimizer(Strict):
@@ -253,6 +289,11 @@ class Evaluation(Strict):
 class Recipe(Strict):
     """Everything a run needs. The resolved recipe is saved with every run and runs again as it is."""
 
+    # The first field, and so imported before any other is validated: model types may be a plugin's.
+    plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(
+        default_factory=list,
+        description="Modules of yours (`MODULE` or `FILE.py`) that register classes; imported before all else.",
+    )
     output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
     model: Model = Field(description="The omni model.")
     data: Data = Field(description="Data sets and packing.")

@@ -1,4 +1,4 @@
-"""``omnitrain check``: a recipe built on the meta device, in seconds."""
+"""``omnitrain check``: a recipe tried without memory for its weights, in seconds."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from omnitrain.data.loader import first_samples
+from omnitrain.data.loader import first_samples, require_usable
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.hf import config_at
+from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.recipe import Recipe
-from omnitrain.train.display import console, quiet_libraries, show_components
+from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.trial import forward_problems, weights_problems
 
 
 def check_recipe(recipe: Recipe) -> list[str]:
     """Build the model without weights, open the data, prepare one row of every source; print what was found.
+
+    Weight files are compared with the model by name and shape; every component runs once, on tensors without content.
 
     Returns:
         Every problem, one message each; empty when the recipe would run.
@@ -35,15 +41,39 @@ def check_recipe(recipe: Recipe) -> list[str]:
             return None
 
     built = attempt(lambda: build_from_recipe(recipe, init_device="meta"))
-    if built:
-        show_components(component_rows(built[0]))
+    problems += weights_problems(recipe.model)
+    runs = built and attempt(lambda: built[0].runner)
+    if runs:
+        _show_model(built[0])
+        broken = forward_problems(built[0])
+        problems += broken
+        runs = not broken
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         tables = attempt(functools.partial(open_sources, sources))
-        if tables and built:
+        if tables and runs:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens)
-    if recipe.evaluation is not None:
-        attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
-    return problems
+    attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
+    return list(dict.fromkeys(problems))
+
+
+def check_model(path: str) -> None:
+    """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
+
+    Args:
+        path: Hub id or folder.
+
+    Raises:
+        UserError: there is no model, or it cannot be trained here; names what was measured.
+    """
+    quiet_libraries()
+    is_omni = isinstance(config_at(path), OmniConfig)
+    parts: dict[str, Any] = {"config_path": path} if is_omni else {"foundation": path}
+    _show_model(build_omni_model(**parts, init_device="meta"))
+
+
+def _show_model(model: OmniModel) -> None:
+    show_components(component_rows(model))
+    show_contract(model.runner.contract, in_full=True)
 
 
 def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int) -> list[str]:
@@ -60,4 +90,8 @@ def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pa
         else:
             trained = int(sample.loss_mask.sum()) + sum(s.item.num_tokens for s in sample.spans if s.is_target)
             console.print(f"{kind} {name}: the first row has {len(sample)} tokens, {trained} of them trained")
+    try:
+        require_usable(tables, processor)
+    except UserError as error:
+        problems += str(error).splitlines()
     return problems

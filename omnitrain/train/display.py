@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
+from omnitrain.models.contract.findings import Contract
 from omnitrain.models.table import ComponentRow
 
 _NARROW = 120  # columns where no terminal says how many
@@ -34,6 +35,16 @@ def show_components(rows: list[ComponentRow]) -> None:
         trainable = f"{row.trainable:,}" if row.trainable else "frozen"
         table.add_row(row.name, row.class_name, f"{row.parameters:,}", trainable, row.dtype, row.ops)
     console.print(table)
+
+
+def show_contract(contract: Contract, *, in_full: bool) -> None:
+    """Print what the contract check measured; not ``in_full``: only where something other than the usual is done."""
+    findings = [finding for finding in contract.findings if in_full or finding.outcome != "passed"]
+    if findings:
+        table = Table("check", "outcome", "what was measured", title="Contract of the foundation", title_justify="left")
+        for finding in findings:
+            table.add_row(finding.check, finding.outcome, finding.fact)
+        console.print(table)
 
 
 def show_scores(scores: dict[str, Any], title: str) -> None:

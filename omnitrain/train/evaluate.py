@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.loader import pack_all
+from omnitrain.data.packing import pack_all
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row, RowSource
 from omnitrain.data.sample import Rejected, Sample
@@ -116,7 +116,7 @@ def heldout_rows(heldout: Sequence[RowSource], limit: int | None) -> Iterator[Ro
 def heldout_loss(model: OmniModel, samples: Sequence[Sample], pack_tokens: int) -> dict[str, Any]:
     """Mean loss and tokens, per head and per source (:meth:`LossMeter.read`)."""
     meter = LossMeter()
-    for pack in pack_all(samples, pack_tokens):
+    for pack in pack_all(samples, pack_tokens, alone=not model.runner.contract.packs):
         pack = pack.to(model.device)
         meter.add(pack, model(pack).losses)
     return meter.read()

@@ -29,7 +29,8 @@ class LossMeter:
         for name, term in losses.items():
             rows = pack.text_rows if name == "text" else pack.targets[name].positions
             sources = source_of_sample[torch.bucketize(rows, pack.cu_seqlens[1:], right=True)]
-            values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1)
+            # Doubles count tokens exactly, and past 2^24, where adding 1 to a float no longer changes it.
+            values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1).double()
             self._total(name, values).index_add_(0, sources, values)
 
     def _total(self, name: str, like: torch.Tensor) -> torch.Tensor:

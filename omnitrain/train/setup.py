@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from omnitrain.checkpoint.store import newest_checkpoint
+from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.renderer import Renderer
+from omnitrain.data.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
-from omnitrain.models.hf import require_folder
+from omnitrain.models.hf import as_dict, require_folder
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.backends import choose
 from omnitrain.ops.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.fuse import FusedOp, fuse_ops
-from omnitrain.recipe import ChatFormat, HFSource, Ops, Recipe
+from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, Recipe
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -34,21 +38,20 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     if recipe.model.checkpoint is not None:
         return load_checkpoint(recipe.model.checkpoint, recipe.model.freeze, init_device, recipe.data.chat)
     torch.manual_seed(recipe.train.seed)
-    assert recipe.model.foundation is not None
-    model = build_omni_model(
-        foundation=_source(recipe.model.foundation),
-        encoders=dict(recipe.model.encoders),
-        decoders=dict(recipe.model.decoders),
-        init_device=init_device,
-        torch_dtype=torch.float32,
-    )
-    tokenizer = _tokenizer(recipe)
+    parts = recipe.model
+    try:
+        model = _build(parts, parts.encoders, parts.decoders, init_device)
+    except UserError:
+        raise
+    except Exception as error:  # each HF class refuses in its own way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{_refused_part(parts)}: cannot be built from this config: {reason}") from error
     readers, writers = model.media_adapters()
-    chat = recipe.data.chat or ChatFormat()
-    _add_chat_tokens(tokenizer, chat, {m for a in (*readers.values(), *writers.values()) for m in a.modalities})
-    _fit_vocabulary(model, tokenizer)
+    attached = {modality for adapter in (*readers.values(), *writers.values()) for modality in adapter.modalities}
+    renderer = _renderer(recipe, model, attached)
+    _fit_vocabulary(model, renderer.tokenizer)
     freeze(model, recipe.model.freeze)
-    return model, OmniProcessor(tokenizer, chat, readers, writers)
+    return model, OmniProcessor(renderer, readers, writers)
 
 
 def load_checkpoint(
@@ -72,9 +75,9 @@ def load_checkpoint(
     folder = newest_checkpoint(folder)
     model = build_omni_model(weights_path=str(folder), init_device=init_device)
     freeze(model, frozen or [])
-    processor = OmniProcessor.from_pretrained(folder, *model.media_adapters())
-    if chat is not None:
-        processor = OmniProcessor(processor.tokenizer, chat, *model.media_adapters())
+    processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
+    if chat is not None and isinstance(processor.renderer, ChatRenderer):
+        processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
 
 
@@ -84,20 +87,66 @@ def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
     Media tokenizers keep their own code: another rounding would make other codes.
 
     Returns:
-        Component name -> what was done there.
+        ``foundation`` and names of encoders -> what was done there.
 
     Raises:
         UserError: a backend cannot run on the model's device.
     """
     choose("cross_entropy", CROSS_ENTROPY, ops.cross_entropy, model.device)
-    for part in (model, *model.decoders.values()):
+    for part in (model.runner, *model.decoders.values()):
         part.loss_backend = ops.cross_entropy
     wanted = ops.model_dump(exclude={"cross_entropy"})
     return {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
 
 
+def _build(
+    parts: Model, encoders: Mapping[str, Encoder], decoders: Mapping[str, Decoder], init_device: str
+) -> OmniModel:
+    assert parts.foundation is not None
+    return build_omni_model(
+        foundation=_source(parts.foundation),
+        encoders=dict(encoders),
+        decoders=dict(decoders),
+        init_device=init_device,
+        torch_dtype=torch.float32,
+    )
+
+
+def _refused_part(parts: Model) -> str:
+    """The key of the part that cannot be built, found by building each alone."""
+    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder]]] = [("model.foundation", {}, {})]
+    alone += [(f"model.encoders.{name}", {name: encoder}, {}) for name, encoder in parts.encoders.items()]
+    alone += [(f"model.decoders.{name}", {}, {name: decoder}) for name, decoder in parts.decoders.items()]
+    for key, encoders, decoders in alone:
+        try:
+            _build(parts, encoders, decoders, "meta")
+        except Exception:
+            return key
+    return "model"
+
+
 def _source(source: HFSource) -> Any:
     return source.path if source.path is not None else source.config
+
+
+def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
+    """The chat format: of the foundation's own processor where it has a say, else the recipe's."""
+    data, source = recipe.data, recipe.model.foundation
+    assert source is not None
+    native = model.native_inputs
+    starts = data.chat or ChatFormat()
+    marks = [getattr(starts, modality) for modality in sorted(attached)]
+    named = data.processor or (source.path if native.placeholders else None)
+    if named is not None:
+        renderer = TemplateRenderer.from_recipe(data, named, native)
+        _add_tokens(renderer.tokenizer, marks)
+        return renderer
+    tokenizer = _tokenizer(recipe)
+    if data.chat is None and tokenizer.chat_template:
+        _add_tokens(tokenizer, marks)
+        return TemplateRenderer(tokenizer, starts=starts)
+    _add_tokens(tokenizer, [starts.end, *marks])
+    return ChatRenderer(tokenizer, starts)
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -112,9 +161,8 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         raise UserError(f"model.tokenizer: no tokenizer at {path!r}: {str(error).splitlines()[0]}") from None
 
 
-def _add_chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, modalities: set[str]) -> None:
-    """The end of a message and the starts of media become special tokens where the tokenizer does not have them."""
-    wanted = [chat.end, *(getattr(chat, modality) for modality in sorted(modalities))]
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> None:
+    """Ends of messages and starts of media become special tokens where the tokenizer does not have them."""
     new = [token for token in wanted if len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1]
     tokenizer.add_tokens(new, special_tokens=True)
 
@@ -124,4 +172,4 @@ def _fit_vocabulary(model: OmniModel, tokenizer: PreTrainedTokenizerBase) -> Non
     rows = model.foundation.get_input_embeddings().weight.size(0)
     if len(tokenizer) > rows:
         model.foundation.resize_token_embeddings(len(tokenizer), mean_resizing=model.device.type != "meta")
-        model.config.foundation = {**(model.config.foundation or {}), "vocab_size": len(tokenizer)}
+        model.config.foundation = as_dict(model.foundation.config)

@@ -11,6 +11,7 @@ SIZES = {
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
     "loss": ["--rounds=1", "--tokens=64", "--classes=20000", "--hidden=32"],
+    "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
 }
 
 

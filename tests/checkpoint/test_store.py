@@ -32,6 +32,15 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> Non
     assert store.save(2, write("whole")) == store.latest()
 
 
+def test_what_crashes_left_behind_is_cleared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, write("good"))
+    for step in (2, 3):
+        (tmp_path / f".step-{step:08d}.partial").mkdir()
+    store.clear_unfinished()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000001"]
+
+
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     file = CheckpointStore(tmp_path, keep=1).save(1, write("good")) / "state.txt"

@@ -1,3 +1,7 @@
+import multiprocessing
+import os
+import pickle
+import signal
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -5,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.data.loader import _Packer, build_dataloader, fill_pack
+from omnitrain.data.loader import _Packer, build_dataloader
+from omnitrain.data.packing import fill_pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
-from omnitrain.errors import DataError, UserError
+from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data
 from tests.tiny import CHAT, TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples, write_parquet
 
@@ -54,7 +59,7 @@ def test_a_loader_continues_exactly_where_its_state_says(processor: OmniProcesso
     assert indices(rest) == indices(whole[7:])
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_state_is_that_of_the_pack_handed_out_however_far_ahead_the_loader_is(
     processor: OmniProcessor, tmp_path: Path, workers: int
 ) -> None:
@@ -79,11 +84,27 @@ def test_kept_samples_are_the_same_samples(processor: OmniProcessor, tmp_path: P
     assert all((a.input_ids == b.input_ids).all() for a, b in zip(plain, kept, strict=True))
 
 
-def test_workers_change_nothing(processor: OmniProcessor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(processor: OmniProcessor, tmp_path: Path, workers: int) -> None:
     alone = list(islice(iter(build_dataloader(data(tmp_path, rows()), processor)), 6))
-    helped = list(islice(iter(build_dataloader(data(tmp_path, rows(), workers=2), processor)), 6))
+    helped = list(islice(iter(build_dataloader(data(tmp_path, rows(), workers=workers), processor)), 6))
     assert indices(alone) == indices(helped)
     assert all((a.input_ids == b.input_ids).all() for a, b in zip(alone, helped, strict=True))
+
+
+def test_a_killed_worker_is_one_clear_error(processor: OmniProcessor, tmp_path: Path) -> None:
+    packs = iter(build_dataloader(data(tmp_path, rows(), workers=1), processor))
+    next(packs)
+    (worker,) = [process for process in multiprocessing.active_children() if process.name == "run_ahead"]
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(TrainingError, match="the data process ended with exit code -9"):
+        list(packs)
+
+
+def test_a_loader_can_travel_to_a_process_that_shares_no_memory(processor: OmniProcessor, tmp_path: Path) -> None:
+    loader = build_dataloader(data(tmp_path, rows()), processor)
+    there = pickle.loads(pickle.dumps(_Packer(loader.data, loader.order, loader.rows, 0, ())))
+    assert next(there.packs()).pack.info == next(iter(loader)).info
 
 
 def test_damaged_files_are_skipped_counted_listed_and_the_rest_keeps_its_order(
@@ -100,12 +121,12 @@ def test_damaged_files_are_skipped_counted_listed_and_the_rest_keeps_its_order(
     drawn_clean, drawn_dirty = [[], []]
     listed: list[dict] = []
     for loader, drawn in ((clean, drawn_clean), (dirty, drawn_dirty)):
-        packer = _Packer(loader, loader.state())
+        packer = _Packer(loader.data, loader.order, loader.rows, 0, ())
         samples = packer._samples()
         for _ in range(56):
             packer._draw(samples)
         drawn += [sample.id for sample in packer.held]
-        listed.append(packer.rejected)
+        listed.append({row.id: row for row in packer.rejected})
     bad = {good[i].id for i in (1, 2, 3)}
     assert drawn_dirty == [name for name in drawn_clean if name not in bad]
     assert set(listed[0]) == set() and set(listed[1]) == bad

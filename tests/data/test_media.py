@@ -1,11 +1,12 @@
 import io
+import sys
 
 import numpy as np
 import pytest
 import soundfile
 from PIL import Image
 
-from omnitrain.data.media import Waveform, decode_audio, decode_image, decode_video
+from omnitrain.data.media import Waveform, decode_audio, decode_clip, decode_image, decode_soundtrack, decode_video
 from tests.tiny import png, wav, webp
 
 
@@ -25,6 +26,22 @@ def test_long_videos_are_sampled_evenly_with_both_ends() -> None:
     frames = decode_video(webp(0, frames=9), max_frames=5)
     every = decode_video(webp(0, frames=9), max_frames=9)
     assert [f.tobytes() for f in frames] == [every[i].tobytes() for i in (0, 2, 4, 6, 8)]
+
+
+def test_a_video_tells_how_many_of_its_kept_frames_pass_in_a_second() -> None:
+    stream = io.BytesIO()
+    images = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(9)]
+    images[0].save(stream, format="PNG", save_all=True, append_images=images[1:], duration=250)
+    assert decode_clip(stream.getvalue(), max_frames=9).rate == pytest.approx(4)
+    assert decode_clip(stream.getvalue(), max_frames=3).rate == pytest.approx(1)
+    assert decode_clip(stream.getvalue(), max_frames=1).rate is None
+
+
+def test_animations_have_no_sound_and_other_videos_name_what_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decode_soundtrack(webp(0)) is None
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ValueError, match=r"other formats need PyAV: pip install 'omnitrain\[video\]'"):
+        decode_soundtrack(b"\0\0\0 ftypisom")
 
 
 def test_sound_that_is_not_finite_is_damage() -> None:
@@ -56,3 +73,14 @@ def test_resampling_keeps_a_tone(rate: int) -> None:
 def test_own_rate_is_untouched() -> None:
     sound = decode_audio(wav(0))
     assert sound.resampled(8000) is sound
+
+
+@pytest.mark.parametrize("rate", [8000, 12000, 16000])
+def test_resampling_keeps_the_highest_frequency_of_an_even_length(rate: int) -> None:
+    """The Nyquist tone of 8 kHz: alternating samples there, the same cosine at any other rate."""
+    low, high = (
+        Waveform(np.resize([0.5, -0.5], 80).astype(np.float32), 8000),
+        0.5 * np.cos(np.pi * np.arange(80 * rate // 8000) * 8000 / rate),
+    )
+    np.testing.assert_allclose(low.resampled(rate).samples, high, atol=1e-6)
+    np.testing.assert_allclose(Waveform(high.astype(np.float32), rate).resampled(8000).samples, low.samples, atol=1e-6)

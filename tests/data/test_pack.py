@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,8 @@ def test_media_rows_land_on_their_tokens() -> None:
     pack = Pack.from_samples([long, short])
     assert pack.inputs["eye"].positions.tolist() == [1, 4, 5]
     assert pack.inputs["eye"].num_tokens == (1, 2)
-    assert pack.inputs["eye"].features["x"].shape == (2, 2)
+    assert pack.inputs["eye"].samples == (0, 1)
+    assert pack.inputs["eye"].groups[0].features["x"].shape == (2, 2)
     assert pack.targets["pen"].positions.tolist() == [7]
     assert pack.loss_counts() == {"text": 2, "pen": 1}
 
@@ -48,5 +51,41 @@ def test_an_empty_pack_is_refused() -> None:
 
 def test_a_pack_moves_whole() -> None:
     moved = Pack.from_samples([sample([1, 2], [1], 0, (span("eye", 0, 1),))]).to("meta")
-    tensors = [moved.input_ids, moved.text_rows, moved.inputs["eye"].positions, moved.inputs["eye"].features["x"]]
+    eye = moved.inputs["eye"]
+    tensors = [moved.input_ids, moved.text_rows, eye.positions, eye.groups[0].features["x"]]
     assert {tensor.device for tensor in tensors} == {torch.device("meta")}
+
+
+def test_rows_of_one_item_may_lie_apart() -> None:
+    movie = MediaSpan("eye", 1, MediaItem({"x": np.zeros((3, 2))}, 3), False, np.array([1, 2, 5]))
+    pack = Pack.from_samples([sample([0] * 3, [2], 0), sample([0] * 7, [6], 1, (movie,))])
+    assert pack.inputs["eye"].positions.tolist() == [4, 5, 8]
+
+
+def test_items_of_another_shape_are_never_padded() -> None:
+    def shot(start: int, rows: int, width: int) -> MediaSpan:
+        features = {"x": np.full((rows, width), start, np.float32), "grid": np.array([[1, rows, width]])}
+        return MediaSpan("eye", start, MediaItem(features, 1), False)
+
+    spans = (shot(0, 2, 3), shot(1, 1, 4), shot(2, 3, 3))
+    batch = Pack.from_samples([sample([0] * 4, [3], 0, spans)]).inputs["eye"]
+    assert [group.features["x"].shape for group in batch.groups] == [(5, 3), (1, 4)]
+    assert batch.positions.tolist() == [0, 2, 1]  # in order of groups
+    assert batch.groups[0].num_rows == {"x": (2, 3), "grid": (1, 1)}
+    first, third = batch.groups[0].items()
+    assert first.features["x"].shape == (2, 3) and third.features["grid"].tolist() == [[1, 3, 3]]
+    assert torch.equal(third.features["x"], torch.full((3, 3), 2.0))
+
+
+def test_position_axes_and_token_inputs_are_packed_along_the_tokens() -> None:
+    def typed(length: int, index: int) -> Sample:
+        axes = np.stack([np.arange(length) + 10 * axis for axis in range(3)])
+        kinds = {"mm_token_type_ids": np.full(length, index)}
+        return dataclasses.replace(sample([0] * length, [1], index), position_ids=axes, token_inputs=kinds)
+
+    pack = Pack.from_samples([typed(3, 0), typed(2, 1)])
+    assert pack.position_ids.shape == (3, 1, 5)
+    assert pack.position_ids[1, 0].tolist() == [10, 11, 10, 11, 12]
+    assert pack.token_inputs["mm_token_type_ids"].tolist() == [[1, 1, 0, 0, 0]]
+    with pytest.raises(ValueError, match=r"samples 's2' and 's0' cannot share a pack: position ids \(2,\) and"):
+        Pack.from_samples([typed(3, 0), sample([1, 2], [1], 2)])

@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
 
+from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import UserError
-from tests.tiny import part, png, tiny_model, tiny_processor, tiny_row, tiny_tokenizer
+from omnitrain.recipe import ChatFormat
+from tests.tiny import CHAT, part, png, tiny_model, tiny_processor, tiny_row, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +92,16 @@ def test_unknown_roles_and_parts_name_what_is_allowed(processor: OmniProcessor) 
 
 def test_a_start_token_of_several_tokens_is_refused() -> None:
     model = tiny_model()
-    chat = tiny_processor(model).chat.model_copy(update={"image": "<picture>"})
+    chat = ChatFormat(**CHAT | {"image": "<picture>"})
     with pytest.raises(UserError, match=r"data\.chat\.image: '<picture>' must be one token"):
-        OmniProcessor(tiny_tokenizer(), chat, *model.media_adapters())
+        OmniProcessor(ChatRenderer(tiny_tokenizer(), chat), *model.media_adapters())
 
 
 def test_two_readers_of_one_modality_are_refused() -> None:
     readers, writers = tiny_model().media_adapters()
     with pytest.raises(UserError, match="both handle image"):
         OmniProcessor(
-            tiny_tokenizer(),
-            tiny_processor(tiny_model()).chat,
+            ChatRenderer(tiny_tokenizer(), ChatFormat(**CHAT)),
             {**readers, "second": readers["image_encoder"]},
             writers,
         )

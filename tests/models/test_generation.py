@@ -49,7 +49,7 @@ def test_a_batch_answers_as_each_prompt_alone(
 def test_a_start_token_switches_to_its_decoder_until_the_item_is_whole_then_text_again(
     model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch, modality: str
 ) -> None:
-    letter = processor.token_ids("a")[0]
+    letter = processor.tokenizer("a", add_special_tokens=False)["input_ids"][0]
     script = [letter, processor.start_tokens[modality], letter, letter, processor.end_token]
     monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
     name = {"image": "image_decoder", "audio": "audio_decoder"}[modality]
@@ -79,7 +79,7 @@ class _Script:
 def test_the_length_limit_ends_text_and_leaves_out_media_cut_short(
     model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = [processor.token_ids("a")[0], processor.start_tokens["image"]]
+    script = [processor.tokenizer("a", add_special_tokens=False)["input_ids"][0], processor.start_tokens["image"]]
     monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
     answer = generate(model, processor, prompts[:1], max_new_tokens=10)[0]
     assert len(answer.tokens) == 10 and not answer.is_finished and answer.parts == ["a"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from omnitrain.data.pack import Pack
@@ -176,7 +177,7 @@ def test_the_table_counts_every_parameter(model: OmniModel) -> None:
     rows = {row.name: row for row in component_rows(model)}
     assert sum(row.parameters for row in rows.values()) == sum(p.numel() for p in model.parameters())
     assert rows["image_encoder"].class_name == "VisionEncoder (SiglipVisionModel)"
-    assert rows["foundation"].ops == "attention: segment sdpa"
+    assert rows["foundation"].ops == "attention: sdpa, loss: inside the head"
     assert rows["image_decoder"].trainable < rows["image_decoder"].parameters
 
 
@@ -185,16 +186,28 @@ def test_meta_costs_nothing_and_has_the_same_shapes(model: OmniModel) -> None:
     assert shapes == {n: p.shape for n, p in model.named_parameters()}
 
 
-def test_a_foundation_that_changes_its_logits_is_refused(samples: list[Sample]) -> None:
+def test_a_foundation_that_changes_its_logits_takes_the_plain_loss_and_the_table_says_so(samples: list[Sample]) -> None:
     capped = {
         "model_type": "gemma2",
         **{k: v for k, v in FOUNDATION.items() if k not in ("model_type",)},
-        "final_logit_softcapping": 30.0,
+        "final_logit_softcapping": 3.0,
         "attn_logit_softcapping": None,
         "sliding_window": 4096,
     }
-    with pytest.raises(UserError, match="Gemma2ForCausalLM transforms its logits"):
-        tiny_model(foundation=capped)(Pack.from_samples(samples))
+    model = tiny_model(foundation=capped)
+    sample = next(sample for sample in samples if not sample.spans)
+    ids, trained = torch.from_numpy(sample.input_ids), torch.from_numpy(sample.loss_mask)
+    with torch.no_grad():
+        loss = model(Pack.from_samples([sample])).losses["text"].sum
+        logits = model.foundation(input_ids=ids[None]).logits[0]
+        uncapped = 3.0 * (logits / 3.0).atanh()
+    expected, wrong = (
+        F.cross_entropy(x[:-1][trained[1:]], ids[1:][trained[1:]], reduction="sum") for x in (logits, uncapped)
+    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert abs(loss.item() - wrong.item()) > 1.0
+    table = {row.name: row for row in component_rows(model)}
+    assert "loss: on the logits" in table["foundation"].ops
 
 
 def test_checkpoint_and_parts_exclude_each_other(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 import copy
 import random
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.attention import packed, use_omnitrain_attention
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.ops.fuse import fuse_ops
 
@@ -29,8 +31,8 @@ def packed_model() -> nn.Module:
     return model
 
 
-def pack(lengths: list[int]) -> dict[str, object]:
-    borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+def pack(lengths: list[int]) -> dict[str, Any]:
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return {
         "input_ids": torch.randint(0, 50, (1, sum(lengths))),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
@@ -42,10 +44,16 @@ def pack(lengths: list[int]) -> dict[str, object]:
     }
 
 
-def step(model: nn.Module, arguments: dict[str, object]) -> list[torch.Tensor]:
+def run(model: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
+    """Logits of a packed row."""
+    with packed(arguments["cu_seq_lens_q"].tolist()):
+        return model(**arguments).logits
+
+
+def step(model: nn.Module, arguments: dict[str, Any]) -> list[torch.Tensor]:
     """Logits and gradients."""
     model.zero_grad()
-    logits = model(**arguments).logits
+    logits = run(model, arguments)
     logits.square().mean().backward()
     return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
@@ -67,7 +75,7 @@ def test_fifty_random_shapes_compile_once():
     fuse_ops(model, {"rms_norm": "fused"})
     compiled = train_on_random_shapes(model, 50, backend="aot_eager")
     assert compiled.names == ["model.layers.0", "model.layers.1"]
-    assert max(compiled.compilations.values()) == 1
+    assert max(map(len, compiled.compilations.values())) == 1
     assert compiled.recompiles == 0
 
 
@@ -77,16 +85,16 @@ def test_fifty_random_shapes_compile_once_with_inductor(norms):
     model = packed_model()
     fuse_ops(model, {"rms_norm": norms})
     compiled = train_on_random_shapes(model, 50)
-    assert max(compiled.compilations.values()) == 1
+    assert max(map(len, compiled.compilations.values())) == 1
 
 
 def test_too_many_recompiles_are_an_error():
     model = packed_model()
     compiled = compile_blocks(model, max_recompiles=0, backend="eager")
-    model(**pack([3, 4]))
+    run(model, pack([3, 4]))
     compiled.check()
     with torch.no_grad():
-        model(**pack([3, 4]))
+        run(model, pack([3, 4]))
     assert compiled.recompiles > 0
     with pytest.raises(UserError, match=r"0 allowed.*train\.compile\.max_recompiles"):
         compiled.check()
@@ -96,7 +104,7 @@ def test_paused_blocks_do_not_compile():
     model = packed_model()
     compiled = compile_blocks(model, backend="eager")
     with compiled.paused():
-        model(**pack([3, 4]))
+        run(model, pack([3, 4]))
     assert not compiled.compilations
 
 

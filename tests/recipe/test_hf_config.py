@@ -65,3 +65,11 @@ def test_older_spellings_and_aliases_are_accepted_where_hf_converts_them() -> No
 def test_what_a_class_saves_passes_its_own_check(model_type: str) -> None:
     saved = CONFIG_MAPPING[model_type]().to_diff_dict() | {"model_type": model_type}
     check_hf_config_keys({key: value for key, value in saved.items() if not key.startswith("_")})
+
+
+def test_sizes_must_be_positive() -> None:
+    found = problems({"model_type": "llava", "text_config": {"vocab_size": 0}, "vision_config": {"patch_size": -2}})
+    assert found == {
+        "text_config.vocab_size": "found 0; expected a number greater than 0; change it",
+        "vision_config.patch_size": "found -2; expected a number greater than 0; change it",
+    }

@@ -31,3 +31,12 @@ def test_sizes_are_checked_too(recipe_file: Path) -> None:
     assert refusal(recipe_file, "{size: {heigth: 8, width: 8}}") == [
         "size.heigth: unknown key, found 8; did you mean `height`?"
     ]
+
+
+def test_rates_lengths_and_sizes_must_be_positive(recipe_file: Path) -> None:
+    wrong = "{sampling_rate: 0, hop_length: -1, padding_value: 0.0, size: {height: 0, width: 8}}"
+    assert refusal(recipe_file, wrong) == [
+        "sampling_rate: found 0; expected a number greater than 0; change it",
+        "hop_length: found -1; expected a number greater than 0; change it",
+        "size.height: found 0; expected a number greater than 0; change it",
+    ]

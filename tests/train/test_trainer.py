@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,12 @@ import pytest
 import torch
 
 from omnitrain.data.pack import Pack
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.ops.compile import compile_blocks
 from omnitrain.recipe import Recipe
 from omnitrain.train.answer import answer
-from omnitrain.train.check import check_recipe
 from omnitrain.train.evaluate import Answered
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from tests.tiny import png, tiny_recipe
@@ -73,7 +74,8 @@ def test_a_run_that_ctrl_c_cut_resumes_as_if_never_cut(tmp_path: Path) -> None:
     resumed = Trainer(load(recipe), resume=True)
     assert resumed.fit().step == 8
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert all(torch.equal(w, weights(tmp_path / "whole")[n]) for n, w in weights(tmp_path / "run").items())
+    whole = weights(tmp_path / "whole")
+    assert all(torch.equal(weight, whole[name]) for name, weight in weights(tmp_path / "run").items())
 
 
 def test_the_saved_recipe_runs_again_as_it_is(tmp_path: Path) -> None:
@@ -103,10 +105,12 @@ def test_ops_and_compile_are_chosen_in_the_recipe_and_shown(tmp_path: Path, monk
     trainer = Trainer(load(plain, *changed))
     trainer.fit()
     ops = {row.name: row.ops for row in component_rows(trainer.model, trainer.ops)}
-    assert "rms_norm (9): fused" in ops["foundation"] and "patch_embed" not in ops["image_encoder"]
+    assert "rms_norm: fused (9)" in ops["foundation"] and "patch_embed" not in ops["image_encoder"]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["recompiles"] == 0
+    assert last["recompiles"] == trainer.compiled.recompiles
+    # Behind inserted media the first block gets a view, and torch compiles views apart.
+    assert max(map(len, trainer.compiled.compilations.values())) <= 2
     torch._dynamo.reset()
 
 
@@ -171,18 +175,6 @@ def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
         answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
 
 
-def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> None:
-    path = tiny_recipe(tmp_path)
-    assert check_recipe(load(path)) == []
-    recipe = load(path, "data.heldout=[{path: nothing.parquet}]", "evaluation={scorer: 'nothing:f'}")
-    recipe.data.train[0].columns.messages = "mesages"
-    problems = check_recipe(recipe)
-    assert [any(word in p for p in problems) for word in ("nothing.parquet", "nothing:f", "mesages")] == [True] * 3
-    unreadable = load(path, "model.encoders={}")
-    assert any("asks the model to read image" in problem for problem in check_recipe(unreadable))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -215,20 +207,14 @@ def test_a_folder_that_holds_no_run_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter.txt").is_file()
 
 
-def test_a_resumed_optimizer_takes_its_settings_from_the_recipe(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path)
-    Trainer(load(recipe)).fit()
-    resumed = Trainer(load(recipe, "train.optimizer.betas=[0.5,0.6]", "train.optimizer.eps=1e-5"), resume=True)
-    assert {group["betas"] for group in resumed.optimizer.param_groups} == {(0.5, 0.6)}
-    assert {group["eps"] for group in resumed.optimizer.param_groups} == {1e-5}
-
-
-def test_a_run_with_dropout_resumes_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def test_a_run_with_dropout_resumes_exactly(tmp_path: Path, device: str) -> None:
     dropout = "model.foundation.config.attention_dropout=0.2"
-    recipe = tiny_recipe(tmp_path, steps=6, save_every=3)
-    Trainer(load(recipe, dropout, "train.steps=6")).fit()
+    recipe = tiny_recipe(tmp_path, steps=6, save_every=3, device=device)
+    Trainer(load(recipe, dropout)).fit()
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    torch.manual_seed(99)  # of every device
     Trainer(load(recipe, dropout), resume=True).fit()
     assert losses(tmp_path / "run") == whole
 
@@ -236,3 +222,71 @@ def test_a_run_with_dropout_resumes_exactly(tmp_path: Path) -> None:
 def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         Trainer(load(tiny_recipe(tmp_path)), resume=True)
+
+
+def test_a_recipe_that_would_make_another_run_of_it_is_refused_key_by_key(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    Trainer(load(recipe)).fit()
+    changes = (
+        "data.pack_tokens=128",
+        "train.seed=3",
+        "train.optimizer.eps=1e-5",
+        "train.loss_weights={text: 2}",
+    )
+    with pytest.raises(UserError) as caught:
+        Trainer(load(recipe, *changes), resume=True)
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  data.pack_tokens: was 160, is 128",
+        "  train.loss_weights.text: was unset, is 2.0",
+        "  train.optimizer.eps: was 1e-08, is 1e-05",
+        "  train.seed: was 0, is 3",
+    ]
+    assert "a new output_dir" in str(caught.value)
+
+
+def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    Trainer(load(recipe)).fit()
+    free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "data.heldout=[]")
+    assert Trainer(load(recipe, *free), resume=True).fit().step == 5
+
+
+def test_data_that_grew_are_refused_on_resume(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, rows=28)
+    Trainer(load(recipe)).fit()
+    tiny_recipe(tmp_path, rows=35)
+    with pytest.raises(UserError, match=r"data\.train\.0: had 28 rows, has 35"):
+        Trainer(load(recipe), resume=True)
+
+
+def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, steps=6, micro_batches=2)
+    Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
+    failing = Trainer(load(recipe))
+    packs = iter(failing.loader)
+
+    class FailsWithinAStep:
+        def __iter__(self) -> Iterator[Pack]:
+            yield from islice(packs, 7)
+            raise TrainingError("the data process ended")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    inner = failing.loader
+    failing.loader = FailsWithinAStep()  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match="the data process ended"):
+        failing.fit()
+    assert failing.step == 3
+    Trainer(load(recipe), resume=True).fit()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, steps=2)
+    left = [tmp_path / run / "checkpoints" / ".step-00000001.partial" for run in ("run", "other")]
+    Trainer(load(recipe)).fit()
+    for folder in left:
+        folder.mkdir(parents=True)
+    Trainer(load(recipe, "train.steps=3"), resume=True).fit()
+    assert [folder.exists() for folder in left] == [False, True]

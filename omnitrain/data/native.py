@@ -1,0 +1,61 @@
+"""What a foundation that reads media by itself offers to the data side: no weights, only rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from omnitrain.data.sample import Features
+
+
+class PositionFunction(Protocol):
+    """Position ids of one sample, as the foundation's own function makes them."""
+
+    def __call__(
+        self,
+        input_ids: np.ndarray,
+        token_inputs: Mapping[str, np.ndarray],
+        features: Mapping[str, Sequence[Features]],
+        *,
+        audio_in_video: bool,
+    ) -> np.ndarray:
+        """Position ids.
+
+        Args:
+            input_ids: ``[T]`` int64.
+            token_inputs: ``[T]`` each; see :attr:`Sample.token_inputs`.
+            features: modality -> features of each item, in the order in which they appear; absent: none.
+            audio_in_video: the tokens of the videos' sound lie among those of their pictures.
+
+        Returns:
+            ``[T]`` or ``[axes, T]`` int64; the axes do not depend on the sample.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NativeInputs:
+    """How a foundation reads media by itself.
+
+    Attributes:
+        placeholders: modality -> id of the tokens that its rows fill; its keys are what the foundation reads.
+        token_inputs: names of the foundation's per-token arguments that every sample must bring.
+        token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each; None: the processor's own,
+            which tell modalities apart.
+        num_tokens: ``(modality, features) -> rows`` that the foundation makes of one item; None: not checked here.
+        positions: position ids of a sample; None: 0, 1, 2, ...
+    """
+
+    placeholders: Mapping[str, int]
+    token_inputs: tuple[str, ...] = ()
+    num_tokens: Callable[[str, Features], int] | None = None
+    positions: PositionFunction | None = None
+    token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
+
+
+def component_key(modality: str) -> str:
+    """The name under which a modality that the foundation reads by itself appears in a pack: ``foundation.image``."""
+    return f"foundation.{modality}"

@@ -1,0 +1,57 @@
+"""Which samples share a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+
+
+def num_tokens(samples: Sequence[Sample]) -> int:
+    """Tokens of all ``samples`` together."""
+    return sum(len(sample) for sample in samples)
+
+
+def fill_pack(held: Sequence[Sample], capacity: int, *, alone: bool = False) -> list[Sample]:
+    """The oldest sample, then the longest ones that still fit: dense packs in which nobody waits for ever.
+
+    Args:
+        held: samples in order of arrival, none longer than ``capacity``; not empty.
+        capacity: length of a pack, tokens.
+        alone: one sample per pack, for a model that cannot keep several apart.
+    """
+    chosen, free = [held[0]], capacity - len(held[0])
+    if alone:
+        return chosen
+    for sample in sorted(held[1:], key=lambda sample: (-len(sample), sample.index)):
+        if len(sample) <= free:
+            chosen.append(sample)
+            free -= len(sample)
+    return chosen
+
+
+def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -> Iterator[Pack]:
+    """Packs of a finite stream, for evaluation; every sample is used once. Arguments as in :func:`fill_pack`.
+
+    Raises:
+        ValueError: a sample longer than ``capacity``.
+    """
+    held: list[Sample] = []
+    for sample in samples:
+        if len(sample) > capacity:
+            raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, a pack holds {capacity}")
+        if held and (alone or num_tokens(held) + len(sample) > capacity):
+            yield Pack.from_samples(held)
+            held = []
+        held.append(sample)
+    if held:
+        yield Pack.from_samples(held)
+
+
+class OmniDataCollatorWithPacking:
+    """Collate function for a user's own ``DataLoader``: a list of samples becomes one :class:`Pack`."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Pack:
+        """Lay ``samples`` end to end."""
+        return Pack.from_samples(samples)

@@ -1,0 +1,74 @@
+"""What turns a conversation into tokens: the interface that the two kinds of chat format share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from omnitrain.data.attached import AttachedMedia
+from omnitrain.data.parts import Message
+from omnitrain.data.rows import Row
+from omnitrain.data.sample import MediaSpan
+from omnitrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a conversation; shapes as in :class:`Sample`."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    position_ids: np.ndarray
+    spans: tuple[MediaSpan, ...]
+    token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Renderer(Protocol):
+    """A chat format: a recipe's own (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
+
+    Attributes:
+        tokenizer: the text tokenizer.
+        end_token: id of the token that ends an assistant's message.
+        native_modalities: what the foundation reads by itself.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    end_token: int
+    native_modalities: frozenset[str]
+
+    def start_token(self, modality: str) -> int:
+        """Id of the token in front of a medium that an attached component reads or writes.
+
+        Raises:
+            UserError: it is not one token of the tokenizer.
+        """
+        ...
+
+    def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Encoded:
+        """Tokens of ``messages``, whose media are those of ``row``; for generation, an assistant's opening follows.
+
+        Raises:
+            ValueError: this row cannot be used.
+            UserError: no row can.
+        """
+        ...
+
+    def save_pretrained(self, folder: Path) -> dict[str, Any]:
+        """Write the tokenizer (or processor) into ``folder``; returns the settings that do not lie in its files."""
+        ...
+
+
+def single_token(tokenizer: PreTrainedTokenizerBase, field_name: str, text: str) -> int:
+    """The id of ``text``.
+
+    Raises:
+        UserError: it is not one token of the tokenizer.
+    """
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise UserError(f"data.chat.{field_name}: {text!r} must be one token of the tokenizer, found {len(ids)}: {ids}")
+    return int(ids[0])

@@ -1,0 +1,163 @@
+"""The contract check: what an unmodified HF model honours, and does not, measured on its twin."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.contract.cache import contract_path, read_contract, write_contract
+from omnitrain.models.contract.findings import Contract
+from omnitrain.models.contract.measure import (
+    TOLERANCE,
+    gradient_fact,
+    head_fact,
+    leaking_class,
+    logit_error,
+    mixing_modalities,
+    packing_fact,
+    unread_side_features,
+    without_gradient,
+)
+from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.trial import Failure, Trial, attempt
+
+_MOST_SEGMENTED_CLASSES = 3
+
+
+def contract_of(model: PreTrainedModel) -> Contract:
+    """The contract of a foundation, from the cache or by checking its twin.
+
+    Raises:
+        UserError: it cannot be trained here; names every check that refused it and what was measured.
+    """
+    path = contract_path(type(model), model.config)
+    contract = read_contract(path) or check_contract(type(model), model.config)
+    if contract.refusals:
+        facts = dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals)
+        raise UserError(
+            f"model.foundation: {type(model).__name__} cannot be trained with this config: {'; '.join(facts)}"
+        )
+    write_contract(path, contract)
+    return contract
+
+
+def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
+    """Check ``model_class`` on a small twin of ``config``: same widths, few layers, peaked weights.
+
+    Returns:
+        The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
+    """
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        trial = Trial(model_class, config)
+        for check in (_modalities, _attention, _head, _items, _side_features, _packing, _gradients):
+            check(trial)
+            if trial.contract.refusals:
+                break
+        return trial.contract
+
+
+def _modalities(trial: Trial) -> None:
+    """Each modality's rows can be made apart from the forward, as many as there are placeholders."""
+    for modality, port in trial.native.ports.items():
+        trial.note(f"modality {modality}", "passed", f"rows of {port.component} enter through {port.method}")
+    for modality, reason in trial.native.refused.items():
+        trial.note(f"modality {modality}", "fallback", f"samples with it are refused: {reason}")
+    for probe in probe_samples(trial.plain, trial.native):
+        case = attempt(partial(trial.run_plain, probe))
+        if not isinstance(case, Failure):
+            trial.cases.append(case)
+        elif len(set(probe.modalities)) > 1:
+            mixture = " and ".join(sorted(set(probe.modalities)))
+            trial.note("mixtures", "passed", f"transformers itself refuses {mixture} in one sample: {case}")
+        else:
+            trial.note("modalities", "refused", f"{' '.join(probe.modalities) or 'text'}: {case}")
+    trial.collect_gradients()
+
+
+def _attention(trial: Trial) -> None:
+    """Through our attention, a sample alone has the logits of plain transformers."""
+    error = attempt(partial(logit_error, trial))
+    if not isinstance(error, Failure) and error <= TOLERANCE:
+        exactly = "bit for bit" if error == 0 else f"within {error:.0e} of the largest"
+        trial.note("attention", "passed", f"logits of a sample alone are those of transformers, {exactly}")
+        return
+    fact = error if isinstance(error, Failure) else f"logits of a sample alone differ by {error:.1e} of the largest"
+    trial.use(attention="native", packs=False)
+    trial.note("attention", "fallback", f"{fact}; the model keeps its own attention")
+    trial.note("packing", "fallback", "one sample per pack: only omnitrain's attention keeps packed samples apart")
+
+
+def _head(trial: Trial) -> None:
+    """What the model returns as logits is what its head returned."""
+    fact = attempt(partial(head_fact, trial))
+    if fact is None:
+        trial.note("head", "passed", "the loss is computed inside the head")
+        return
+    trial.use(head="plain")
+    trial.note("head", "fallback", f"{fact}; the loss is computed on the logits of the supervised rows")
+
+
+def _items(trial: Trial) -> None:
+    """A tower's rows of an item do not depend on the items beside it."""
+    if mixed := mixing_modalities(trial):
+        trial.use(by_sample=mixed)
+        fact = f"rows of {', '.join(mixed)} depend on the other items of a call; samples are encoded one at a time"
+        trial.note("items", "fallback", fact)
+    elif trial.native.ports:
+        trial.note("items", "passed", "an item's rows are the same alone and beside others")
+
+
+def _side_features(trial: Trial) -> None:
+    """Side features (deepstack levels) are read by the model."""
+    for modality, port in trial.native.ports.items():
+        if not port.side:
+            continue
+        if unread := unread_side_features(trial, modality):
+            trial.note("side features", "refused", f"{modality}: the model does not read {', '.join(unread)}")
+        else:
+            trial.note("side features", "passed", f"{modality}: {', '.join(port.side)} reach the logits")
+
+
+def _packing(trial: Trial) -> None:
+    """Packed samples are what they are alone; modules that prevent it run sample by sample."""
+    if not trial.contract.packs:
+        return
+    segmented: tuple[str, ...] = ()
+    while fact := attempt(partial(packing_fact, trial)):
+        leak = leaking_class(trial)
+        if leak is None or leak in segmented or len(segmented) == _MOST_SEGMENTED_CLASSES:
+            _unpack(trial, fact if leak is None else f"{fact}, first in {leak}")
+            return
+        segmented = (*segmented, leak)
+        trial.use(segmented=segmented)
+    if segmented:
+        fact = f"packed samples equal each alone, with {' and '.join(segmented)} run sample by sample"
+        trial.note("packing", "fallback", fact)
+    else:
+        trial.note("packing", "passed", "packed samples equal each alone")
+
+
+def _gradients(trial: Trial) -> None:
+    """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
+    fact = attempt(partial(gradient_fact, trial))
+    if fact is not None and trial.contract.packs:
+        _unpack(trial, fact)
+        fact = attempt(partial(gradient_fact, trial))
+    if fact is not None:
+        trial.note("gradients", "refused", fact)
+        return
+    trial.note("gradients", "passed", "loss and gradients are those of transformers")
+    if without := without_gradient(trial):
+        shown = ", ".join(without[:4]) + (", ..." if len(without) > 4 else "")
+        trial.use(without_gradient=without)
+        trial.note("unused parameters", "passed", f"{len(without)} never get a gradient: {shown}")
+
+
+def _unpack(trial: Trial, fact: str) -> None:
+    own = ", ".join(trial.runner.own_attention)
+    trial.use(packs=False, segmented=())
+    why = f"; {own} has an attention of its own, which cannot be replaced" if own else ""
+    trial.note("packing", "fallback", f"one sample per pack: {fact}{why}")

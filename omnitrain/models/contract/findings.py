@@ -1,0 +1,70 @@
+"""What the contract check found out about a foundation, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+Outcome = Literal["passed", "fallback", "refused"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check.
+
+    Attributes:
+        check: its name, as in docs/models.md.
+        outcome: ``passed``; ``fallback``: something slower is used, which is exact; ``refused``: cannot be trained.
+        fact: what was measured, and what is done about it.
+    """
+
+    check: str
+    outcome: Outcome
+    fact: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """How a foundation has to be run so that training it is exact.
+
+    Attributes:
+        attention: ``omnitrain``: through the registered entry point; ``native``: the model's own, which cannot pack.
+        head: ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns.
+        packs: several samples may share a row.
+        segmented: names of module classes that run one sample at a time, because they carry state along the row.
+        by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
+        without_gradient: parameters that no loss reaches.
+        findings: every check with what it measured.
+    """
+
+    attention: Literal["omnitrain", "native"] = "omnitrain"
+    head: Literal["inside", "plain"] = "inside"
+    packs: bool = True
+    segmented: tuple[str, ...] = ()
+    by_sample: tuple[str, ...] = ()
+    without_gradient: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def refusals(self) -> tuple[Finding, ...]:
+        """What makes the model untrainable here."""
+        return tuple(finding for finding in self.findings if finding.outcome == "refused")
+
+    @property
+    def why_unpacked(self) -> str:
+        """The fact behind ``packs = False``; empty where samples may be packed."""
+        return next((f.fact for f in self.findings if f.check == "packing" and f.outcome != "passed"), "")
+
+    def noting(self, check: str, outcome: Outcome, fact: str, **changes: Any) -> Contract:
+        """This contract with one more finding, and fields changed by it."""
+        return replace(self, findings=(*self.findings, Finding(check, outcome, fact)), **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_json` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Contract:
+        """What :meth:`to_json` wrote."""
+        lists = {key: tuple(value) for key, value in values.items() if isinstance(value, (list, tuple))}
+        return cls(**values | lists | {"findings": tuple(Finding(**finding) for finding in values["findings"])})

@@ -1,0 +1,110 @@
+"""Which module does not keep the samples of a packed row apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omnitrain.models.segments import cut_rows
+
+# Relative to the largest value of a tensor: rounding stays below, what another sample or place does is above.
+_SAME = 1e-4
+
+_Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
+
+
+def first_leak(
+    model: nn.Module, alone: Callable[[], Any], behind: Callable[[], Any], start: int, length: int
+) -> str | None:
+    """Name of the module that treats a sample behind another one differently from the sample alone.
+
+    It is the first that is given the same and returns something else, so inner modules come before outer ones. Where
+    the model fails on the packed row, it is the innermost module that was running.
+
+    Args:
+        model: its modules are watched.
+        alone: runs the model on a sample of ``length - start`` tokens.
+        behind: runs it on a row of ``length`` tokens, of which the first ``start`` are another sample's.
+        start: first row of the sample in the packed row.
+        length: of the packed row.
+
+    Returns:
+        None where no module differs whose rows can be told.
+    """
+    watch = _Watch(model)
+    expected = watch.calls(alone, length - start, 0)
+    try:
+        got = watch.calls(behind, length, start)
+    except Exception:
+        return watch.running[-1] if watch.running else None
+    for key, (inputs, outputs) in expected.items():
+        other_inputs, other_outputs = got.get(key, ([], []))
+        if inputs and outputs and _equal(inputs, other_inputs) and not _equal(outputs, other_outputs):
+            return key[0]
+    return None
+
+
+class _Watch:
+    """Notes the rows that go in and out of every module.
+
+    Attributes:
+        running: names of the modules that were called and have not returned.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.running: list[str] = []
+
+    @torch.no_grad()
+    def calls(self, run: Callable[[], Any], length: int, start: int) -> _Calls:
+        """``(name, number of the call)`` -> rows from ``start`` on, in the order in which calls return."""
+        seen: _Calls = {}
+        handles = []
+        for name, module in self.model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(self._starting(name)))
+                handles.append(module.register_forward_hook(self._noting(name, seen, length, start), with_kwargs=True))
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    def _starting(self, name: str) -> Callable[..., None]:
+        return lambda module, args: self.running.append(name)
+
+    def _noting(self, name: str, seen: _Calls, length: int, start: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.running.remove(name)
+            number = sum(1 for other, _ in seen if other == name)
+            inputs, outputs = (list(_rows(value, length, start)) for value in ((args, kwargs), output))
+            seen[name, number] = (inputs, outputs)
+
+        return hook
+
+
+def _rows(value: Any, length: int, start: int) -> Iterator[Tensor]:
+    for tensor in _tensors(cut_rows(value, length, start, length)):
+        if tensor.is_floating_point() and length - start in tensor.shape[1:]:
+            yield tensor.clone()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_SAME * float(a.abs().max()))
+        for a, b in zip(one, other, strict=True)
+    )

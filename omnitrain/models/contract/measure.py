@@ -1,0 +1,165 @@
+"""What the checks measure. A fact is what went wrong, in words; None means that nothing did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.contract.leaks import first_leak
+from omnitrain.models.contract.trial import Case, Trial, head_of, relative
+from omnitrain.models.foundation import EncodedMedia
+
+# Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
+TOLERANCE = 1e-3
+
+
+@torch.no_grad()
+def logit_error(trial: Trial) -> float:
+    """The largest difference to plain transformers' logits, over all samples alone."""
+    return max(_logit_error(trial, case) for case in trial.cases)
+
+
+def _logit_error(trial: Trial, case: Case) -> float:
+    pack = Pack.from_samples([case.probe.sample])
+    return relative(trial.logits(pack, trial.media(pack)), case.logits)
+
+
+@torch.no_grad()
+def head_fact(trial: Trial) -> str | None:
+    """The loss can be computed in the head only if the logits are what it returns."""
+    inside: list[Tensor] = []
+
+    def head(hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        inside.append(type(lm_head).forward(lm_head, hidden))
+        return inside[-1]
+
+    kind = type(head_of(trial.ours))
+    if not issubclass(kind, nn.Linear):
+        return f"its head is a {kind.__name__}, not a linear layer"
+    output = trial.runner.run_pack(Pack.from_samples(trial.samples[:1]), EncodedMedia(), head)
+    if len(inside) != 1:
+        return f"its head is called {len(inside)} times"
+    if output.logits is not inside[0]:
+        return "logits are transformed after the head"
+    return None
+
+
+@torch.no_grad()
+def mixing_modalities(trial: Trial) -> tuple[str, ...]:
+    """Modalities of which an item's rows are others when a second item is encoded in the same call."""
+    return tuple(modality for modality in trial.native.ports if _mixes(trial, modality))
+
+
+def _mixes(trial: Trial, modality: str) -> bool:
+    port = trial.native.ports[modality]
+    if not port.items_are_independent:
+        return True
+    alone, together = (port.encode(trial.plain, port.probe_batch(number)).main for number in (1, 2))
+    return relative(together[: len(alone)], alone) > TOLERANCE
+
+
+@torch.no_grad()
+def unread_side_features(trial: Trial, modality: str) -> list[str]:
+    """Side features that can be zeroed without a change of the logits."""
+    sample = next(case.probe.sample for case in trial.cases if modality in case.probe.modalities)
+    pack = Pack.from_samples([sample])
+    media = trial.media(pack)
+    logits = trial.logits(pack, media)
+    return [
+        name
+        for name in trial.native.ports[modality].side
+        if torch.equal(logits, trial.logits(pack, _without(media, modality, name)))
+    ]
+
+
+def _without(media: EncodedMedia, modality: str, name: str) -> EncodedMedia:
+    rows = media.native[modality]
+    zeroed = replace(rows, side={**rows.side, name: torch.zeros_like(rows.side[name])})
+    return EncodedMedia({**media.native, modality: zeroed})
+
+
+@torch.no_grad()
+def packing_fact(trial: Trial) -> str | None:
+    """Packed samples have the losses of plain transformers, and none depends on its neighbours' words."""
+    pack = Pack.from_samples(trial.samples)
+    together = trial.losses(pack)
+    for case in trial.cases:
+        error = relative(together[case.probe.sample.index], case.losses)
+        if not error <= TOLERANCE:
+            return f"packed, {_what(case)} differs from itself alone by {error:.1e}"
+    for changed in (pack.info.indices[::2], pack.info.indices[1::2]):
+        losses = trial.losses(Pack.from_samples(trial.reworded(changed)))
+        for case in trial.cases:
+            index = case.probe.sample.index
+            if index not in changed and not torch.equal(losses[index], together[index]):
+                return f"other words in the samples beside it change {_what(case)}"
+    return None
+
+
+def _what(case: Case) -> str:
+    return f"a sample of {len(case.probe.sample)} tokens ({' and '.join(case.probe.modalities) or 'text'})"
+
+
+def leaking_class(trial: Trial) -> str | None:
+    """Class of the first module that treats a sample otherwise behind another one, or fails there."""
+    first, second = sorted(trial.samples[:2], key=len)
+    alone, behind = Pack.from_samples([second]), Pack.from_samples([first, second])
+    borders = tuple(behind.cu_seqlens.tolist())
+    name = first_leak(
+        trial.ours,
+        lambda: trial.logits(alone, EncodedMedia()),
+        lambda: trial.logits(behind, EncodedMedia(), borders),
+        len(first),
+        borders[-1],
+    )
+    return None if name is None else type(trial.ours.get_submodule(name)).__name__
+
+
+def gradient_fact(trial: Trial) -> str | None:
+    """Loss and gradients of all samples are those of plain transformers."""
+    samples = trial.samples
+    packs = [samples] if trial.contract.packs else [[sample] for sample in samples]
+    trial.ours.zero_grad()
+    total = 0.0
+    for pack in map(Pack.from_samples, packs):
+        term = trial.runner.text_loss(pack, trial.media(pack))[0]
+        term.sum.backward()
+        total += term.sum.item()
+    expected = sum(float(case.losses.sum()) for case in trial.cases)
+    if not abs(total - expected) <= TOLERANCE * abs(expected):
+        return f"the loss is {total:.4f}, that of transformers {expected:.4f}"
+    worst, owner = _worst_gradient(trial)
+    return f"the gradient of {owner} is off by {worst:.1e}" if not worst <= 10 * TOLERANCE else None
+
+
+def _worst_gradient(trial: Trial) -> tuple[float, str]:
+    """The largest error relative to the tensor's largest value, and whose it is."""
+    scales = {name: _largest(gradient) for name, gradient in trial.gradients.items()}
+    floor = TOLERANCE * max(scales.values())  # below it, gradients are small differences of large numbers
+    worst, owner = 0.0, ""
+    for name, parameter in trial.ours.named_parameters():
+        got, expected = parameter.grad, trial.gradients.get(name)
+        if got is None or expected is None:
+            error = 0.0 if got is expected else _largest(got if expected is None else expected)
+        else:
+            error = _largest(got - expected)
+        error /= max(scales.get(name, 0.0), floor)
+        if not error <= worst:
+            worst, owner = error, name
+    return worst, owner
+
+
+def _largest(tensor: Tensor | None) -> float:
+    if tensor is None or not tensor.numel():
+        return 0.0
+    low, high = tensor.aminmax()
+    return float(torch.maximum(high, -low))
+
+
+def without_gradient(trial: Trial) -> tuple[str, ...]:
+    """Trainable parameters that no loss reaches, with plain transformers."""
+    trainable = [name for name, parameter in trial.plain.named_parameters() if parameter.requires_grad]
+    return tuple(name for name in trainable if not _largest(trial.gradients.get(name)))

@@ -1,0 +1,174 @@
+"""A model's twin: the same class and widths with fewer layers, experts and vocabulary rows, and peaked weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.models.native import peaked_
+
+# What counts the repeated parts of a language model's config. Towers keep their depth: their parameter names are read.
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
+# Lengths from which on a language model does something else: narrower windows, other scales or frequencies.
+_THRESHOLDS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_window_size",
+    "floor_scale",
+    "index_topk",
+    "keep_window_size",
+    "window_size",
+)
+TWIN_THRESHOLD = 8
+_RANDOM = ("drop", "jitter")
+_TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index", "_token_idx")
+
+# Below this a vocabulary is small enough to stay as it is.
+TWIN_VOCABULARY = 512
+_TWIN_EXPERTS = 8
+
+
+def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same widths that is quick to build.
+
+    The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
+    eight experts (more where routing groups need them), and a few hundred vocabulary rows, to which all special tokens
+    move. Windows and other thresholds of length are cut to a few tokens, so that a short sample shows what lies behind
+    them. Nothing is drawn at random in training.
+
+    Args:
+        config: of the whole model; it is not changed.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    # Each level of side features enters behind a layer of its own.
+    levels = [
+        len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)
+    ]
+    _cut_depth(text, least=1 + max(levels, default=1))
+    _cut_experts(text)
+    _cut_thresholds(text)
+    for node in _nodes(small):
+        for name, value in vars(node).items():
+            if isinstance(value, float) and any(word in name for word in _RANDOM):
+                setattr(node, name, 0.0)
+    _cut_vocabulary(small)
+    return small
+
+
+def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """``model_class`` on ``config``, fp32 on the CPU, every layer of which matters to the output.
+
+    Fresh weights (standard deviation 0.02) make attention uniform and hide wrong masks and positions; these are drawn
+    anew.
+    """
+    config = copy.deepcopy(config)
+    for node in _nodes(config):
+        node._attn_implementation_internal = None  # transformers' own choice, whatever the model runs with
+    with torch.random.fork_rng(devices=[]), _Undrawn():
+        torch.manual_seed(0)
+        twin = model_class(config).float()
+    peaked_(twin)
+    for module in twin.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    return twin
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves matrices undrawn: all of them are drawn anew, and drawing takes most of the time to build a twin."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _DRAWS and isinstance(args[0], torch.nn.Parameter) and args[0].ndim >= 2:
+            return args[0]
+        return func(*args, **kwargs or {})
+
+
+_DRAWS = (torch.Tensor.normal_, torch.Tensor.uniform_)
+
+
+def _cut_depth(text: PreTrainedConfig, least: int) -> None:
+    name = _first(text, _DEPTHS)
+    if name is None:
+        return
+    depth: int = getattr(text, name)
+    per_layer = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
+    kinds = list(zip(*per_layer.values(), strict=True)) if per_layer else []
+    kept = max([least, *(index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index])])
+    # Layers that differ by position and say so with a number (the first dense ones, every nth expert one).
+    for key in ("first_k_dense_replace", "decoder_sparse_step", "interleave_moe_layer_step", "num_dense_layers"):
+        kept = max(kept, int(getattr(text, key, None) or 0) + 1)
+    if kept >= depth:
+        return
+    for key, values in per_layer.items():
+        setattr(text, key, values[:kept])
+    setattr(text, name, kept)
+
+
+def _cut_thresholds(text: PreTrainedConfig) -> None:
+    for name in _THRESHOLDS:
+        if isinstance(value := getattr(text, name, None), int) and value > TWIN_THRESHOLD:
+            setattr(text, name, TWIN_THRESHOLD)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        if values.get("rope_type") == "longrope":
+            values["original_max_position_embeddings"] = TWIN_THRESHOLD
+        elif values.get("rope_type") == "dynamic":
+            text.max_position_embeddings = TWIN_THRESHOLD
+
+
+def _cut_experts(text: PreTrainedConfig) -> None:
+    groups = int(getattr(text, "n_group", None) or 1)
+    chosen = max([1, *(int(getattr(text, name, None) or 1) for name in _CHOSEN_EXPERTS)])
+    wanted = max(_TWIN_EXPERTS, 2 * chosen)
+    wanted += -wanted % groups
+    for name in _EXPERTS:
+        if isinstance(getattr(text, name, None), int) and getattr(text, name) > wanted:
+            setattr(text, name, wanted)
+
+
+def _cut_vocabulary(config: PreTrainedConfig) -> None:
+    nodes = _nodes(config)
+    special = sorted({token for node in nodes for _, values in _tokens(node) for token in values})
+    text = config.get_text_config(decoder=True)
+    if text.vocab_size <= TWIN_VOCABULARY and all(token < text.vocab_size for token in special):
+        return
+    moved = {token: TWIN_VOCABULARY - 1 - index for index, token in enumerate(special)}
+    for node in nodes:
+        for name, values in _tokens(node):
+            new = [moved[token] for token in values]
+            setattr(node, name, new if isinstance(getattr(node, name), (list, tuple)) else new[0])
+    full = text.vocab_size
+    for node in nodes:
+        if getattr(node, "vocab_size", None) == full:
+            node.vocab_size = TWIN_VOCABULARY
+
+
+def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:
+    """``(attribute, token ids)`` of every special token that ``node`` names."""
+    found: list[tuple[str, list[int]]] = []
+    for name, value in vars(node).items():
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        if name.endswith(_TOKEN_SUFFIXES) and values and all(isinstance(token, int) and token >= 0 for token in values):
+            found.append((name, values))
+    return found
+
+
+def _nodes(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """``config`` and every config inside it."""
+    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(node for child in inner for node in _nodes(child))]
+
+
+def _first(node: Any, names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if isinstance(getattr(node, name, None), int)), None)

@@ -1,0 +1,244 @@
+"""Running an unmodified HF model by its contract: our rows in, our loss in its head, samples apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from omnitrain.data.pack import MediaBatch, MediaGroup, Pack
+from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.errors import UserError
+from omnitrain.models.contract.findings import Contract
+from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
+from omnitrain.models.segments import run_by_segment
+from omnitrain.ops.attention import packed, use_omnitrain_attention
+from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+
+Head = Callable[[Tensor, nn.Module], Tensor]
+
+
+@dataclass(frozen=True)
+class InsertedRows:
+    """Rows that take the place of token embeddings.
+
+    Attributes:
+        positions: ``[n]`` int64 into the flattened batch ``[B * T]``.
+        rows: ``[n, hidden]``.
+    """
+
+    positions: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class EncodedMedia:
+    """All media of a pack, encoded.
+
+    Attributes:
+        native: modality -> rows for the foundation's own placeholders, in the order of these.
+        inserted: rows of attached components.
+    """
+
+    native: dict[str, NativeRows] = field(default_factory=dict)
+    inserted: list[InsertedRows] = field(default_factory=list)
+
+
+class FoundationRunner:
+    """Runs a HF causal language model, multimodal or not, as its contract says.
+
+    Attributes:
+        model: the HF model, unmodified.
+        contract: what the check found out about it.
+        native: the modalities that it reads by itself.
+        own_attention: classes of models in it that do not ask for the registered attention.
+        loss_backend: of :func:`linear_cross_entropy`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, contract: Contract | None = None, *, native: Discovery | None = None
+    ) -> None:
+        """Attach to ``model``.
+
+        Args:
+            model: the HF model; its attention, and the classes that the contract names, are replaced.
+            contract: None: everything works (what the check starts from).
+            native: what :func:`discover` found in it, where that is known.
+        """
+        self.model = model
+        self.contract = contract or Contract()
+        self.native: Discovery = native or discover(model)  # with the model's own attention still
+        parameters = inspect.signature(type(model).forward).parameters
+        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self._parameters = frozenset(parameters)
+        self.loss_backend = "auto"
+        self.own_attention: tuple[str, ...] = ()
+        if self.contract.attention == "omnitrain":
+            self.own_attention = use_omnitrain_attention(model)
+        run_by_segment(model, self.contract.segmented)
+
+    def encode(self, pack: Pack) -> dict[str, NativeRows]:
+        """Rows of all media of a pack that the model reads by itself, made by its own feature methods.
+
+        Returns:
+            Modality -> rows in the order of their placeholders. Modalities with one placeholder are one.
+
+        Raises:
+            UserError: the model has no such modality, or makes another number of rows than there are placeholders.
+        """
+        by_token: dict[int, list[tuple[str, Tensor, NativeRows]]] = {}
+        for name, batch in pack.inputs.items():
+            if name.startswith(NATIVE_PREFIX):
+                modality = name.removeprefix(NATIVE_PREFIX)
+                rows = self._encoded(modality, batch, pack.info.ids)
+                token = self.native.ports[modality].token_id
+                by_token.setdefault(token, []).append((modality, batch.positions, rows))
+        native = {}
+        for entries in by_token.values():
+            modalities, positions, rows_of = zip(*entries, strict=True)
+            rows = NativeRows.cat([replace(rows, layout=rows_of[0].layout) for rows in rows_of])
+            native[modalities[0]] = rows.at(torch.cat(positions).argsort())
+        return native
+
+    def _encoded(self, modality: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
+        """Rows of a batch, in the order of its items."""
+        port = self.native.ports.get(modality)
+        if port is None:
+            reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
+            raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
+        calls = self.calls(modality, batch)
+        encoded = [port.encode(self.model, call.features) for call in calls]
+        owners = iter(batch.samples)
+        for call, rows in zip(calls, encoded, strict=True):
+            samples = [sample_ids[next(owners)] for _ in call.num_tokens]
+            if len(rows.counts) == len(samples):
+                check_rows(modality, call.num_tokens, rows.counts, samples)
+            else:  # the tower does not say which rows are whose
+                check_rows(modality, [sum(call.num_tokens)], [rows.main.size(0)], [", ".join(samples)])
+        return NativeRows.cat(encoded)
+
+    def calls(self, modality: str, batch: MediaBatch) -> Sequence[MediaGroup]:
+        """The items of a batch, as the tower gets them: those that stack together in one call."""
+        return _by_sample(batch) if modality in self.contract.by_sample else batch.groups
+
+    def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
+        """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
+
+        Hidden states are None for a model that does not call its head as a module.
+
+        Raises:
+            UserError: several samples in a pack of a model that cannot keep them apart.
+        """
+        if not self.contract.packs and len(pack.info.lengths) > 1:
+            raise UserError(
+                f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
+            )
+        labels, states, losses = pack.text_labels, [], []
+
+        def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            states.append(hidden)
+            rows = hidden[0, pack.text_rows]
+            if self.contract.head == "plain":
+                return type(lm_head).forward(lm_head, rows[None])
+            bias = getattr(lm_head, "bias", None)
+            losses.append(
+                linear_cross_entropy(
+                    rows, lm_head.weight, labels, bias, count=labels.numel(), backend=self.loss_backend
+                )
+            )
+            return hidden
+
+        borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
+        output = self.run_pack(pack, media or EncodedMedia(), head, borders)
+        hidden = states[0] if states else None
+        if losses:
+            return losses[0], hidden
+        logits = output.logits[0]
+        return cross_entropy_rows(logits if states else logits[pack.text_rows], labels), hidden
+
+    def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, borders: tuple[int, ...] | None = None) -> Any:
+        """One forward over a pack; see :meth:`run`."""
+        arguments = {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
+        return self.run(pack.input_ids, head=head, media=media, arguments=arguments, borders=borders)
+
+    def run(
+        self,
+        input_ids: Tensor,
+        *,
+        head: Head,
+        media: EncodedMedia,
+        arguments: Mapping[str, Any],
+        borders: tuple[int, ...] | None = None,
+    ) -> Any:
+        """One forward of the HF model with ``head(hidden, lm_head)`` in place of its language-model head.
+
+        The replacement runs inside the model's forward: no logits of all rows are made, and the head's weight is where
+        a sharding of the model puts it.
+
+        Args:
+            input_ids: ``[B, T]``; arbitrary under inserted rows.
+            head: gets the hidden states ``[B, T, hidden]`` and the head; what it returns is the head's output.
+            media: encoded media.
+            arguments: further ones of the model's forward; those that it does not take are left out.
+            borders: ``(0, ..., T)`` of the samples in a packed row; None: every row of the batch is one sample.
+
+        Returns:
+            The model's own output.
+        """
+        given = dict(arguments)
+        if borders is not None:
+            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=input_ids.device)
+            longest = max(stop - start for start, stop in pairwise(borders))
+            given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            given |= {"max_length_q": longest, "max_length_k": longest}
+        taken = {name: value for name, value in given.items() if self._takes_any or name in self._parameters}
+        lm_head: Any = self.model.get_output_embeddings()
+        with ExitStack() as stack:
+            stack.enter_context(_forward_replaced(lm_head, lambda hidden: head(hidden, lm_head)))
+            if media.inserted:
+                embedding: Any = self.model.get_input_embeddings()
+                stack.enter_context(_forward_replaced(embedding, _inserting(embedding, input_ids, media.inserted)))
+            if media.native:
+                taken |= stack.enter_context(override(self.model, self.native.ports, media.native))
+            if borders is not None:
+                stack.enter_context(packed(borders))
+            return self.model(input_ids=input_ids, **taken)
+
+
+def _by_sample(batch: MediaBatch) -> list[MediaGroup]:
+    """The groups of a batch, cut where the next item is another sample's."""
+    owners = iter(batch.samples)
+    calls: list[MediaGroup] = []
+    for group in batch.groups:
+        runs = groupby([next(owners) for _ in group.num_tokens])
+        calls += group.split([len(list(run)) for _, run in runs])
+    return calls
+
+
+def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRows]) -> Callable[[Tensor], Tensor]:
+    def forward(ids: Tensor) -> Tensor:
+        embeds: Tensor = type(embedding).forward(embedding, ids)
+        if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
+            return embeds
+        flat = embeds.flatten(0, 1)
+        for part in inserted:
+            flat = flat.index_copy(0, part.positions, part.rows.to(flat.dtype))
+        return flat.view_as(embeds)
+
+    return forward
+
+
+@contextmanager
+def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

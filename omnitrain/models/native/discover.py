@@ -1,0 +1,187 @@
+"""Components and ports of a HuggingFace multimodal model, found by tiny runs of its own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.native.placeholders import TokenExtras, extra_arguments, marks, video_marks
+from omnitrain.models.native.port import NativePort
+from omnitrain.models.native.positions import PositionFunction, config_json, own_function
+from omnitrain.models.native.search import find_port
+from omnitrain.models.native.text_run import (
+    MODALITIES,
+    attention_implementation,
+    called_with,
+    feature_hosts,
+    plain_ids,
+    separate_decoder,
+    text_arguments,
+    typed,
+    undisturbed,
+)
+from omnitrain.models.native.touch import ParameterReads, leaves
+
+FOUNDATION = "foundation"
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What a model is made of.
+
+    Attributes:
+        ports: modality -> how its rows are made and taken.
+        components: name -> names of its parameters; ``foundation`` has all that no other component reads.
+        num_parameters: component -> number of its parameters' elements, each counted once.
+        shared: names of parameters that a feature method reads, but that belong to the text model (embeddings of
+            image codes); they stay in ``foundation``.
+        refused: modality -> why its rows cannot be made apart from the forward.
+        positions: position ids of a sample.
+        extras: per-token arguments of a sample.
+    """
+
+    ports: dict[str, NativePort]
+    components: dict[str, tuple[str, ...]]
+    num_parameters: dict[str, int]
+    shared: tuple[str, ...]
+    refused: dict[str, str]
+    positions: PositionFunction
+    extras: TokenExtras
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        """Modality -> id of its placeholder token."""
+        return {modality: port.token_id for modality, port in self.ports.items()}
+
+
+def discover(model: PreTrainedModel) -> Discovery:
+    """Run every feature method of a model once on a tiny input, and see what it reads and makes.
+
+    The model is left as it was. It may be on the meta device.
+
+    Args:
+        model: a causal language model of transformers, with or without other modalities.
+    """
+    ports: dict[str, NativePort] = {}
+    refused: dict[str, str] = {}
+    with undisturbed(model):
+        text = _text_parameters(model)
+        for modality in MODALITIES:
+            if not feature_hosts(model, modality):
+                continue
+            found = find_port(model, modality)
+            if isinstance(found, str):
+                refused[modality] = found
+            else:
+                ports[modality] = found
+        extras = _extras(model, ports)
+        positions = _positions(model, ports, extras)
+    return _grouped(model, ports, refused, text, positions, extras)
+
+
+def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExtras:
+    names = extra_arguments(type(model))
+    tokens = {modality: port.token_id for modality, port in ports.items()}
+    extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
+    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model, names))
+
+
+def _zeros_open_the_prompt(model: PreTrainedModel, names: tuple[str, ...]) -> bool:
+    """With all types zero, the mask lets the first token see the second: the types tell prompt from answer."""
+    with attention_implementation(model, "eager"):  # the one whose masks are plain tensors
+        given = _text_call(model)
+    masks = [value for value in leaves(given) if isinstance(value, Tensor) and value.ndim == 4]
+    return any(bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks)
+
+
+def _text_call(model: PreTrainedModel) -> dict[str, Any]:
+    """What the text decoder is called with for ordinary text; nothing where the model refuses that."""
+    decoder = separate_decoder(model)
+    if decoder is None:
+        return {}
+    try:
+        return called_with(model, decoder, text_arguments(model))[1]
+    except Exception:  # a forward that cannot do without an image
+        return {}
+
+
+def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: TokenExtras) -> PositionFunction:
+    """The model's own function where it has one, and how it counts where it has none."""
+    given = _text_call(model).get("position_ids")
+    start = int(given.min()) if isinstance(given, Tensor) else 0
+    if own_function(model) is None:
+        return PositionFunction(type(model), None, start=start)
+    function = PositionFunction(type(model), config_json(model.config), start=start)
+    axes = given.size(0) if isinstance(given, Tensor) and given.ndim == 3 else 0
+    for modality in MODALITIES:
+        port = ports.get(modality)
+        if port is not None and not axes:
+            axes = _axes_with(model, function, port, extras)
+    return replace(function, axes=axes)
+
+
+def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativePort, extras: TokenExtras) -> int:
+    item = port.minimal_input()
+    with ParameterReads(model):
+        rows = port.encode(model, typed(model, item)).main.size(0)
+    plain = plain_ids(model, 4)
+    opening, closing = marks(model.config, port.modality) or (plain[1], plain[2])
+    ids = np.array([plain[0], opening, *[port.token_id] * rows, closing, plain[3]])
+    try:
+        positions = function(ids, item, extras(ids))
+    except UserError:
+        return 0
+    return positions.shape[0] if positions.ndim == 2 else 0
+
+
+def _grouped(
+    model: PreTrainedModel,
+    ports: dict[str, NativePort],
+    refused: dict[str, str],
+    text: set[str],
+    positions: PositionFunction,
+    extras: TokenExtras,
+) -> Discovery:
+    """Modalities whose methods read common parameters are one component, named after the first of them."""
+    owned = {modality: [name for name in port.parameters if name not in text] for modality, port in ports.items()}
+    component: dict[str, str] = {}
+    for modality, names in owned.items():
+        mates = [other for other in component if set(owned[other]) & set(names)]
+        component[modality] = component[mates[0]] if mates else f"{modality}_encoder"
+        component |= dict.fromkeys(
+            (m for m in component if component[m] in {component[o] for o in mates}), component[modality]
+        )
+    order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    components = {
+        name: tuple(sorted({p for m in component if component[m] == name for p in owned[m]}, key=order.__getitem__))
+        for name in dict.fromkeys(component.values())
+    }
+    taken = {name for names in components.values() for name in names}
+    everything = {FOUNDATION: tuple(name for name in order if name not in taken), **components}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    read = {name for port in ports.values() for name in port.parameters}
+    return Discovery(
+        ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
+        components=everything,
+        num_parameters={name: sum(sizes[p] for p in names) for name, names in everything.items()},
+        shared=tuple(name for name in order if name in read & text),
+        refused=refused,
+        positions=positions,
+        extras=extras,
+    )
+
+
+def _text_parameters(model: PreTrainedModel) -> set[str]:
+    """Parameters of the text model: its embeddings, its head and, where it is a module of its own, its decoder."""
+    parts: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if (decoder := separate_decoder(model)) is not None:
+        parts.append(decoder)
+    ids = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}

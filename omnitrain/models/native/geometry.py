@@ -1,0 +1,158 @@
+"""Sizes of the smallest inputs that a model's towers take, read from its config by the names that configs use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+_PATCH = ("patch_size", "vit_patch_size")
+_SIDE = ("image_size", "img_size", "max_image_size", "resolution", "input_size")
+_CHANNELS = ("num_channels", "in_channels", "in_chans", "n_channels")
+_TEMPORAL = ("temporal_patch_size",)
+_MERGE = ("spatial_merge_size", "merge_size", "merge_kernel_size", "hidden_stride", "pooling_kernel_size")
+_SHRINK = ("spatial_merge_size", "downsample_factor", "scale_factor", "pixel_shuffle_factor", "downsample_ratio")
+_MEL = ("num_mel_bins", "n_mels", "input_feat_size", "feature_size", "num_mel_filters", "input_dim", "num_features")
+_CUSTOMARY_BINS = (128, 80)
+_WINDOW = ("n_window",)
+_SOURCE = ("max_source_positions",)
+_KINDS = {
+    "image": ("vision", "image", "visual", "vq"),
+    "video": ("video", "vision", "visual"),
+    "audio": ("audio", "encoder", "speech"),
+}
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """Sizes of a vision tower.
+
+    Attributes:
+        patch: side of a patch in pixels.
+        side: side of a fixed-size image in pixels.
+        channels: of an image.
+        temporal: frames in a patch.
+        merge: patches along a side that become one row.
+        unit: patches that height and width are a multiple of.
+    """
+
+    patch: int
+    side: int
+    channels: int
+    temporal: int
+    merge: int
+    unit: int
+
+
+@dataclass(frozen=True)
+class AudioSizes:
+    """Sizes of an audio tower.
+
+    Attributes:
+        bins: of a spectrogram.
+        chunk: frames that lengths are a multiple of.
+        full_frames: of a clip of the one length that the tower takes; None: it may be any.
+    """
+
+    bins: int
+    chunk: int
+    full_frames: int | None
+
+
+def config_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """The config and all configs in it, outermost first, with their dotted names."""
+    yield "", config
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            for inner, node in config_nodes(value):
+                yield f"{name}.{inner}".rstrip("."), node
+
+
+def vision_sizes(config: PreTrainedConfig, modality: str) -> VisionSizes:
+    """Sizes of the tower that reads images or videos; conventional values where the config names none."""
+    return _vision_sizes([*_nodes_for(config, modality), config])
+
+
+def high_resolution_sizes(config: PreTrainedConfig) -> VisionSizes | None:
+    """Sizes of a second tower for the same images in high resolution, if there is one."""
+    nodes = [node for name, node in config_nodes(config) if "high_res" in name]
+    return _vision_sizes([*nodes, config]) if nodes else None
+
+
+def _vision_sizes(nodes: list[PreTrainedConfig]) -> VisionSizes:
+    patch = _integer(_first(nodes, _PATCH), 14)
+    side = _integer(_first(nodes, _SIDE), 0)
+    merge = _integer(_first(nodes, _MERGE), 1)
+    shrink = math.prod({name: max(1, _inverse(_first(nodes, (name,), 1))) for name in _SHRINK}.values())
+    unit = max(merge, shrink)
+    return VisionSizes(
+        patch=patch,
+        side=side or 2 * unit * patch,
+        channels=_integer(_first(nodes, _CHANNELS), 3),
+        temporal=_integer(_first(nodes, _TEMPORAL), 1),
+        merge=merge,
+        unit=unit,
+    )
+
+
+def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
+    """Sizes of the tower that hears: one, or several where the config does not name the bins of a spectrogram.
+
+    They are then a customary number, or one that the tower's config holds under another name.
+    """
+    nodes = [*_nodes_for(config, "audio"), config]
+    bins = _first(nodes, _MEL)
+    positions = _first(nodes, _SOURCE)
+    return [
+        AudioSizes(
+            bins=_integer(choice, 80),
+            chunk=2 * _integer(_first(nodes, _WINDOW), 4),
+            full_frames=None if positions is None else 2 * positions,
+        )
+        for choice in ((bins,) if bins is not None else dict.fromkeys((*_CUSTOMARY_BINS, *_numbers(nodes[:-1]))))
+    ]
+
+
+def with_unit(sizes: VisionSizes, factor: int) -> VisionSizes:
+    """The same tower, its images ``factor`` times as many patches along a side."""
+    return replace(sizes, unit=sizes.unit * factor)
+
+
+def _nodes_for(config: PreTrainedConfig, modality: str) -> list[PreTrainedConfig]:
+    """Configs of the modality's tower: named after it, in the order of the name's parts."""
+    nodes = [(name.lower(), node) for name, node in config_nodes(config) if name and "high_res" not in name]
+    return [node for kind in _KINDS[modality] for name, node in nodes if kind in name]
+
+
+def _first(nodes: list[PreTrainedConfig], names: tuple[str, ...], default: Any = None) -> Any:
+    for node in nodes:
+        for name in names:
+            if (value := getattr(node, name, None)) is not None:
+                return value
+    return default
+
+
+def _numbers(nodes: list[PreTrainedConfig]) -> Iterator[int]:
+    """All integers of a spectrogram's order of magnitude in these configs."""
+    for node in nodes:
+        for value in vars(node).values():
+            for number in value if isinstance(value, (list, tuple)) else (value,):
+                if type(number) is int and 4 <= number <= 256:
+                    yield number
+
+
+def _integer(value: Any, default: int) -> int:
+    if isinstance(value, dict):
+        value = value.get("height", value.get("longest_edge", default))
+    while isinstance(value, (list, tuple)):
+        value = value[-1] if value else default
+    return default if value is None else int(value)
+
+
+def _inverse(value: Any) -> int:
+    """A factor given as 2, 0.5 or (2, 2): 2."""
+    number = value[-1] if isinstance(value, (list, tuple)) else value
+    return round(1 / number) if 0 < number < 1 else int(number)

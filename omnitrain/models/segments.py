@@ -1,0 +1,105 @@
+"""Modules that carry state along the row (linear attention, short convolutions), run one packed sample at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from omnitrain.errors import UserError
+from omnitrain.ops.attention import MaskSpec, packed, packed_borders
+
+
+def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
+    """Make every module of these classes run each sample of a packed row by itself; otherwise it stays as it is.
+
+    The modules keep their parameters and names; only their class changes, to a subclass of their own.
+    """
+    for module in model.modules():
+        if type(module).__name__ in class_names and not isinstance(module, _Segmented):
+            module.__class__ = _segmented_class(type(module))  # type: ignore[arg-type]
+
+
+class _Segmented:
+    """Marks the classes that :func:`run_by_segment` makes."""
+
+
+@cache
+def _segmented_class(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        alone: Callable[..., Any] = kind.forward
+        borders = packed_borders()
+        if borders is None:
+            _check_recomputation(self)
+            return alone(self, *args, **kwargs)
+        _ran_packed.add(self)
+        outputs = []
+        for start, stop in pairwise(borders):
+            with packed((0, stop - start)):
+                part = cut_rows((args, kwargs), borders[-1], start, stop)
+                outputs.append(alone(self, *part[0], **part[1]))
+        return _joined(outputs, [stop - start for start, stop in pairwise(borders)])
+
+    return type(kind.__name__, (_Segmented, kind), {"forward": forward, "__module__": kind.__module__})
+
+
+# Modules whose last forward was over a packed row.
+_ran_packed: WeakSet[nn.Module] = WeakSet()
+
+
+def _check_recomputation(module: nn.Module) -> None:
+    """Refuse to recompute a packed row as one sample."""
+    if torch._C._current_graph_task_id() == -1:  # not inside a backward
+        _ran_packed.discard(module)
+    elif module in _ran_packed:
+        raise UserError(
+            f"{type(module).__name__} is recomputed outside of packed(...), by which it knew where samples begin: "
+            "enter it around the backward, too"
+        )
+
+
+def row_dim(shape: Sequence[int], length: int) -> int | None:
+    """The dim of a tensor that runs along a row of ``length`` tokens, behind the batch's; None: no single one."""
+    if _is_square(shape, length):
+        return None
+    return next((dim for dim in range(1, len(shape)) if shape[dim] == length), None)
+
+
+def _is_square(shape: Sequence[int], length: int) -> bool:
+    """A mask or attention weights, ``[1, 1 or heads, T, T]``."""
+    return len(shape) == 4 and tuple(shape[-2:]) == (length, length)
+
+
+def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
+    """The part of everything that runs along a row of ``length`` tokens; packing arguments are left out."""
+    if isinstance(value, MaskSpec):
+        return value.between(start, stop)
+    if isinstance(value, Tensor):
+        if _is_square(value.shape, length):
+            return value[..., start:stop, start:stop]
+        dim = row_dim(value.shape, length)
+        return value if dim is None else value.narrow(dim, start, stop - start)
+    if isinstance(value, (list, tuple)):
+        return type(value)(cut_rows(item, length, start, stop) for item in value)
+    if isinstance(value, dict):
+        return {key: cut_rows(item, length, start, stop) for key, item in value.items() if key not in _PACKING}
+    return value
+
+
+_PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+def _joined(outputs: list[Any], lengths: list[int]) -> Any:
+    """The outputs of all segments end to end; what does not run along the row (a state) is the last one's."""
+    last = outputs[-1]
+    if isinstance(last, Tensor):
+        dims = [row_dim(part.shape, length) for part, length in zip(outputs, lengths, strict=True)]
+        return last if dims[0] is None else torch.cat(outputs, dim=dims[0])
+    if isinstance(last, (list, tuple)):
+        return type(last)(_joined(list(parts), lengths) for parts in zip(*outputs, strict=True))
+    return last

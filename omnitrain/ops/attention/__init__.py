@@ -1,0 +1,27 @@
+"""The attention that omnitrain registers with transformers: packed samples stay apart, exactly.
+
+Inside ``with packed(borders)``, the mask function (``entry``) returns a :class:`MaskSpec` in place of a mask tensor:
+borders, and who sees whom within a segment, read from the mask function of the model (``mask_functions``). Models hand
+it unchanged to the entry point, layer by layer, which has a backend compute it (``choose``, ``backends``). Unpacked
+input is transformers' own attention, bit for bit (``plain``).
+
+The registered name contains ``flash``: transformers then hands ``cu_seq_lens_q`` to towers instead of cutting or
+masking by itself.
+"""
+
+from omnitrain.ops.attention.choose import AttentionRow, attention_report, backend_names
+from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.attention.packing import packed, packed_borders
+from omnitrain.ops.attention.use import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
+
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionRow",
+    "MaskSpec",
+    "attention_report",
+    "backend_names",
+    "packed",
+    "packed_borders",
+    "plain_implementation",
+    "use_omnitrain_attention",
+]

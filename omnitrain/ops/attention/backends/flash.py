@@ -1,0 +1,59 @@
+"""The ``flash_attn`` package, where it is installed, on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from omnitrain.ops.attention.backends import ragged
+from omnitrain.ops.attention.call import CAUSAL, DROPOUT, FULL, GQA, SOFTCAP, VALUE_WIDTH, WINDOW, Backend, Call
+
+
+def attend(call: Call) -> torch.Tensor:
+    """See :class:`Backend`."""
+    function = _function()
+
+    def kernel(rows: ragged.Ragged) -> torch.Tensor:
+        return function(
+            rows.query,
+            rows.key,
+            rows.value,
+            cu_seqlens_q=rows.borders,
+            cu_seqlens_k=rows.borders,
+            max_seqlen_q=rows.max_length,
+            max_seqlen_k=rows.max_length,
+            dropout_p=call.dropout,
+            softmax_scale=call.scaling,
+            causal=call.mask.causal,
+            window_size=rows.window,
+            softcap=call.softcap or 0.0,
+        )
+
+    return ragged.attend_ragged(call, kernel)
+
+
+def obstacle(call: Call) -> str | None:
+    """Why it cannot run ``call``; None: it can."""
+    return ragged.obstacle(call) if _is_installed() else "the package flash_attn is not installed"
+
+
+@lru_cache(maxsize=1)
+def _is_installed() -> bool:
+    return find_spec("flash_attn") is not None
+
+
+def _function() -> Callable[..., torch.Tensor]:
+    return import_module("flash_attn").flash_attn_varlen_func
+
+
+FLASH = Backend(
+    name="flash",
+    honours=frozenset({FULL, CAUSAL, WINDOW, GQA, VALUE_WIDTH, DROPOUT, SOFTCAP}),
+    obstacle=obstacle,
+    attend=attend,
+    automatic_on=frozenset({"cuda"}),
+)

@@ -1,0 +1,101 @@
+"""torch's flex attention: one kernel for the row, with its mask as a function; compiled on CUDA, eager elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from omnitrain.ops.attention.call import (
+    CAUSAL,
+    FULL,
+    GENERAL,
+    GQA,
+    POSITION_BIAS,
+    SINKS,
+    SOFTCAP,
+    VALUE_WIDTH,
+    WINDOW,
+    Backend,
+    Call,
+)
+
+_MIN_HEAD_DIM = 16  # of its CUDA kernel
+
+
+def attend(call: Call) -> torch.Tensor:
+    """See :class:`Backend`."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    output, auxiliary = _function(call.query.is_cuda)(
+        call.query,
+        call.key,
+        call.value,
+        score_mod=_score_function(call),
+        block_mask=_block_mask(call),
+        scale=call.scale,
+        enable_gqa=call.query.size(1) != call.key.size(1),
+        return_aux=AuxRequest(lse=call.sinks is not None),
+    )
+    if call.sinks is not None:
+        # A key with logit s and value 0 beside keys of log-sum-exp l leaves them exp(l) / (exp(l) + exp(s)).
+        share = torch.sigmoid(auxiliary.lse - call.sinks.float().view(1, -1, 1))
+        output = output * share.unsqueeze(-1).to(output.dtype)
+    return output.transpose(1, 2)
+
+
+def _score_function(call: Call) -> Callable[..., torch.Tensor] | None:
+    cap, bias = call.softcap, call.position_bias
+    if cap is None and bias is None:
+        return None
+    if bias is not None:
+        bias = bias.expand(-1, call.query.size(1), -1, -1)
+
+    def change(score: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        return score if bias is None else score + bias[0, head, query, key]
+
+    return change
+
+
+def _block_mask(call: Call) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask, device, length = call.mask, call.query.device, call.query.size(2)
+    per_head = call.query.size(1) if isinstance(mask.general, torch.Tensor) and mask.general.size(1) > 1 else None
+    return mask.remember(
+        (FLEX.name, device),
+        lambda: create_block_mask(
+            mask.row_function(device), None, per_head, length, length, device=device, _compile=device.type == "cuda"
+        ),
+    )
+
+
+@lru_cache(maxsize=2)
+def _function(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # A whole graph or an error: past its limit of compilations torch would go on eagerly, with all scores in memory.
+    return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+
+
+def _obstacle(call: Call) -> str | None:
+    if call.query.device.type == "cpu" and call.has_gradients:
+        return "it has no backward on CPU"
+    if isinstance(call.mask.general, torch.Tensor) and call.mask.general.dtype != torch.bool:
+        return "a mask of floats is not a function of indices"
+    if call.query.is_cuda and min(call.query.size(-1), call.value.size(-1)) < _MIN_HEAD_DIM:
+        return f"its CUDA kernel takes head dimensions from {_MIN_HEAD_DIM} on"
+    return None
+
+
+FLEX = Backend(
+    name="flex",
+    honours=frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, SINKS, SOFTCAP, POSITION_BIAS}),
+    obstacle=_obstacle,
+    attend=attend,
+    automatic_on=frozenset({"cuda"}),
+)

@@ -1,0 +1,66 @@
+"""The formula, written out, with the softmax in fp32: honours everything, and is what the others are compared with."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
+from omnitrain.ops.attention.call import (
+    CAUSAL,
+    DROPOUT,
+    FULL,
+    GENERAL,
+    GQA,
+    POSITION_BIAS,
+    SINKS,
+    SOFTCAP,
+    VALUE_WIDTH,
+    WINDOW,
+    Backend,
+    Call,
+    repeat_heads,
+)
+
+
+def attend(call: Call) -> torch.Tensor:
+    """See :class:`Backend`."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        weights = _weights(call, _masked(_scores(call, q, k, batch), batch))
+        return (F.dropout(weights, call.dropout) @ repeat_heads(v, q.size(1)).float()).to(v.dtype)
+
+    return attend_in_batches(call, kernel)
+
+
+def _scores(call: Call, q: torch.Tensor, k: torch.Tensor, batch: Batch) -> torch.Tensor:
+    scores = q.float() @ repeat_heads(k, q.size(1)).float().mT * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    return scores if call.position_bias is None else scores + batch.cut(call.position_bias)
+
+
+def _masked(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    if batch.mask is not None and batch.mask.dtype != torch.bool:
+        return scores + batch.mask
+    seen = batch.mask
+    if batch.causal:
+        seen = torch.ones(batch.length, batch.length, dtype=torch.bool, device=scores.device).tril()
+    return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+
+
+def _weights(call: Call, scores: torch.Tensor) -> torch.Tensor:
+    if call.sinks is None:
+        return scores.softmax(-1)
+    sinks = call.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+REFERENCE = Backend(
+    name="reference",
+    honours=frozenset(
+        {FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT, SINKS, SOFTCAP, POSITION_BIAS},
+    ),
+    obstacle=lambda _: None,
+    attend=attend,
+)

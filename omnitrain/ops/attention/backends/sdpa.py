@@ -1,0 +1,35 @@
+"""torch's scaled dot-product attention, one call per batch of segments; on every device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
+from omnitrain.ops.attention.call import CAUSAL, DROPOUT, FULL, GENERAL, GQA, VALUE_WIDTH, WINDOW, Backend, Call
+
+
+def attend(call: Call) -> torch.Tensor:
+    """See :class:`Backend`."""
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=batch.mask,
+            dropout_p=call.dropout,
+            is_causal=batch.causal and batch.length > 1,
+            scale=call.scale,
+            enable_gqa=q.size(1) != k.size(1),
+        )
+
+    return attend_in_batches(call, kernel)
+
+
+SDPA = Backend(
+    name="sdpa",
+    honours=frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT}),
+    obstacle=lambda _: None,
+    attend=attend,
+)

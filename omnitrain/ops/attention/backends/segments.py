@@ -1,0 +1,157 @@
+"""Attention segment by segment: the row is cut at its borders, so nothing can reach another segment, not even as zero.
+
+Neighbouring segments of about equal length (packs are sorted by length) share one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from omnitrain.ops.attention.call import Call
+from omnitrain.ops.attention.mask_spec import MaskSpec
+
+# A causal segment may be filled up behind its end to this multiple of its length, to share a call with longer ones.
+CAUSAL_SLACK = 1.25
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment.
+
+    Attributes:
+        start: its first token.
+        length: in tokens.
+        causal: whether its mask is the causal one.
+        mask: ``[1, 1 or heads, length, length]`` where it is neither causal nor full.
+    """
+
+    start: int
+    length: int
+    causal: bool
+    mask: torch.Tensor | None = None
+
+    def is_alike(self, other: Segment) -> bool:
+        """Whether both are masked in the same way."""
+        return self.causal == other.causal and (self.mask is None) == (other.mask is None)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Neighbouring segments that share one call.
+
+    Attributes:
+        segments: in order of the row.
+        length: of the longest; the others are filled up behind their ends.
+        causal: no token sees one after it.
+        mask: ``[1 or segments, 1 or heads, length, length]``; None: ``causal`` says it all.
+        padded_rows: ``[segments * length]``, which of the batch's tokens stands at each place; None: as they are.
+        real_places: ``[tokens]``, the place of each token; None: as they are.
+    """
+
+    segments: tuple[Segment, ...]
+    length: int
+    causal: bool
+    mask: torch.Tensor | None
+    padded_rows: torch.Tensor | None
+    real_places: torch.Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        """Of all its segments."""
+        return sum(segment.length for segment in self.segments)
+
+    def fold(self, x_HTD: torch.Tensor) -> torch.Tensor:
+        """``[heads, tokens, dim] -> [segments, heads, length, dim]``."""
+        rows = x_HTD if self.padded_rows is None else x_HTD.index_select(1, self.padded_rows)
+        return rows.unflatten(1, (len(self.segments), self.length)).transpose(0, 1)
+
+    def unfold(self, x_BHLD: torch.Tensor) -> torch.Tensor:
+        """``[segments, heads, length, dim] -> [tokens, heads, dim]``."""
+        x_THD = x_BHLD.transpose(1, 2).flatten(0, 1)
+        return x_THD if self.real_places is None else x_THD.index_select(0, self.real_places)
+
+    def cut(self, bias: torch.Tensor) -> torch.Tensor:
+        """``[1, heads, T, T] -> [segments, heads, length, length]``; only where all segments have one length."""
+        spans = [slice(segment.start, segment.start + segment.length) for segment in self.segments]
+        return torch.cat([bias[:, :, span, span] for span in spans])
+
+
+# Query, key and value of a batch of segments -> [segments, heads, length, value width].
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
+
+
+def attend_in_batches(call: Call, kernel: Kernel) -> torch.Tensor:
+    """``[1, T, heads, value width]``: ``kernel`` over one batch of segments after the other."""
+    slack = CAUSAL_SLACK if call.position_bias is None else 1.0
+    batches = batches_of(call.mask, slack, call.query.device)
+    sizes = [batch.tokens for batch in batches]
+    rows = (states[0].split(sizes, dim=1) for states in (call.query, call.key, call.value))
+    outputs = [
+        batch.unfold(kernel(batch.fold(q), batch.fold(k), batch.fold(v), batch))
+        for batch, q, k, v in zip(batches, *rows, strict=True)
+    ]
+    return torch.cat(outputs)[None]
+
+
+def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
+    """The batches of a row, made once per mask.
+
+    Args:
+        mask: of the row.
+        slack: in a batch of causal segments, the longest is at most this many times the shortest; others are of one
+            length.
+        device: of the index tensors and masks.
+    """
+    return mask.remember((slack, device), lambda: _make_batches(mask, slack, device))
+
+
+def _make_batches(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
+    groups: list[list[Segment]] = []
+    shortest = longest = 0
+    for start, stop in pairwise(mask.borders):
+        segment = _segment(mask, start, stop, device)
+        shortest, longest = min(shortest, segment.length), max(longest, segment.length)
+        if groups and segment.is_alike(groups[-1][0]) and longest <= (slack if segment.causal else 1.0) * shortest:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+            shortest = longest = segment.length
+    return tuple(_batch(tuple(group), mask.window, device) for group in groups)
+
+
+def _segment(mask: MaskSpec, start: int, stop: int, device: torch.device) -> Segment:
+    length = stop - start
+    if mask.general is None:
+        return Segment(start, length, mask.causal)
+    seen = mask.segment_mask(start, stop, device)
+    if seen.dtype == torch.bool and seen.size(1) == 1:  # text without images in a model that has image blocks
+        if bool(seen.all()):
+            return Segment(start, length, causal=False)
+        if torch.equal(seen[0, 0], _window(length, length, device)):
+            return Segment(start, length, causal=True)
+    return Segment(start, length, False, seen)
+
+
+def _batch(segments: tuple[Segment, ...], window: int | None, device: torch.device) -> Batch:
+    lengths = [segment.length for segment in segments]
+    longest, causal = max(lengths), segments[0].causal
+    mask = None if segments[0].mask is None else torch.cat([s.mask for s in segments if s.mask is not None])
+    if window is not None and longest > window:
+        causal, mask = False, _window(longest, window, device)[None, None]
+    if len(set(lengths)) == 1:
+        return Batch(segments, longest, causal, mask, None, None)
+    sizes = torch.tensor(lengths)[:, None]
+    starts = sizes.cumsum(0) - sizes
+    place = torch.arange(longest)[None]
+    rows = starts + place.minimum(sizes - 1)  # behind its end a segment repeats its last token, which nobody attends to
+    real = (place < sizes).flatten().nonzero().flatten()
+    return Batch(segments, longest, causal, mask, rows.flatten().to(device), real.to(device))
+
+
+def _window(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """``[length, length]``: each token sees itself and the ``window - 1`` before it."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)

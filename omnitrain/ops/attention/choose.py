@@ -1,0 +1,86 @@
+"""Which backend computes a call, and what was chosen so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.ops.attention.backends import BACKENDS
+from omnitrain.ops.attention.call import Backend, Call
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """What computes the packed attention of one kind of layer.
+
+    Attributes:
+        module: class of the layer.
+        backend: that computes it.
+        asked: backend that was asked for.
+        needs: what the layer's calls need of a backend: kind of mask and features.
+        device: type.
+        dtype: of the queries.
+    """
+
+    module: str
+    backend: str
+    asked: str
+    needs: tuple[str, ...]
+    device: str
+    dtype: str
+
+
+_chosen: dict[tuple[Any, ...], Backend] = {}
+
+
+def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
+    """The backend named ``asked``, or for ``auto`` the first that honours the call and can run it.
+
+    Raises:
+        UserError: it cannot; names the class of the layer and what is in the way.
+    """
+    query, name = call.query, type(module).__name__
+    key = (name, asked, call.needs, query.device.type, query.dtype, query.size(-1), call.has_gradients)
+    if key not in _chosen:
+        _chosen[key] = _choose(name, call, asked)
+    return _chosen[key]
+
+
+def backend_names() -> tuple[str, ...]:
+    """What may be asked for."""
+    return (AUTO, *(backend.name for backend in BACKENDS))
+
+
+def attention_report() -> list[AttentionRow]:
+    """What was chosen in this process, one row per class of layer, need and device."""
+    rows = [
+        AttentionRow(module, backend.name, asked, tuple(sorted(needs)), device, str(dtype).removeprefix("torch."))
+        for (module, asked, needs, device, dtype, *_), backend in _chosen.items()
+    ]
+    return sorted(set(rows), key=lambda row: (row.module, row.needs, row.device, row.dtype, row.asked))
+
+
+def _choose(module: str, call: Call, asked: str) -> Backend:
+    if asked != AUTO:
+        named = next(backend for backend in BACKENDS if backend.name == asked)
+        if problem := _problem(named, call):
+            others = ", ".join(backend.name for backend in BACKENDS if not _problem(backend, call))
+            raise UserError(f"attention backend {asked!r} cannot compute {module}: {problem}; {others or 'none'} can")
+        return named
+    device = call.query.device.type
+    candidates = [b for b in BACKENDS if b.automatic_on is None or device in b.automatic_on]
+    able = [backend for backend in candidates if not _problem(backend, call)]
+    if not able:
+        problems = "; ".join(f"{backend.name}: {_problem(backend, call)}" for backend in candidates)
+        raise UserError(f"no attention backend can compute {module}: {problems}")
+    return able[0]
+
+
+def _problem(backend: Backend, call: Call) -> str | None:
+    lacking = sorted(call.needs - backend.honours)
+    return f"it does not honour {', '.join(lacking)}" if lacking else backend.obstacle(call)

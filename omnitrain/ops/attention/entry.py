@@ -1,0 +1,197 @@
+"""The one attention entry point and the one mask function that are registered with transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.ops.attention.arguments import refuse_unknown
+from omnitrain.ops.attention.call import CAUSAL, FULL, Call
+from omnitrain.ops.attention.choose import choose
+from omnitrain.ops.attention.mask_functions import describe, is_causal
+from omnitrain.ops.attention.mask_spec import MaskSpec, plain_spec
+from omnitrain.ops.attention.packing import packed_borders
+from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
+
+# Layers that learnt from the context alone that their row is packed, and so need it in a recomputation, too.
+_rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
+    """In transformers' ``AttentionMaskInterface``: a spec for a packed row, else the mask of ``implementation``.
+
+    Args:
+        implementation: transformers' own, of unpacked input.
+        arguments: as of transformers' ``sdpa_mask``.
+
+    Raises:
+        UserError: the row is packed, and what is asked for does not fit it.
+    """
+    padding, borders = arguments.get("attention_mask"), packed_borders()
+    if isinstance(padding, MaskSpec):  # made by an outer model: as transformers does with a mask that is made already
+        return padding
+    if borders is None:
+        return plain_mask(implementation, **arguments)
+    shape = tuple(arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+    if shape != (1, borders[-1], borders[-1]):
+        if is_causal(arguments["mask_function"]):
+            raise UserError(
+                f"inside a packed row of {borders[-1]} tokens the model makes a causal mask for batch size, queries "
+                f"and keys of {shape}: which of them belong to which sample is not known"
+            )
+        return plain_mask(implementation, **arguments)
+    if padding is not None and not bool(padding.all()):
+        raise UserError("a packed row has no padding, but attention_mask leaves tokens out")
+    return describe(arguments["mask_function"], borders, arguments.get("use_vmap", False), arguments["device"])
+
+
+@torch.compiler.disable  # borders are values, not shapes: a traced call would be compiled again for each row
+def omnitrain_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: MaskSpec | torch.Tensor | None = None,
+    *,
+    backend: str,
+    implementation: str,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """In transformers' ``AttentionInterface``: segments of a packed row apart, else as ``implementation``.
+
+    Args:
+        module: the layer.
+        query: ``[B, heads, T, head_dim]``.
+        key: ``[B, key heads, T, head_dim]``.
+        value: ``[B, key heads, T, value_dim]``.
+        attention_mask: what :func:`omnitrain_mask` or the model made.
+        backend: name of the backend of packed rows, or ``auto``.
+        implementation: transformers' own, of unpacked input.
+        kwargs: see :mod:`omnitrain.ops.attention.arguments`.
+
+    Returns:
+        ``[B, T, heads, value_dim]``, and weights where ``implementation`` gives some.
+
+    Raises:
+        UserError: the layer asks for something that cannot be honoured; names it.
+    """
+    if isinstance(attention_mask, MaskSpec):
+        _check_fit(module, query, key, attention_mask.borders)
+        if implementation == SDPA:
+            _check_causality(module, attention_mask, kwargs)
+        spec = attention_mask
+    else:
+        found = _spec(module, query, key, attention_mask, kwargs)
+        if found is None:
+            return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
+        spec = found
+    refuse_unknown(type(module).__name__, kwargs)
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        mask=spec,
+        scale=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout") or 0.0,
+        softcap=kwargs.get("softcap"),
+        position_bias=kwargs.get("position_bias"),
+        sinks=kwargs.get("s_aux"),
+    )
+    return choose(module, call, backend).attend(call), None
+
+
+def _spec(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> MaskSpec | None:
+    """The spec of a packed row whose mask is not one yet; None: the input is not packed."""
+    if kwargs.get("cu_seq_lens_q") is not None:
+        borders = _borders(module, kwargs)
+        _check_fit(module, query, key, borders)
+        return _spec_of_layer(module, borders, mask, kwargs)
+    active = packed_borders()
+    if active is None or not _is_row(module, query, key, active, mask):
+        _check_recomputation(module)
+        return None
+    _rely_on_context.add(module)
+    return _spec_of_layer(module, active, mask, kwargs)
+
+
+def _borders(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    queries, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
+    if keys is not None and keys is not queries and not torch.equal(keys, queries):
+        raise UserError(f"{type(module).__name__}: queries and keys of a packed row have different borders")
+    return tuple(queries.tolist())
+
+
+def _spec_of_layer(
+    module: torch.nn.Module, borders: tuple[int, ...], mask: torch.Tensor | None, kwargs: dict[str, Any]
+) -> MaskSpec:
+    if mask is not None:
+        if mask.ndim != 4 or mask.shape[-2:] != (borders[-1], borders[-1]):
+            raise UserError(
+                f"{type(module).__name__}: a mask of shape {tuple(mask.shape)} says nothing of a packed row"
+            )
+        return MaskSpec(borders, general=mask)
+    window = kwargs.get("sliding_window")
+    spec = plain_spec(borders, _is_causal(module, kwargs), window)
+    if spec.window is not None and not spec.causal:
+        raise UserError(f"{type(module).__name__}: a window of {window} that is not causal is not honoured")
+    return spec
+
+
+def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """What decides in transformers' sdpa where there is no mask."""
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
+
+
+def _check_causality(module: torch.nn.Module, spec: MaskSpec, kwargs: dict[str, Any]) -> None:
+    """Where a spec stands for no mask, sdpa would go by the layer: the two must say the same."""
+    if spec.kind in (CAUSAL, FULL) and spec.causal != _is_causal(module, kwargs):
+        raise UserError(
+            f"{type(module).__name__}: the mask of the model is {spec.kind}, but the layer says "
+            f"is_causal={not spec.causal}, so samples alone and in a packed row would differ"
+        )
+
+
+def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, borders: tuple[int, ...]) -> None:
+    found = (query.size(0), query.size(2), key.size(2))
+    if found != (1, borders[-1], borders[-1]):
+        raise UserError(
+            f"{type(module).__name__}: batch size, queries and keys are {found}, but the packed row has 1, "
+            f"{borders[-1]} and {borders[-1]}"
+        )
+
+
+def _is_row(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    borders: tuple[int, ...],
+    mask: torch.Tensor | None,
+) -> bool:
+    """Whether a layer inside ``packed(borders)`` attends over the packed row, not over something of its own."""
+    length = borders[-1]
+    if (query.size(0), query.size(2), key.size(2)) == (1, length, length):
+        return True
+    if query.size(2) == length or (mask is None and getattr(module, "is_causal", False)):
+        _check_fit(module, query, key, borders)
+    return False
+
+
+def _check_recomputation(module: torch.nn.Module) -> None:
+    """Refuse a recomputation that would see the packed row as one sample."""
+    if torch._C._current_graph_task_id() == -1:  # not inside a backward
+        _rely_on_context.discard(module)
+    elif module in _rely_on_context:
+        raise UserError(
+            f"{type(module).__name__} is recomputed outside of packed(...), by which alone it knew where samples "
+            "begin: enter it around the backward, too"
+        )

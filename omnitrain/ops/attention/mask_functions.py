@@ -1,0 +1,207 @@
+"""Reads the mask functions that transformers composes: which pattern they are, and how they look inside a segment.
+
+transformers describes a mask by a function of indices, composed from a few closures of ``masking_utils``: causal,
+window, chunk, blocks of image tokens, packed sequences, joined by ``and_masks`` and ``or_masks``. Closures are known by
+their qualified names. A function that is not known is never guessed at: it is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from types import FunctionType
+from typing import Any
+
+import torch
+from transformers import masking_utils
+from transformers.masking_utils import and_masks, or_masks
+
+from omnitrain.errors import UserError
+from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec, segment_starts
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A mask that kernels know: all conditions hold at once.
+
+    Attributes:
+        causal: a token sees none that come after it.
+        window: it sees none that are so many tokens before it.
+        chunk: it sees only its own chunk of so many tokens, counted from the start of its segment.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    chunk: int | None = None
+
+
+def describe(mask_function: MaskFunction, borders: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
+    """The spec of a row packed at ``borders`` in a model whose mask is ``mask_function``.
+
+    Args:
+        mask_function: as transformers composed it, over indices of the row.
+        borders: ``(0, ..., T)``.
+        use_vmap: as transformers passed it.
+        device: of the indices.
+
+    Raises:
+        UserError: a function that the model added counts from the row's start and looks up tokens of the row, too, so
+            what it means inside a segment is open.
+    """
+    pattern = pattern_of(mask_function, borders)
+    if pattern is None or (pattern.window is not None and not pattern.causal):
+        function = within_segments(mask_function, segment_starts(borders, device))
+        return MaskSpec(borders, general=function, use_vmap=use_vmap)
+    if pattern.chunk is not None:
+        borders = _cut(borders, pattern.chunk)
+    return plain_spec(borders, pattern.causal, pattern.window)
+
+
+def pattern_of(function: MaskFunction, borders: tuple[int, ...]) -> Pattern | None:
+    """The pattern that ``function`` is within each segment; None: none that kernels know."""
+    name, captured = _name(function), _captured(function)
+    if name == "causal_mask_function":
+        return Pattern(causal=True)
+    if name == "bidirectional_mask_function":
+        return Pattern()
+    if name == "sliding_window_overlay":
+        return Pattern(window=captured["sliding_window"])
+    if name == "chunked_overlay":
+        return Pattern(chunk=captured["chunk_size"])
+    if name == "packed_sequence_mask_function":
+        return Pattern() if _is_constant(captured["packed_sequence_mask"], borders) else None
+    if name == "and_masks":
+        packed = _inside_packed(function)
+        return pattern_of(packed, borders) if packed else _all([pattern_of(f, borders) for f in captured[_PARTS]])
+    if name == "or_masks":
+        return _any([pattern_of(f, borders) for f in captured[_PARTS]])
+    return None
+
+
+def is_causal(function: MaskFunction) -> bool:
+    """Whether any part of ``function`` is the causal mask."""
+    nested = (value for value in _flat(_captured(function).values()) if callable(value))
+    return _name(function) == "causal_mask_function" or any(is_causal(value) for value in nested)
+
+
+def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunction:
+    """``function`` as it is for each segment alone, over indices of the row; exact within segments.
+
+    What looks up tokens by index (image blocks) keeps the row's indices. What counts (chunks) gets indices that start
+    at 0 in each segment.
+
+    Args:
+        function: over indices of the row, as transformers composed it.
+        starts: ``[T]``, the first token of each token's segment.
+
+    Raises:
+        UserError: see :func:`describe`.
+    """
+    name, captured = _name(function), _captured(function)
+    if name == "and_masks":
+        packed = _inside_packed(function)
+        parts = [packed] if packed else captured[_PARTS]
+        return and_masks(*(within_segments(part, starts) for part in parts))
+    if name == "or_masks":
+        return or_masks(*(within_segments(part, starts) for part in captured[_PARTS]))
+    if name in _COUNTING or (name is None and not _looks_up_tokens(function, len(starts))):
+        return partial(_from_start, function, starts)
+    return function
+
+
+_PARTS = "mask_functions"
+
+# Functions of masking_utils of which only differences of indices, or indices from a sample's start, matter.
+_COUNTING = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "chunked_overlay",
+}
+
+
+def _name(function: MaskFunction) -> str | None:
+    """The public function of ``masking_utils`` that ``function`` is, or that made it; None: of other origin."""
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    return function.__qualname__.split(".")[0]
+
+
+def _captured(function: MaskFunction) -> dict[str, Any]:
+    """Name -> value of all that a function closes over, or that a partial has bound."""
+    if isinstance(function, partial):
+        bound = {f"argument {place}": value for place, value in enumerate(function.args)}
+        return {**bound, **function.keywords, **_captured(function.func)}
+    if not isinstance(function, FunctionType):
+        return {}
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _inside_packed(function: MaskFunction) -> MaskFunction | None:
+    """What transformers wrapped where it took the row for a packed one itself: our borders say it all."""
+    parts = {_name(part): part for part in _captured(function)[_PARTS]}
+    if parts.keys() != {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}:
+        return None
+    return _captured(parts["remap_positions_for_packed_sequence"])["mask_function"]
+
+
+def _is_constant(numbers: torch.Tensor, borders: tuple[int, ...]) -> bool:
+    return bool((numbers == numbers[:, segment_starts(borders, numbers.device)]).all())
+
+
+def _all(patterns: list[Pattern | None]) -> Pattern | None:
+    whole: Pattern | None = Pattern()
+    for pattern in patterns:
+        whole = _both(whole, pattern)
+    return whole
+
+
+def _both(one: Pattern | None, other: Pattern | None) -> Pattern | None:
+    if one is None or other is None or (one.chunk and other.chunk and one.chunk != other.chunk):
+        return None
+    window = min((w for w in (one.window, other.window) if w is not None), default=None)
+    return Pattern(one.causal or other.causal, window, one.chunk or other.chunk)
+
+
+def _any(patterns: list[Pattern | None]) -> Pattern | None:
+    if Pattern() in patterns:
+        return Pattern()
+    return patterns[0] if len(set(patterns)) == 1 else None
+
+
+def _cut(borders: tuple[int, ...], chunk: int) -> tuple[int, ...]:
+    """``borders`` with one more at every ``chunk`` tokens of a segment."""
+    return (0, *(cut for start, stop in pairwise(borders) for cut in (*range(start + chunk, stop, chunk), stop)))
+
+
+def _from_start(function: MaskFunction, starts: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return function(batch, head, query - starts[query], key - starts[key])
+
+
+def _looks_up_tokens(function: MaskFunction, num_tokens: int) -> bool:
+    """Whether a function of other origin holds a tensor with an entry per token of the row."""
+    own = list(_flat(_captured(function).values()))
+    nested = [value for value in own if callable(value)]
+    held = [*own, *(deeper for value in nested for deeper in _flat(_captured(value).values()))]
+    by_token = any(isinstance(value, torch.Tensor) and num_tokens in value.shape for value in held)
+    callables = [function, *(value for value in held if callable(value))]
+    readable = all(isinstance(value, (FunctionType, partial)) for value in callables)
+    if not readable or len(callables) > 1 + len(nested) or (nested and by_token):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise UserError(
+            f"the mask function {name} is more than a lookup or a count, so what it means for a sample inside a packed "
+            "row is not known: this model cannot be packed"
+        )
+    return by_token
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value

@@ -1,0 +1,175 @@
+"""What the tokens of a packed row may see: a description in place of a ``[T, T]`` tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from omnitrain.errors import UserError
+
+_NO_TENSOR = "the mask of a packed row is a description, no tensor"
+
+# (batch index, head index, query index, key index) -> may the query see the key; indices broadcast.
+MaskFunction = Callable[..., torch.Tensor]
+
+Made = TypeVar("Made")
+
+
+class MaskUseError(UserError, AttributeError, TypeError):
+    """A model computes on the attention mask of a packed row instead of handing it on."""
+
+
+class MaskSpec:
+    """The mask of one packed row: nothing crosses a border, and within a segment ``kind`` says who sees whom.
+
+    It travels through a model in place of the mask tensor and is handed to attention unchanged, through activation
+    recompute and FSDP too. So it is neither a tensor nor a dataclass (FSDP rebuilds those), and two specs are equal
+    only if they are one object.
+
+    Attributes:
+        borders: ``(0, ..., T)``, strictly rising.
+        causal: a token sees none that come after it.
+        window: a token sees only so many, itself included; None: all of the segment.
+        general: in place of ``causal`` and ``window``: a function of row indices that is exact within each segment, or
+            a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
+        use_vmap: whether ``general`` wants scalar indices, as transformers says of functions that models add.
+        ndim: as of the tensor that it stands for.
+        shape: as of the tensor that it stands for.
+    """
+
+    ndim = 4
+
+    def __init__(
+        self,
+        borders: Sequence[int],
+        *,
+        causal: bool = False,
+        window: int | None = None,
+        general: MaskFunction | torch.Tensor | None = None,
+        use_vmap: bool = False,
+    ) -> None:
+        self.borders = tuple(dict.fromkeys(borders))
+        self.causal = causal
+        self.window = window if window is not None and window < self.max_length else None
+        self.general = general
+        self.use_vmap = use_vmap
+        self.shape = (1, 1, self.borders[-1], self.borders[-1])
+        self._made: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise MaskUseError(f"this model asks its attention mask for {name!r}, so it cannot be packed: {_NO_TENSOR}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise MaskUseError(f"this model cuts its attention mask, so it cannot be packed: {_NO_TENSOR}")
+
+    def __repr__(self) -> str:
+        window = f" of {self.window}" if self.window else ""
+        return f"MaskSpec({self.kind}{window}, {len(self.borders) - 1} segments, {self.borders[-1]} tokens)"
+
+    @property
+    def kind(self) -> str:
+        """``full``, ``causal``, ``window`` (causal, too) or ``general``."""
+        if self.general is not None:
+            return "general"
+        if self.window is not None:
+            return "window"
+        return "causal" if self.causal else "full"
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest segment."""
+        return max((stop - start for start, stop in pairwise(self.borders)), default=0)
+
+    def remember(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What ``make()`` returned when it was first asked for under ``key``: layers share what follows from a spec."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def segment_mask(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """The mask of a segment, ``[1, 1 or heads, length, length]``: boolean, or a float to add to the scores."""
+        if isinstance(self.general, torch.Tensor):
+            return self.general[..., start:stop, start:stop]
+        length, function = stop - start, self.function(device)
+        return sdpa_mask(
+            batch_size=1,
+            q_length=length,
+            kv_length=length,
+            q_offset=start,
+            kv_offset=start,
+            mask_function=function,
+            allow_is_causal_skip=False,
+            use_vmap=self.use_vmap,
+            device=device,
+        )
+
+    def between(self, start: int, stop: int) -> MaskSpec:
+        """The spec of a part of the row, which no segment reaches into, as a row of its own."""
+        general = self.general
+        if isinstance(general, torch.Tensor):
+            general = general[..., start:stop, start:stop]
+        elif general is not None:
+            general = partial(_moved, general, start)
+        borders = [border - start for border in self.borders if start <= border <= stop]
+        return MaskSpec(borders, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
+
+    def function(self, device: torch.device) -> MaskFunction:
+        """The mask as a function of row indices that is exact within each segment (it may open others).
+
+        Raises:
+            TypeError: the mask is a float tensor, which no such function can say.
+        """
+        if callable(self.general):
+            return self.general
+        if isinstance(self.general, torch.Tensor):
+            if self.general.dtype != torch.bool:
+                raise TypeError("a mask of floats is not a function of indices")
+            return partial(_look_up, self.general.to(device))
+        if self.window is not None:
+            return sliding_window_causal_mask_function(self.window)
+        return causal_mask_function if self.causal else bidirectional_mask_function
+
+    def row_function(self, device: torch.device) -> MaskFunction:
+        """The mask as a function of row indices, exact for the whole row."""
+        segments = segment_numbers(self.borders, device)
+        return and_masks(partial(_same, segments), self.function(device))
+
+
+@lru_cache(maxsize=16)
+def plain_spec(borders: tuple[int, ...], causal: bool, window: int | None) -> MaskSpec:
+    """The one spec of these values, so that layers which each ask for it share what follows from it."""
+    return MaskSpec(borders, causal=causal, window=window)
+
+
+def segment_numbers(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``[T]``: the number of the segment of each token."""
+    lengths = torch.tensor([stop - start for start, stop in pairwise(borders)])
+    return torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+
+
+def segment_starts(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``[T]``: the first token of the segment of each token."""
+    return torch.tensor(borders[:-1]).to(device)[segment_numbers(borders, device)]
+
+
+def _same(numbers: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+    return numbers[query] == numbers[key]
+
+
+def _moved(function: MaskFunction, start: int, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+    return function(batch, head, query + start, key + start)
+
+
+def _look_up(mask: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+    return mask[0, head if mask.size(1) > 1 else 0, query, key]

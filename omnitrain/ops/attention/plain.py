@@ -1,0 +1,101 @@
+"""Attention and masks of unpacked input: bit for bit what transformers computes without omnitrain."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from omnitrain.errors import UserError
+
+SDPA, EAGER = "sdpa", "eager"
+
+# Only the model's own code computes these: transformers' sdpa raises on one and ignores the other.
+_EAGER_ONLY = ("softcap", "s_aux")
+# Where the implementation is not called sdpa or eager, models leave their choice of keys to attention, by these: the
+# key of each index is seen, or a block of keys, which only the model's own code can tell.
+_CHOSEN_KEYS, _CHOSEN_BLOCKS = "indices", "block_indices"
+
+
+def plain_mask(implementation: str, **arguments: Any) -> torch.Tensor | None:
+    """The mask that transformers makes for ``implementation``."""
+    return AttentionMaskInterface._global_mapping[implementation](**arguments)
+
+
+def plain_attention(
+    implementation: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the model computes with ``implementation``; its own eager code where that leaves something out.
+
+    Raises:
+        UserError: neither honours an argument.
+    """
+    if kwargs.get(_CHOSEN_BLOCKS) is not None:
+        raise UserError(f"{type(module).__name__} leaves {_CHOSEN_BLOCKS} to its attention, which is not honoured")
+    if (indices := kwargs.pop(_CHOSEN_KEYS, None)) is not None:
+        attention_mask = _of_chosen_keys(module, attention_mask, indices, key.size(2))
+    if implementation in (SDPA, EAGER) and _is_padding(attention_mask, query, key):
+        raise UserError(
+            f"{type(module).__name__} hands a padding mask of shape {tuple(attention_mask.shape)} to its attention"
+        )
+    if implementation == EAGER:
+        return own_eager(module)(module, query, key, value, attention_mask, **kwargs)
+    if implementation == SDPA and any(kwargs.get(name) is not None for name in _EAGER_ONLY):
+        mask = _additive(module, query, key, attention_mask, kwargs.get("is_causal"))
+        return own_eager(module)(module, query, key, value, mask, **kwargs)
+    function = AttentionInterface._global_mapping[implementation]
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
+    """The eager attention in the modelling file of ``module``: the one that its forward names.
+
+    Raises:
+        UserError: there is none.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
+    function = forward.__globals__.get(names[0] if names else "eager_attention_forward")
+    if function is None:
+        raise UserError(f"{type(module).__name__} has no eager attention of its own, which this call needs")
+    return function
+
+
+def _is_padding(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Whether it is ``[B, keys]``: some models hand that through where the implementation's name contains ``flash``."""
+    return mask is not None and mask.ndim == 2 and mask.shape != (query.size(2), key.size(2))
+
+
+def _of_chosen_keys(
+    module: torch.nn.Module, mask: torch.Tensor | None, indices: torch.Tensor, num_keys: int
+) -> torch.Tensor:
+    """``mask`` where ``indices`` ``[B, T, chosen]`` name the key, else closed: what models do for sdpa and eager."""
+    if mask is None:
+        raise UserError(f"{type(module).__name__} leaves {_CHOSEN_KEYS} to its attention, but makes no mask")
+    closed = torch.ones(*indices.shape[:2], num_keys, dtype=torch.bool, device=mask.device)
+    closed = closed.scatter(-1, indices.long(), False).unsqueeze(1)
+    return mask & ~closed if mask.dtype == torch.bool else mask.masked_fill(closed, torch.finfo(mask.dtype).min)
+
+
+def _additive(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
+) -> torch.Tensor | None:
+    """The mask that sdpa takes as booleans or leaves to ``is_causal``, as eager code takes it: added to the scores."""
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal or query.size(2) == 1:
+            return None
+        mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), torch.finfo(query.dtype).min)

@@ -1,0 +1,77 @@
+"""The folder of a run: ``recipe.yaml``, metrics, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.data.sample import Rejected
+from omnitrain.errors import UserError
+from omnitrain.recipe import Recipe, save_recipe
+from omnitrain.train.display import console
+from omnitrain.train.resume import require_same_run
+
+
+class RunFolder:
+    """Where a run writes; nothing is written before :meth:`open`.
+
+    Attributes:
+        path: the folder.
+        store: its checkpoints.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Look at ``recipe.output_dir``.
+
+        Raises:
+            UserError: it cannot be made, or holds something else than a run.
+        """
+        self.recipe, self.path = recipe, Path(recipe.output_dir)
+        self.store = CheckpointStore(self.path / "checkpoints", recipe.train.keep_checkpoints)
+        _require_writable(self.path)
+
+    def checkpoint_to_resume(self) -> Path:
+        """The newest checkpoint of the run in this folder.
+
+        Raises:
+            UserError: there is none, it is damaged, or the run was begun with another recipe.
+        """
+        checkpoint = self.store.latest()
+        require_same_run(Recipe.load(str(self.path / "recipe.yaml")), self.recipe, self.path)
+        return checkpoint
+
+    def open(self, resumed: bool) -> None:
+        """Make the folder. A new run moves an older one aside instead of mixing with it."""
+        if not resumed and (self.path / "recipe.yaml").is_file():
+            aside = next(p for n in count(1) if not (p := self.path.with_name(f"{self.path.name}.old{n}")).exists())
+            self.path.rename(aside)
+            console.print(f"{self.path} held an earlier run; it is now {aside}")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.store.clear_unfinished()
+        save_recipe(self.recipe, self.path / "recipe.yaml")
+
+    def list_rejected(self, rejected: Iterable[Rejected]) -> Path:
+        """Write ``rejected.jsonl``: rows that were skipped, and why."""
+        file = self.path / "rejected.jsonl"
+        file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rejected))
+        return file
+
+    def write_scores(self, scores: dict[str, Any]) -> Path:
+        """Write ``eval.json``."""
+        file = self.path / "eval.json"
+        file.write_text(json.dumps(scores, indent=2) + "\n")
+        return file
+
+
+def _require_writable(folder: Path) -> None:
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "recipe.yaml").is_file():
+        raise UserError(f"output_dir: {str(folder)!r} holds files and no run (no recipe.yaml); name a new folder")
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"output_dir: {str(folder)!r} cannot be written: {existing} is no folder that we may write to")

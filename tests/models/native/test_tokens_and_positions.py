@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+
+from omnitrain.errors import UserError
+from omnitrain.models.native.placeholders import TokenExtras
+from tests.models.native.samples import built, media_sample
+
+
+def test_token_types_tell_image_video_and_audio_from_text() -> None:
+    extras = TokenExtras(("mm_token_type_ids",), {"image": 7, "video": 8, "audio": 9})
+    assert extras(np.array([1, 7, 7, 8, 9, 2]))["mm_token_type_ids"].tolist() == [0, 1, 1, 2, 3, 0]
+
+
+def test_rows_between_video_marks_are_video_where_images_have_the_same_placeholder() -> None:
+    extras = TokenExtras(("mm_token_type_ids",), {"image": 7, "video": 7}, video_marks=(3, 4))
+    assert extras(np.array([7, 3, 7, 1, 7, 4, 7]))["mm_token_type_ids"].tolist() == [1, 0, 2, 0, 2, 0, 1]
+
+
+def test_a_prefix_model_gets_zeros_for_its_prompt_and_ones_from_the_first_trained_token() -> None:
+    _, found = built("paligemma")
+    assert found.extras.marks_answer and found.extras.names == ("token_type_ids",)
+    answer = np.array([False, False, True, False])
+    assert found.extras(np.arange(4), answer)["token_type_ids"].tolist() == [0, 0, 1, 1]
+
+
+def test_types_of_a_causal_model_with_image_blocks_mark_images() -> None:
+    _, found = built("gemma3")
+    assert not found.extras.marks_answer and found.extras.names == ("token_type_ids",)
+
+
+def test_a_text_only_sample_has_as_many_position_axes_as_one_with_images() -> None:
+    _, found = built("qwen3_vl")
+    ids = np.arange(3, 9)
+    assert found.positions(ids, {}, found.extras(ids)).tolist() == [list(range(6))] * 3
+
+
+def test_a_model_that_counts_from_one_is_followed() -> None:
+    _, found = built("paligemma")
+    assert found.positions(np.arange(4), {}, {}).tolist() == [1, 2, 3, 4]
+
+
+def test_media_that_the_model_cannot_place_are_a_clear_error() -> None:
+    sample = media_sample("qwen3_vl", "image")
+    grid = sample.features["image_grid_thw"][:1]
+    with pytest.raises(UserError, match="Qwen3VLForConditionalGeneration cannot place this sample's media"):
+        sample.found.positions(sample.ids, {"image_grid_thw": grid}, sample.found.extras(sample.ids))

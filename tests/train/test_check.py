@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from omnitrain.recipe import Recipe
+from omnitrain.train.check import check_recipe
+from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.trainer import Trainer
+from tests.tiny import tiny_recipe
+
+
+def load(path: Path, *overrides: str) -> Recipe:
+    return Recipe.load(str(path), list(overrides))
+
+
+def rename_a_tensor(folder: Path) -> str:
+    """Rename the first tensor of a folder's weights; returns what it was called."""
+    tensors = load_file(folder / "model.safetensors")
+    name = min(tensors)
+    save_file(
+        {(f"{key}_x" if key == name else key): value for key, value in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    return name
+
+
+def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    assert check_recipe(load(path)) == []
+    recipe = load(path, "data.heldout=[{path: nothing.parquet}]", "evaluation={scorer: 'nothing:f'}")
+    recipe.data.train[0].columns.messages = "mesages"
+    problems = check_recipe(recipe)
+    assert [any(word in p for p in problems) for word in ("nothing.parquet", "nothing:f", "mesages")] == [True] * 3
+    unreadable = load(path, "model.encoders={}")
+    assert any("asks the model to read image" in problem for problem in check_recipe(unreadable))
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_compares_the_weights_of_every_path_with_their_model(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    model, _ = build_from_recipe(load(path))
+    parts = {"foundation": model.foundation, "tower": model.image_encoder.tower, "vq": model.image_decoder.tokenizer}
+    for name, part in parts.items():
+        part.save_pretrained(tmp_path / name)
+    paths = [
+        f"model.foundation={tmp_path / 'foundation'}",
+        f"model.encoders.image_encoder.tower={tmp_path / 'tower'}",
+        "model.encoders.image_encoder.processor={size: {height: 8, width: 8}}",
+        f"model.decoders.image_decoder.tokenizer={tmp_path / 'vq'}",
+    ]
+    assert check_recipe(load(path, *paths)) == []
+    renamed = [rename_a_tensor(tmp_path / name) for name in parts]
+    problems = check_recipe(load(path, *paths))
+    keys = ("model.foundation: ", "model.encoders.image_encoder.tower: ", "model.decoders.image_decoder.tokenizer: ")
+    for key, name, problem in zip(keys, renamed, problems, strict=True):
+        assert problem.startswith(key) and f"missing: {name} (renamed? the files hold {name}_x)" in problem
+
+
+def test_check_compares_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path, steps=1)
+    Trainer(load(path)).fit()
+    parts = ("model.foundation=null", "model.tokenizer=null", "model.encoders={}", "model.decoders={}")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    again = load(path, *parts, f"model.checkpoint={checkpoint}")
+    assert check_recipe(again) == []
+    (checkpoint / "manifest.json").unlink()  # else the damage itself is found
+    name = rename_a_tensor(checkpoint)
+    (problem,) = check_recipe(again)
+    assert problem.startswith("model.checkpoint: ") and f"missing: {name}" in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "component"),
+    [
+        ("model.foundation.config.num_key_value_heads=3", "foundation"),
+        ("model.foundation.config.num_attention_heads=3", "foundation"),
+        ("model.encoders.audio_encoder.processor.chunk_length=2", "audio_encoder"),
+        ("model.encoders.image_encoder.tower.config.num_attention_heads=3", "image_encoder"),
+    ],
+)
+def test_check_names_the_component_whose_config_no_forward_can_run(
+    tmp_path: Path, override: str, component: str
+) -> None:
+    (problem,) = check_recipe(load(tiny_recipe(tmp_path), override))
+    assert re.match(
+        rf"model[., a-z]*{component}: .*cannot (run with|be built from|be trained with) this config: ", problem
+    )
+    assert "\n" not in problem
