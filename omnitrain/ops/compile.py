@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,34 +14,50 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.errors import UserError
 
+# What torch compiled in this process: (piece of code, number of its compilation), by any of our backends.
+_compiled: list[tuple[int, int]] = []
+
+# torch keeps so many compilations of one piece of code and then falls back to eager silently. Models share code.
+_KEPT_COMPILATIONS = 64
+
+
+@cache
+def _counting(name: str) -> Callable[..., Any]:
+    """A backend that counts. One object per name: torch compiles anew for another one, models could share nothing."""
+    compile_graph = torch._dynamo.lookup_backend(name)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        current = torch._guards.CompileContext.current_compile_id()
+        if current is not None and current.frame_id is not None and current.frame_compile_id is not None:
+            _compiled.append((current.frame_id, current.frame_compile_id))
+        return compile_graph(graph, inputs, **options)
+
+    return backend
+
 
 class CompiledBlocks:
     """What :func:`compile_blocks` compiled, and how often.
 
-    Blocks share their code, so those that are alike compile once.
+    Blocks share their code, so those that are alike compile once; so do models that are alike.
 
     Attributes:
         names: of the blocks.
-        compilations: piece of code -> its compilations, by number.
     """
 
-    def __init__(self, names: list[str], max_recompiles: int, backend: str) -> None:
+    def __init__(self, names: list[str], max_recompiles: int) -> None:
         self.names = names
-        self.compilations: dict[int, set[int]] = {}
         self._max_recompiles = max_recompiles
-        self._compile: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+        self._before = len(_compiled)
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        """The backend that torch calls with each new graph."""
-        compile_id = torch._guards.CompileContext.current_compile_id()
-        if compile_id is not None and compile_id.frame_id is not None and compile_id.frame_compile_id is not None:
-            self.compilations.setdefault(compile_id.frame_id, set()).add(compile_id.frame_compile_id)
-        return self._compile(graph, inputs, **options)
+    @property
+    def compilations(self) -> dict[int, int]:
+        """Piece of code -> how often it was compiled since these blocks were."""
+        return Counter(code for code, _ in set(_compiled[self._before :]))
 
     @property
     def recompiles(self) -> int:
         """Compilations of any code beyond its first: another kind of input; another length needs none."""
-        return sum(len(numbers) - 1 for numbers in self.compilations.values())
+        return sum(number - 1 for number in self.compilations.values())
 
     def check(self) -> None:
         """Stop a run that spends its time compiling.
@@ -79,11 +97,10 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
         raise UserError(f"{type(model).__name__} has no list of blocks that torch.compile could take one by one")
     if backend == "inductor":
         _require_compiler()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, max_recompiles + 2)
-    compiled = CompiledBlocks(list(blocks), max_recompiles, backend)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KEPT_COMPILATIONS)
     for block in blocks.values():
-        block.compile(backend=compiled, dynamic=True)
-    return compiled
+        block.compile(backend=_counting(backend), dynamic=True)
+    return CompiledBlocks(list(blocks), max_recompiles)
 
 
 def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:

@@ -75,7 +75,7 @@ def test_fifty_random_shapes_compile_once():
     fuse_ops(model, {"rms_norm": "fused"})
     compiled = train_on_random_shapes(model, 50, backend="aot_eager")
     assert compiled.names == ["model.layers.0", "model.layers.1"]
-    assert max(map(len, compiled.compilations.values())) == 1
+    assert max(compiled.compilations.values()) == 1
     assert compiled.recompiles == 0
 
 
@@ -85,7 +85,7 @@ def test_fifty_random_shapes_compile_once_with_inductor(norms):
     model = packed_model()
     fuse_ops(model, {"rms_norm": norms})
     compiled = train_on_random_shapes(model, 50)
-    assert max(map(len, compiled.compilations.values())) == 1
+    assert max(compiled.compilations.values()) == 1
 
 
 def test_too_many_recompiles_are_an_error():
@@ -98,6 +98,14 @@ def test_too_many_recompiles_are_an_error():
     assert compiled.recompiles > 0
     with pytest.raises(UserError, match=r"0 allowed.*train\.compile\.max_recompiles"):
         compiled.check()
+
+
+def test_a_second_model_of_the_same_shapes_compiles_nothing():
+    for expected in (True, False):
+        model = packed_model()
+        compiled = compile_blocks(model, backend="eager")
+        run(model, pack([3, 4]))
+        assert bool(compiled.compilations) == expected
 
 
 def test_paused_blocks_do_not_compile():
