@@ -59,6 +59,7 @@ class FoundationRunner:
         contract: what the check found out about it.
         native: the modalities that it reads by itself.
         own_attention: classes of models in it that do not ask for the registered attention.
+        loss_backend: of :func:`linear_cross_entropy`.
     """
 
     def __init__(

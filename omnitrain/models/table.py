@@ -63,7 +63,7 @@ def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]
 
 
 def _fused(fused: Mapping[str, FusedOp]) -> list[str]:
-    return [f"{op} ({done.classes.total()}): {done.backend}" for op, done in fused.items() if done.classes]
+    return [f"{op}: {done.backend} ({done.classes.total()})" for op, done in fused.items() if done.classes]
 
 
 def _ops(model: OmniModel, name: str) -> list[str]:

@@ -2,48 +2,62 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME
+
+# What torch compiled in this process: (piece of code, number of its compilation), by any of our backends.
+_compiled: list[tuple[int, int]] = []
+
+# torch keeps so many compilations of one piece of code and then falls back to eager silently. Models share code.
+_KEPT_COMPILATIONS = 64
+
+
+@cache
+def _counting(name: str) -> Callable[..., Any]:
+    """A backend that counts. One object per name: torch compiles anew for another one, models could share nothing."""
+    compile_graph = torch._dynamo.lookup_backend(name)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        current = torch._guards.CompileContext.current_compile_id()
+        if current is not None and current.frame_id is not None and current.frame_compile_id is not None:
+            _compiled.append((current.frame_id, current.frame_compile_id))
+        return compile_graph(graph, inputs, **options)
+
+    return backend
 
 
 class CompiledBlocks:
     """What :func:`compile_blocks` compiled, and how often.
 
-    Blocks share their code, so those that are alike compile once.
+    Blocks share their code, so those that are alike compile once; so do models that are alike.
 
     Attributes:
         names: of the blocks.
-        compilations: piece of code -> how often it was compiled.
     """
 
-    def __init__(self, names: list[str], max_recompiles: int, backend: str) -> None:
+    def __init__(self, names: list[str], max_recompiles: int) -> None:
         self.names = names
-        self.compilations: dict[int, int] = {}
         self._max_recompiles = max_recompiles
-        self._compile: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
+        self._before = len(_compiled)
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
-        """The backend that torch calls with each new graph."""
-        compile_id = torch._guards.CompileContext.current_compile_id()
-        if compile_id is not None and compile_id.frame_id is not None and compile_id.frame_compile_id is not None:
-            done = self.compilations.get(compile_id.frame_id, 0)
-            self.compilations[compile_id.frame_id] = max(done, compile_id.frame_compile_id + 1)
-        return self._compile(graph, inputs, **options)
+    @property
+    def compilations(self) -> dict[int, int]:
+        """Piece of code -> how often it was compiled since these blocks were."""
+        return Counter(code for code, _ in set(_compiled[self._before :]))
 
     @property
     def recompiles(self) -> int:
         """Compilations of any code beyond its first: another kind of input; another length needs none."""
-        return sum(self.compilations.values()) - len(self.compilations)
+        return sum(number - 1 for number in self.compilations.values())
 
     def check(self) -> None:
         """Stop a run that spends its time compiling.
@@ -68,7 +82,7 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     Blocks are the items of the module lists that transformers can recompute (``GradientCheckpointingLayer``). All sizes
-    are dynamic, so lengths do not recompile. Attention over packed rows runs as it is, between two compiled halves.
+    are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to stay out.
 
     Args:
         model: on its device.
@@ -83,12 +97,10 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
         raise UserError(f"{type(model).__name__} has no list of blocks that torch.compile could take one by one")
     if backend == "inductor":
         _require_compiler()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, max_recompiles + 2)
-    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]))
-    compiled = CompiledBlocks(list(blocks), max_recompiles, backend)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KEPT_COMPILATIONS)
     for block in blocks.values():
-        block.compile(backend=compiled, dynamic=True)
-    return compiled
+        block.compile(backend=_counting(backend), dynamic=True)
+    return CompiledBlocks(list(blocks), max_recompiles)
 
 
 def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:

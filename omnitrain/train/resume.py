@@ -18,6 +18,8 @@ _MAY_CHANGE = (
     "data.heldout",
     "data.workers",
     "data.cached_samples",
+    "model.ops",
+    "train.compile",
     "train.steps",
     "model.ops",
     "train.compile",

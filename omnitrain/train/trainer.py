@@ -108,6 +108,12 @@ class Trainer:
         model.to(self.device).train()
         return model, processor
 
+    def _compiled(self) -> CompiledBlocks | None:
+        settings = self.recipe.train.compile
+        if not settings.enabled:
+            return None
+        return compile_blocks(self.model.foundation, max_recompiles=settings.max_recompiles)
+
     def _open_data(self, state: TrainingState) -> tuple[PackLoader, list[RowSource]]:
         data = self.recipe.data
         loader = build_dataloader(
@@ -230,12 +236,6 @@ class Trainer:
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
         }
-
-    def _compiled(self) -> CompiledBlocks | None:
-        settings = self.recipe.train.compile
-        if not settings.enabled:
-            return None
-        return compile_blocks(self.model.foundation, max_recompiles=settings.max_recompiles)
 
     def _save(self) -> Path:
         if self.last_checkpoint is None or self.last_checkpoint != self.folder.store.folder_of(self.step):

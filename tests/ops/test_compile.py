@@ -1,5 +1,6 @@
 import copy
 import random
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def packed_model() -> nn.Module:
 
 
 def pack(lengths: list[int]) -> dict[str, Any]:
-    borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return {
         "input_ids": torch.randint(0, 50, (1, sum(lengths))),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
@@ -43,11 +44,16 @@ def pack(lengths: list[int]) -> dict[str, Any]:
     }
 
 
+def run(model: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
+    """Logits of a packed row."""
+    with packed(arguments["cu_seq_lens_q"].tolist()):
+        return model(**arguments).logits
+
+
 def step(model: nn.Module, arguments: dict[str, Any]) -> list[torch.Tensor]:
     """Logits and gradients."""
     model.zero_grad()
-    with packed(arguments["cu_seq_lens_q"].tolist()):
-        logits = model(**arguments).logits
+    logits = run(model, arguments)
     logits.square().mean().backward()
     return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
@@ -85,20 +91,28 @@ def test_fifty_random_shapes_compile_once_with_inductor(norms):
 def test_too_many_recompiles_are_an_error():
     model = packed_model()
     compiled = compile_blocks(model, max_recompiles=0, backend="eager")
-    model(**pack([3, 4]))
+    run(model, pack([3, 4]))
     compiled.check()
     with torch.no_grad():
-        model(**pack([3, 4]))
+        run(model, pack([3, 4]))
     assert compiled.recompiles > 0
     with pytest.raises(UserError, match=r"0 allowed.*train\.compile\.max_recompiles"):
         compiled.check()
+
+
+def test_a_second_model_of_the_same_shapes_compiles_nothing():
+    for expected in (True, False):
+        model = packed_model()
+        compiled = compile_blocks(model, backend="eager")
+        run(model, pack([3, 4]))
+        assert bool(compiled.compilations) == expected
 
 
 def test_paused_blocks_do_not_compile():
     model = packed_model()
     compiled = compile_blocks(model, backend="eager")
     with compiled.paused():
-        model(**pack([3, 4]))
+        run(model, pack([3, 4]))
     assert not compiled.compilations
 
 
