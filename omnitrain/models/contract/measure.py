@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.leaks import first_leak
-from omnitrain.models.contract.trial import Case, Trial, head_of, relative
+from omnitrain.models.contract.trial import Case, Trial, head_of, largest, relative
 from omnitrain.models.foundation import EncodedMedia
 
 # Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
@@ -125,7 +125,7 @@ def gradient_fact(trial: Trial) -> str | None:
     """Loss and gradients of all samples are those of plain transformers."""
     samples = trial.samples
     packs = [samples] if trial.contract.packs else [[sample] for sample in samples]
-    trial.ours.zero_grad()
+    trial.subtract_plain_gradients()
     total = 0.0
     for pack in map(Pack.from_samples, packs):
         term = trial.runner.text_loss(pack, trial.media(pack))[0]
@@ -140,29 +140,16 @@ def gradient_fact(trial: Trial) -> str | None:
 
 def _worst_gradient(trial: Trial) -> tuple[float, str]:
     """The largest error relative to the tensor's largest value, and whose it is."""
-    scales = {name: _largest(gradient) for name, gradient in trial.gradients.items()}
-    floor = TOLERANCE * max(scales.values())  # below it, gradients are small differences of large numbers
+    floor = TOLERANCE * max(trial.scales.values())  # below it, gradients are small differences of large numbers
     worst, owner = 0.0, ""
     for name, parameter in trial.ours.named_parameters():
-        got, expected = parameter.grad, trial.gradients.get(name)
-        if got is None or expected is None:
-            error = 0.0 if got is expected else _largest(got if expected is None else expected)
-        else:
-            error = _largest(got - expected)
-        error /= max(scales.get(name, 0.0), floor)
+        error = largest(parameter.grad) / max(trial.scales[name], floor)
         if not error <= worst:
             worst, owner = error, name
     return worst, owner
 
 
-def _largest(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
-        return 0.0
-    low, high = tensor.aminmax()
-    return float(torch.maximum(high, -low))
-
-
 def without_gradient(trial: Trial) -> tuple[str, ...]:
     """Trainable parameters that no loss reaches, with plain transformers."""
     trainable = [name for name, parameter in trial.plain.named_parameters() if parameter.requires_grad]
-    return tuple(name for name in trainable if not _largest(trial.gradients.get(name)))
+    return tuple(name for name in trainable if not trial.scales[name])

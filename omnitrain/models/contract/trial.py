@@ -57,7 +57,7 @@ class Trial:
         plain: the twin as transformers runs it, in training mode.
         native: the modalities that it reads by itself.
         cases: the probes that it takes.
-        gradients: parameter -> gradient of the sum of all cases' losses.
+        scales: parameter -> largest absolute value of its gradient, from the sum of all cases' losses.
         contract: what was found so far.
         ours: a twin with the same parameters, as we run it.
         runner: runs it by the contract.
@@ -67,7 +67,7 @@ class Trial:
         self.plain = build_twin(model_class, twin_config(config)).train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
-        self.gradients: dict[str, Tensor] = {}
+        self.scales: dict[str, float] = {}
         self.contract = Contract()
         self._unused = self._twin_of(self.plain)  # a forward may leave something behind in a model
         self._attach()
@@ -91,7 +91,7 @@ class Trial:
     # Plain transformers -----------------------------------------------------------------------------------------------
 
     def run_plain(self, probe: Probe) -> Case:
-        """Logits, losses and gradients of a probe; the latter are added to those before."""
+        """Logits, losses and gradients of a probe; the latter are added to those that the parameters have."""
         logits = self.plain(**probe.arguments, use_cache=False).logits[0]
         rows = torch.from_numpy(probe.sample.loss_mask[1:].nonzero()[0])
         labels = probe.arguments["input_ids"][0, rows + 1]
@@ -99,11 +99,21 @@ class Trial:
         losses.sum().backward()
         return Case(probe, logits.detach(), losses.detach())
 
-    def collect_gradients(self) -> None:
-        """Move the gradients of the plain runs off the parameters, which both twins share."""
-        for name, parameter in self.plain.named_parameters():
+    def note_scales(self) -> None:
+        """Remember how large the gradients of the plain runs are."""
+        self.scales = {name: largest(parameter.grad) for name, parameter in self.plain.named_parameters()}
+        self._has_plain_gradients = True
+
+    def subtract_plain_gradients(self) -> None:
+        """Start the parameters' gradients at minus those of transformers, which takes no further memory."""
+        if not self._has_plain_gradients:
+            self.plain.zero_grad()
+            for case in self.cases:
+                self.run_plain(case.probe)
+        for parameter in self.plain.parameters():
             if parameter.grad is not None:
-                self.gradients[name], parameter.grad = parameter.grad, None
+                parameter.grad.neg_()
+        self._has_plain_gradients = False
 
     # Ours -------------------------------------------------------------------------------------------------------------
 
@@ -142,6 +152,14 @@ def relative(got: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def largest(tensor: Tensor | None) -> float:
+    """The largest absolute value; 0 for nothing."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    low, high = tensor.aminmax()
+    return float(torch.maximum(high, -low))
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
