@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.leaks import first_leak
@@ -57,8 +58,10 @@ def mixing_modalities(trial: Trial) -> tuple[str, ...]:
 
 def _mixes(trial: Trial, modality: str) -> bool:
     port = trial.native.ports[modality]
-    if not port.items_are_independent:
+    if not port.items_are_independent:  # as measured in evaluation
         return True
+    if not any(isinstance(module, _BatchNorm) for module in trial.plain.modules()):
+        return False
     alone, together = (port.encode(trial.plain, port.probe_batch(number)).main for number in (1, 2))
     return relative(together[: len(alone)], alone) > TOLERANCE
 
@@ -87,13 +90,14 @@ def _without(media: EncodedMedia, modality: str, name: str) -> EncodedMedia:
 def packing_fact(trial: Trial) -> str | None:
     """Packed samples have the losses of plain transformers, and none depends on its neighbours' words."""
     pack = Pack.from_samples(trial.samples)
-    together = trial.losses(pack)
+    media = trial.media(pack)
+    together = trial.losses(pack, media)
     for case in trial.cases:
         error = relative(together[case.probe.sample.index], case.losses)
         if not error <= TOLERANCE:
             return f"packed, {_what(case)} differs from itself alone by {error:.1e}"
     for changed in (pack.info.indices[::2], pack.info.indices[1::2]):
-        losses = trial.losses(Pack.from_samples(trial.reworded(changed)))
+        losses = trial.losses(Pack.from_samples(trial.reworded(changed)), media)
         for case in trial.cases:
             index = case.probe.sample.index
             error = relative(losses[index], together[index])
@@ -123,15 +127,16 @@ def leaking_class(trial: Trial) -> str | None:
 
 def gradient_fact(trial: Trial) -> str | None:
     """Loss and gradients of all samples are those of plain transformers."""
-    samples = trial.samples
+    cases = trial.telling_cases
+    samples = [case.probe.sample for case in cases]
     packs = [samples] if trial.contract.packs else [[sample] for sample in samples]
-    trial.subtract_plain_gradients()
+    trial.start_gradients(cases)
     total = 0.0
     for pack in map(Pack.from_samples, packs):
         term = trial.runner.text_loss(pack, trial.media(pack))[0]
         term.sum.backward()
         total += term.sum.item()
-    expected = sum(float(case.losses.sum()) for case in trial.cases)
+    expected = sum(float(case.losses.sum()) for case in cases)
     if not abs(total - expected) <= TOLERANCE * abs(expected):
         return f"the loss is {total:.4f}, that of transformers {expected:.4f}"
     worst, owner = _worst_gradient(trial)
