@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -111,18 +113,22 @@ def _what(case: Case) -> str:
 
 
 def leaking_class(trial: Trial) -> str | None:
-    """Class of the first module that treats a sample otherwise behind another one, or fails there."""
-    first, second = sorted(trial.samples[:2], key=len)
-    alone, behind = Pack.from_samples([second]), Pack.from_samples([first, second])
-    borders = tuple(behind.cu_seqlens.tolist())
-    name = first_leak(
-        trial.ours,
-        lambda: trial.logits(alone, EncodedMedia()),
-        lambda: trial.logits(behind, EncodedMedia(), borders),
-        len(first),
-        borders[-1],
-    )
-    return None if name is None else type(trial.ours.get_submodule(name)).__name__
+    """Class of the first module that treats a sample otherwise beside another one, or fails there."""
+    pack = Pack.from_samples(trial.samples[:2])
+    borders = tuple(pack.cu_seqlens.tolist())
+    for sample, (start, stop) in reversed(list(zip(pack.info.indices, pairwise(borders), strict=True))):
+        alone = Pack.from_samples([one for one in trial.samples if one.index == sample])
+        name = first_leak(
+            trial.ours,
+            partial(trial.logits, alone, EncodedMedia()),
+            partial(trial.logits, pack, EncodedMedia(), borders),
+            start,
+            stop,
+            borders[-1],
+        )
+        if name is not None:
+            return type(trial.ours.get_submodule(name)).__name__
+    return None
 
 
 def gradient_fact(trial: Trial) -> str | None:

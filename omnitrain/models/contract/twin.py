@@ -125,6 +125,7 @@ def _cut_thresholds(text: PreTrainedConfig) -> None:
     for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if values.get("rope_type") == "longrope":
             values["original_max_position_embeddings"] = TWIN_THRESHOLD
+            text.original_max_position_embeddings = TWIN_THRESHOLD  # from which transformers fills in the other
         elif values.get("rope_type") == "dynamic":
             text.max_position_embeddings = TWIN_THRESHOLD
 
