@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
-    from omnitrain.recipe import Recipe
+    from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
     from omnitrain.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ChatRenderer": "omnitrain.data.chat_renderer",
+    "ComponentPlan": "omnitrain.recipe",
+    "Layout": "omnitrain.recipe",
     "LossTerm": "omnitrain.ops.cross_entropy",
     "MediaSpan": "omnitrain.data.sample",
     "OmniDataCollatorWithPacking": "omnitrain.data.packing",
@@ -34,6 +36,8 @@ _HOMES = {
     "OmniOutput": "omnitrain.models.outputs",
     "OmniProcessor": "omnitrain.data.processor",
     "Pack": "omnitrain.data.pack",
+    "ParallelPlan": "omnitrain.recipe",
+    "Precision": "omnitrain.recipe",
     "Recipe": "omnitrain.recipe",
     "Sample": "omnitrain.data.sample",
     "TemplateRenderer": "omnitrain.data.template_renderer",
@@ -41,10 +45,13 @@ _HOMES = {
     "build_dataloader": "omnitrain.data.loader",
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
+    "parse_layout": "omnitrain.recipe",
 }
 
 __all__ = [
     "ChatRenderer",
+    "ComponentPlan",
+    "Layout",
     "LossTerm",
     "MediaSpan",
     "OmniDataCollatorWithPacking",
@@ -52,6 +59,8 @@ __all__ = [
     "OmniOutput",
     "OmniProcessor",
     "Pack",
+    "ParallelPlan",
+    "Precision",
     "Recipe",
     "Sample",
     "TemplateRenderer",
@@ -59,6 +68,7 @@ __all__ = [
     "build_dataloader",
     "build_foundation_model",
     "build_omni_model",
+    "parse_layout",
 ]
 
 

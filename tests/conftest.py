@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from omnitrain.parallel.ranks import RankPool
+
+_POOLS: list[RankPool] = []
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -13,3 +17,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks(_own_cache: None) -> Iterator[RankPool]:
+    """Up to four ranks, started by the first test that runs something on them."""
+    with RankPool(4, preload=["omnitrain.models.build"]) as pool:
+        _POOLS.append(pool)
+        yield pool
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for pool in _POOLS:
+        starts = f"{pool.num_starts} starts of ranks in {pool.start_seconds:.1f} s"
+        terminalreporter.write_line(f"rank pool: {starts}, {pool.num_calls} calls in {pool.call_seconds:.1f} s")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from omnitrain.cli.main import app
+from omnitrain.cli.main import app, names_a_model
 from omnitrain.recipe import find_recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def test_omnitrain_command_parses_and_its_recipe_and_overrides_resolve(
         return
     verb = group.commands[words[0]]  # type: ignore[attr-defined]
     arguments = verb.make_context(words[0], words[1:]).params if words[1:] != ["--help"] else {}
-    if words[0] in RECIPE_VERBS and arguments:
+    if words[0] in RECIPE_VERBS and arguments and not names_a_model(arguments.get("model_or_recipe") or ""):
         recipe = recipe_of(arguments, copied_recipes())
         load_recipe(recipe, arguments.get("overrides"))
 

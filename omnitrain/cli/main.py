@@ -99,7 +99,7 @@ def check(
     overrides: OverridesArgument = None,
 ) -> None:
     """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
-    if _names_a_model(model_or_recipe) and not overrides:
+    if names_a_model(model_or_recipe) and not overrides:
         from omnitrain.train.check import check_model
 
         check_model(model_or_recipe)
@@ -116,7 +116,7 @@ def check(
         raise UserError("\n  ".join([f"{model_or_recipe}: problems", *problems]))
 
 
-def _names_a_model(name: str) -> bool:
+def names_a_model(name: str) -> bool:
     """A folder, or ``org/name`` of the Hub; recipes are files or bare names."""
     path = Path(name)
     return path.is_dir() or (name.count("/") == 1 and not path.is_file() and path.suffix not in (".yaml", ".yml"))

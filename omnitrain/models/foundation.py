@@ -77,6 +77,7 @@ class FoundationRunner:
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
+        self.loss_backend = "auto"  # of linear_cross_entropy
         self.own_attention: tuple[str, ...] = ()
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
@@ -111,7 +112,7 @@ class FoundationRunner:
         if port is None:
             reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
             raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
-        calls = _by_sample(batch) if modality in self.contract.by_sample else batch.groups
+        calls = self.calls(modality, batch)
         encoded = [port.encode(self.model, call.features) for call in calls]
         owners = iter(batch.samples)
         for call, rows in zip(calls, encoded, strict=True):
@@ -121,6 +122,10 @@ class FoundationRunner:
             else:  # the tower does not say which rows are whose
                 check_rows(modality, [sum(call.num_tokens)], [rows.main.size(0)], [", ".join(samples)])
         return NativeRows.cat(encoded)
+
+    def calls(self, modality: str, batch: MediaBatch) -> Sequence[MediaGroup]:
+        """The items of a batch, as the tower gets them: those that stack together in one call."""
+        return _by_sample(batch) if modality in self.contract.by_sample else batch.groups
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
@@ -135,6 +140,7 @@ class FoundationRunner:
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
         labels, states, losses = pack.text_labels, [], []
+        count = labels.numel()
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
@@ -142,7 +148,8 @@ class FoundationRunner:
             if self.contract.head == "plain":
                 return type(lm_head).forward(lm_head, rows[None])
             bias = getattr(lm_head, "bias", None)
-            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=labels.numel()))
+            backend = self.loss_backend
+            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
             return hidden
 
         borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
@@ -217,10 +224,11 @@ def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRow
         embeds: Tensor = type(embedding).forward(embedding, ids)
         if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
             return embeds
-        flat = embeds.flatten(0, 1)
-        for part in inserted:
-            flat = flat.index_copy(0, part.positions, part.rows.to(flat.dtype))
-        return flat.view_as(embeds)
+        length = ids.size(1)
+        for part in inserted:  # the result is no view: a compiled first block would differ from the others by that
+            where = (part.positions // length, part.positions % length)
+            embeds = embeds.index_put(where, part.rows.to(embeds.dtype))
+        return embeds
 
     return forward
 

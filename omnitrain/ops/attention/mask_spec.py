@@ -172,4 +172,4 @@ def _moved(function: MaskFunction, start: int, batch: Any, head: Any, query: Any
 
 
 def _look_up(mask: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-    return mask[0, head % mask.size(1), query, key]
+    return mask[0, head if mask.size(1) > 1 else 0, query, key]
