@@ -74,7 +74,6 @@ def _modalities(trial: Trial) -> None:
             trial.note("mixtures", "passed", f"transformers itself refuses {mixture} in one sample: {case}")
         else:
             trial.note("modalities", "refused", f"{' '.join(probe.modalities) or 'text'}: {case}")
-    trial.collect_gradients()
 
 
 def _attention(trial: Trial) -> None:

@@ -17,27 +17,28 @@ _Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
 
 
 def first_leak(
-    model: nn.Module, alone: Callable[[], Any], behind: Callable[[], Any], start: int, length: int
+    model: nn.Module, alone: Callable[[], Any], packed: Callable[[], Any], start: int, stop: int, length: int
 ) -> str | None:
-    """Name of the module that treats a sample behind another one differently from the sample alone.
+    """Name of the module that treats a sample beside another one differently from the sample alone.
 
     It is the first that is given the same and returns something else, so inner modules come before outer ones. Where
     the model fails on the packed row, it is the innermost module that was running.
 
     Args:
         model: its modules are watched.
-        alone: runs the model on a sample of ``length - start`` tokens.
-        behind: runs it on a row of ``length`` tokens, of which the first ``start`` are another sample's.
+        alone: runs the model on the sample.
+        packed: runs it on a row of ``length`` tokens, of which the sample's are those from ``start`` to ``stop``.
         start: first row of the sample in the packed row.
+        stop: behind its last row.
         length: of the packed row.
 
     Returns:
         None where no module differs whose rows can be told.
     """
     watch = _Watch(model)
-    expected = watch.calls(alone, length - start, 0)
+    expected = watch.calls(alone, stop - start, 0, stop - start)
     try:
-        got = watch.calls(behind, length, start)
+        got = watch.calls(packed, length, start, stop)
     except Exception:
         return watch.running[-1] if watch.running else None
     for key, (inputs, outputs) in expected.items():
@@ -59,14 +60,15 @@ class _Watch:
         self.running: list[str] = []
 
     @torch.no_grad()
-    def calls(self, run: Callable[[], Any], length: int, start: int) -> _Calls:
-        """``(name, number of the call)`` -> rows from ``start`` on, in the order in which calls return."""
+    def calls(self, run: Callable[[], Any], length: int, start: int, stop: int) -> _Calls:
+        """``(name, number of the call)`` -> rows from ``start`` to ``stop``, in the order in which calls return."""
         seen: _Calls = {}
         handles = []
         for name, module in self.model.named_modules():
             if name:
                 handles.append(module.register_forward_pre_hook(self._starting(name)))
-                handles.append(module.register_forward_hook(self._noting(name, seen, length, start), with_kwargs=True))
+                noting = self._noting(name, seen, length, start, stop)
+                handles.append(module.register_forward_hook(noting, with_kwargs=True))
         try:
             run()
         finally:
@@ -77,19 +79,19 @@ class _Watch:
     def _starting(self, name: str) -> Callable[..., None]:
         return lambda module, args: self.running.append(name)
 
-    def _noting(self, name: str, seen: _Calls, length: int, start: int) -> Callable[..., None]:
+    def _noting(self, name: str, seen: _Calls, length: int, start: int, stop: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.running.remove(name)
             number = sum(1 for other, _ in seen if other == name)
-            inputs, outputs = (list(_rows(value, length, start)) for value in ((args, kwargs), output))
+            inputs, outputs = (list(_rows(value, length, start, stop)) for value in ((args, kwargs), output))
             seen[name, number] = (inputs, outputs)
 
         return hook
 
 
-def _rows(value: Any, length: int, start: int) -> Iterator[Tensor]:
-    for tensor in _tensors(cut_rows(value, length, start, length)):
-        if tensor.is_floating_point() and length - start in tensor.shape[1:]:
+def _rows(value: Any, length: int, start: int, stop: int) -> Iterator[Tensor]:
+    for tensor in _tensors(cut_rows(value, length, start, stop)):
+        if tensor.is_floating_point() and stop - start in tensor.shape[1:]:
             yield tensor.clone()
 
 

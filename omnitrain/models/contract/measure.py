@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.leaks import first_leak
-from omnitrain.models.contract.trial import Case, Trial, head_of, relative
+from omnitrain.models.contract.trial import Case, Trial, head_of, largest, relative
 from omnitrain.models.foundation import EncodedMedia
 
 # Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
@@ -57,8 +60,10 @@ def mixing_modalities(trial: Trial) -> tuple[str, ...]:
 
 def _mixes(trial: Trial, modality: str) -> bool:
     port = trial.native.ports[modality]
-    if not port.items_are_independent:
+    if not port.items_are_independent:  # as measured in evaluation
         return True
+    if not any(isinstance(module, _BatchNorm) for module in trial.plain.modules()):
+        return False
     alone, together = (port.encode(trial.plain, port.probe_batch(number)).main for number in (1, 2))
     return relative(together[: len(alone)], alone) > TOLERANCE
 
@@ -87,13 +92,14 @@ def _without(media: EncodedMedia, modality: str, name: str) -> EncodedMedia:
 def packing_fact(trial: Trial) -> str | None:
     """Packed samples have the losses of plain transformers, and none depends on its neighbours' words."""
     pack = Pack.from_samples(trial.samples)
-    together = trial.losses(pack)
+    media = trial.media(pack)
+    together = trial.losses(pack, media)
     for case in trial.cases:
         error = relative(together[case.probe.sample.index], case.losses)
         if not error <= TOLERANCE:
             return f"packed, {_what(case)} differs from itself alone by {error:.1e}"
     for changed in (pack.info.indices[::2], pack.info.indices[1::2]):
-        losses = trial.losses(Pack.from_samples(trial.reworded(changed)))
+        losses = trial.losses(Pack.from_samples(trial.reworded(changed)), media)
         for case in trial.cases:
             index = case.probe.sample.index
             error = relative(losses[index], together[index])
@@ -107,31 +113,36 @@ def _what(case: Case) -> str:
 
 
 def leaking_class(trial: Trial) -> str | None:
-    """Class of the first module that treats a sample otherwise behind another one, or fails there."""
-    first, second = sorted(trial.samples[:2], key=len)
-    alone, behind = Pack.from_samples([second]), Pack.from_samples([first, second])
-    borders = tuple(behind.cu_seqlens.tolist())
-    name = first_leak(
-        trial.ours,
-        lambda: trial.logits(alone, EncodedMedia()),
-        lambda: trial.logits(behind, EncodedMedia(), borders),
-        len(first),
-        borders[-1],
-    )
-    return None if name is None else type(trial.ours.get_submodule(name)).__name__
+    """Class of the first module that treats a sample otherwise beside another one, or fails there."""
+    pack = Pack.from_samples(trial.samples[:2])
+    borders = tuple(pack.cu_seqlens.tolist())
+    for sample, (start, stop) in reversed(list(zip(pack.info.indices, pairwise(borders), strict=True))):
+        alone = Pack.from_samples([one for one in trial.samples if one.index == sample])
+        name = first_leak(
+            trial.ours,
+            partial(trial.logits, alone, EncodedMedia()),
+            partial(trial.logits, pack, EncodedMedia(), borders),
+            start,
+            stop,
+            borders[-1],
+        )
+        if name is not None:
+            return type(trial.ours.get_submodule(name)).__name__
+    return None
 
 
 def gradient_fact(trial: Trial) -> str | None:
     """Loss and gradients of all samples are those of plain transformers."""
-    samples = trial.samples
+    cases = trial.telling_cases
+    samples = [case.probe.sample for case in cases]
     packs = [samples] if trial.contract.packs else [[sample] for sample in samples]
-    trial.ours.zero_grad()
+    trial.start_gradients(cases)
     total = 0.0
     for pack in map(Pack.from_samples, packs):
         term = trial.runner.text_loss(pack, trial.media(pack))[0]
         term.sum.backward()
         total += term.sum.item()
-    expected = sum(float(case.losses.sum()) for case in trial.cases)
+    expected = sum(float(case.losses.sum()) for case in cases)
     if not abs(total - expected) <= TOLERANCE * abs(expected):
         return f"the loss is {total:.4f}, that of transformers {expected:.4f}"
     worst, owner = _worst_gradient(trial)
@@ -140,29 +151,16 @@ def gradient_fact(trial: Trial) -> str | None:
 
 def _worst_gradient(trial: Trial) -> tuple[float, str]:
     """The largest error relative to the tensor's largest value, and whose it is."""
-    scales = {name: _largest(gradient) for name, gradient in trial.gradients.items()}
-    floor = TOLERANCE * max(scales.values())  # below it, gradients are small differences of large numbers
+    floor = TOLERANCE * max(trial.scales.values())  # below it, gradients are small differences of large numbers
     worst, owner = 0.0, ""
     for name, parameter in trial.ours.named_parameters():
-        got, expected = parameter.grad, trial.gradients.get(name)
-        if got is None or expected is None:
-            error = 0.0 if got is expected else _largest(got if expected is None else expected)
-        else:
-            error = _largest(got - expected)
-        error /= max(scales.get(name, 0.0), floor)
+        error = largest(parameter.grad) / max(trial.scales[name], floor)
         if not error <= worst:
             worst, owner = error, name
     return worst, owner
 
 
-def _largest(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
-        return 0.0
-    low, high = tensor.aminmax()
-    return float(torch.maximum(high, -low))
-
-
 def without_gradient(trial: Trial) -> tuple[str, ...]:
     """Trainable parameters that no loss reaches, with plain transformers."""
     trainable = [name for name, parameter in trial.plain.named_parameters() if parameter.requires_grad]
-    return tuple(name for name in trainable if not _largest(trial.gradients.get(name)))
+    return tuple(name for name in trainable if not trial.scales[name])

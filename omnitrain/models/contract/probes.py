@@ -77,6 +77,7 @@ class _ProbeMaker:
         self.model, self.native = model, native
         self.vocabulary = model.get_input_embeddings().weight.size(0)
         self.words = ordinary_words(model)
+        self._items: dict[tuple[str, int], MediaItem] = {}
 
     def probe(self, index: int, mixture: tuple[str, ...]) -> Probe:
         """Sample ``index``: text, and the media of a mixture between.
@@ -94,16 +95,13 @@ class _ProbeMaker:
         spans: list[MediaSpan] = []
         for place, modality in enumerate(mixture):
             port = self.native.ports[modality]
-            number = mixture[:place].count(modality)
-            features = {name: tensor.numpy() for name, tensor in port.probe_items(number + 1)[number].items()}
-            rows = self._rows(modality, features)
-            parts = _frames(features) if between_frames else 1
+            item = self._item(modality, mixture[:place].count(modality))
+            parts = _frames(item.features) if between_frames else 1
             start, end = (self._known(_named(self.model.config, modality, forms)) for forms in (_STARTS, _ENDS))
-            run = [*[port.token_id] * (rows // parts), *self._text(generator, 1)]
+            run = [*[port.token_id] * (item.num_tokens // parts), *self._text(generator, 1)]
             medium = np.array([*start, *(run * parts)[:-1], *end], dtype=np.int64)
             first = sum(map(len, ids))
             where = first + np.flatnonzero(medium == port.token_id)
-            item = MediaItem(features, rows)
             spans.append(MediaSpan(NATIVE_PREFIX + modality, int(where[0]), item, is_target=False, scattered=where))
             ids += [medium, self._text(generator, 3 + index % 4)]
         return self._finished(index, np.concatenate(ids), spans, generator)
@@ -115,9 +113,14 @@ class _ProbeMaker:
         return generator.choice(self.words, length).astype(np.int64)
 
     @torch.no_grad()
-    def _rows(self, modality: str, features: Features) -> int:
-        tensors = {name: torch.from_numpy(array) for name, array in features.items()}
-        return self.native.ports[modality].encode(self.model, tensors).main.size(0)
+    def _item(self, modality: str, number: int) -> MediaItem:
+        if (modality, number) not in self._items:
+            port = self.native.ports[modality]
+            tensors = port.probe_items(number + 1)[number]
+            rows = port.encode(self.model, tensors).main.size(0)
+            features = {name: tensor.numpy() for name, tensor in tensors.items()}
+            self._items[modality, number] = MediaItem(features, rows)
+        return self._items[modality, number]
 
     def _finished(
         self, index: int, ids: np.ndarray, spans: Sequence[MediaSpan], generator: np.random.Generator

@@ -57,7 +57,7 @@ class Trial:
         plain: the twin as transformers runs it, in training mode.
         native: the modalities that it reads by itself.
         cases: the probes that it takes.
-        gradients: parameter -> gradient of the sum of all cases' losses.
+        scales: parameter -> largest absolute value of its gradient, once there are gradients.
         contract: what was found so far.
         ours: a twin with the same parameters, as we run it.
         runner: runs it by the contract.
@@ -67,7 +67,7 @@ class Trial:
         self.plain = build_twin(model_class, twin_config(config)).train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
-        self.gradients: dict[str, Tensor] = {}
+        self.scales: dict[str, float] = {}
         self.contract = Contract()
         self._unused = self._twin_of(self.plain)  # a forward may leave something behind in a model
         self._attach()
@@ -90,20 +90,27 @@ class Trial:
 
     # Plain transformers -----------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def run_plain(self, probe: Probe) -> Case:
-        """Logits, losses and gradients of a probe; the latter are added to those before."""
+        """What plain transformers makes of a probe."""
+        logits, losses = self._plain(probe)
+        return Case(probe, logits, losses)
+
+    def start_gradients(self, cases: Sequence[Case]) -> None:
+        """Gradients of these cases by plain transformers, negated, so that ours add up to the error in their place."""
+        self.plain.zero_grad()
+        for case in cases:
+            self._plain(case.probe)[1].sum().backward()
+        self.scales = {name: largest(parameter.grad) for name, parameter in self.plain.named_parameters()}
+        for parameter in self.plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad.neg_()
+
+    def _plain(self, probe: Probe) -> tuple[Tensor, Tensor]:
         logits = self.plain(**probe.arguments, use_cache=False).logits[0]
         rows = torch.from_numpy(probe.sample.loss_mask[1:].nonzero()[0])
         labels = probe.arguments["input_ids"][0, rows + 1]
-        losses = F.cross_entropy(logits[rows].float(), labels, reduction="none")
-        losses.sum().backward()
-        return Case(probe, logits.detach(), losses.detach())
-
-    def collect_gradients(self) -> None:
-        """Move the gradients of the plain runs off the parameters, which both twins share."""
-        for name, parameter in self.plain.named_parameters():
-            if parameter.grad is not None:
-                self.gradients[name], parameter.grad = parameter.grad, None
+        return logits, F.cross_entropy(logits[rows].float(), labels, reduction="none")
 
     # Ours -------------------------------------------------------------------------------------------------------------
 
@@ -117,9 +124,9 @@ class Trial:
         logits: Tensor = output.logits[0]
         return logits
 
-    def losses(self, pack: Pack) -> dict[int, Tensor]:
+    def losses(self, pack: Pack, media: EncodedMedia) -> dict[int, Tensor]:
         """Sample index -> ``[n]``, one per token that is trained on."""
-        rows = self.runner.text_loss(pack, self.media(pack))[0].rows
+        rows = self.runner.text_loss(pack, media)[0].rows
         owner = torch.bucketize(pack.text_rows, pack.cu_seqlens[1:], right=True)
         return {index: rows[owner == place] for place, index in enumerate(pack.info.indices)}
 
@@ -127,6 +134,18 @@ class Trial:
     def samples(self) -> list[Sample]:
         """Of all cases."""
         return [case.probe.sample for case in self.cases]
+
+    @property
+    def telling_cases(self) -> list[Case]:
+        """Few that show all there is: two texts, several media, and modalities that none of these has.
+
+        Gradients take most of a check's time.
+        """
+        texts = [case for case in self.cases if not case.probe.modalities]
+        several = [case for case in self.cases if len(case.probe.modalities) > 1]
+        covered = {modality for case in several for modality in case.probe.modalities}
+        single = [case for case in self.cases if len(case.probe.modalities) == 1]
+        return [*texts[:2], *several, *(case for case in single if case.probe.modalities[0] not in covered)]
 
     def reworded(self, indices: Sequence[int]) -> list[Sample]:
         """The samples, those of these indices with other words."""
@@ -142,6 +161,14 @@ def relative(got: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def largest(tensor: Tensor | None) -> float:
+    """The largest absolute value; 0 for nothing."""
+    if tensor is None or not tensor.numel():
+        return 0.0
+    low, high = tensor.aminmax()
+    return float(torch.maximum(high, -low))
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

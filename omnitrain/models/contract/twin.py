@@ -33,14 +33,14 @@ _TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index", "_token_idx")
 
 # Below this a vocabulary is small enough to stay as it is.
 TWIN_VOCABULARY = 512
-_TWIN_EXPERTS = 8
+_TWIN_EXPERTS, _TWIN_CHOSEN_EXPERTS = 4, 2
 
 
 def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A config of the same widths that is quick to build.
 
     The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
-    eight experts (more where routing groups need them), and a few hundred vocabulary rows, to which all special tokens
+    four experts per routing group, and a few hundred vocabulary rows, to which all special tokens
     move. Windows and other thresholds of length are cut to a few tokens, so that a short sample shows what lies behind
     them. Nothing is drawn at random in training.
 
@@ -89,12 +89,14 @@ class _Undrawn(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _DRAWS and isinstance(args[0], torch.nn.Parameter) and args[0].ndim >= 2:
-            return args[0]
-        return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        tensor = args[0] if args else kwargs.get("tensor")
+        if func.__name__ in _DRAWS and isinstance(tensor, torch.nn.Parameter) and tensor.ndim >= 2:
+            return tensor
+        return func(*args, **kwargs)
 
 
-_DRAWS = (torch.Tensor.normal_, torch.Tensor.uniform_)
+_DRAWS = {f"{prefix}{kind}_" for prefix in ("", "kaiming_", "xavier_", "trunc_") for kind in ("normal", "uniform")}
 
 
 def _cut_depth(text: PreTrainedConfig, least: int) -> None:
@@ -123,18 +125,17 @@ def _cut_thresholds(text: PreTrainedConfig) -> None:
     for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if values.get("rope_type") == "longrope":
             values["original_max_position_embeddings"] = TWIN_THRESHOLD
+            text.original_max_position_embeddings = TWIN_THRESHOLD  # from which transformers fills in the other
         elif values.get("rope_type") == "dynamic":
             text.max_position_embeddings = TWIN_THRESHOLD
 
 
 def _cut_experts(text: PreTrainedConfig) -> None:
     groups = int(getattr(text, "n_group", None) or 1)
-    chosen = max([1, *(int(getattr(text, name, None) or 1) for name in _CHOSEN_EXPERTS)])
-    wanted = max(_TWIN_EXPERTS, 2 * chosen)
-    wanted += -wanted % groups
-    for name in _EXPERTS:
-        if isinstance(getattr(text, name, None), int) and getattr(text, name) > wanted:
-            setattr(text, name, wanted)
+    for names, most in ((_EXPERTS, _TWIN_EXPERTS * groups), (_CHOSEN_EXPERTS, _TWIN_CHOSEN_EXPERTS)):
+        for name in names:
+            if isinstance(value := getattr(text, name, None), int) and value > most:
+                setattr(text, name, most)
 
 
 def _cut_vocabulary(config: PreTrainedConfig) -> None:
