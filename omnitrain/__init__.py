@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
+    from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
     from omnitrain.recipe import Recipe
     from omnitrain.train.trainer import Trainer
 
@@ -34,6 +35,7 @@ _HOMES = {
     "OmniOutput": "omnitrain.models.outputs",
     "OmniProcessor": "omnitrain.data.processor",
     "Pack": "omnitrain.data.pack",
+    "ParallelState": "omnitrain.parallel.state",
     "Recipe": "omnitrain.recipe",
     "Sample": "omnitrain.data.sample",
     "TemplateRenderer": "omnitrain.data.template_renderer",
@@ -41,6 +43,8 @@ _HOMES = {
     "build_dataloader": "omnitrain.data.loader",
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
+    "get_parallel_state": "omnitrain.parallel.state",
+    "init_parallel_state": "omnitrain.parallel.state",
 }
 
 __all__ = [
@@ -52,6 +56,7 @@ __all__ = [
     "OmniOutput",
     "OmniProcessor",
     "Pack",
+    "ParallelState",
     "Recipe",
     "Sample",
     "TemplateRenderer",
@@ -59,6 +64,8 @@ __all__ = [
     "build_dataloader",
     "build_foundation_model",
     "build_omni_model",
+    "get_parallel_state",
+    "init_parallel_state",
 ]
 
 
