@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
+    from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
+    from omnitrain.parallel.verify import VerifyReport, VerifyRow, verify
     from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
     from omnitrain.train.trainer import Trainer
 
@@ -37,15 +39,21 @@ _HOMES = {
     "OmniProcessor": "omnitrain.data.processor",
     "Pack": "omnitrain.data.pack",
     "ParallelPlan": "omnitrain.recipe",
+    "ParallelState": "omnitrain.parallel.state",
     "Precision": "omnitrain.recipe",
     "Recipe": "omnitrain.recipe",
     "Sample": "omnitrain.data.sample",
     "TemplateRenderer": "omnitrain.data.template_renderer",
     "Trainer": "omnitrain.train.trainer",
+    "VerifyReport": "omnitrain.parallel.verify",
+    "VerifyRow": "omnitrain.parallel.verify",
     "build_dataloader": "omnitrain.data.loader",
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
+    "get_parallel_state": "omnitrain.parallel.state",
+    "init_parallel_state": "omnitrain.parallel.state",
     "parse_layout": "omnitrain.recipe",
+    "verify": "omnitrain.parallel.verify",
 }
 
 __all__ = [
@@ -60,15 +68,21 @@ __all__ = [
     "OmniProcessor",
     "Pack",
     "ParallelPlan",
+    "ParallelState",
     "Precision",
     "Recipe",
     "Sample",
     "TemplateRenderer",
     "Trainer",
+    "VerifyReport",
+    "VerifyRow",
     "build_dataloader",
     "build_foundation_model",
     "build_omni_model",
+    "get_parallel_state",
+    "init_parallel_state",
     "parse_layout",
+    "verify",
 ]
 
 

@@ -1,32 +1,51 @@
-"""The global gradient norm, and clipping by it."""
+"""The global gradient norm over parameters on any mixture of meshes, and clipping by it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+# Where a gradient's elements are: the mesh and its dims that shard it. None: all of them are on every rank.
+_Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """Euclidean norm of all gradients together.
+    """Euclidean norm of all gradients together, each element counted once however it is sharded or replicated.
+
+    The same on every rank. All ranks must pass the same parameters in the same order; it does not matter on which of
+    them a gradient is missing.
 
     Args:
-        parameters: those without a gradient count as zero.
+        parameters: plain or DTensors, on any number of meshes; those without a gradient count as zero.
 
     Returns:
         Scalar fp32 on the gradients' device; zero where there are none.
+
+    Raises:
+        ValueError: a gradient is a partial sum, whose norm is not known before it is reduced.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
+    norms: dict[_Sharding, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            owner = parameter if parameter.grad is None else parameter.grad
+            local = [] if parameter.grad is None else [_local(parameter.grad)]
+            norms.setdefault(_sharding(owner), []).extend(local)
+    squares = [_reduced(_sum_of_squares(locals_), sharding) for sharding, locals_ in norms.items()]
+    if not squares:
         return torch.zeros(())
-    return torch.stack(torch._foreach_norm([gradient.float() for gradient in gradients])).norm()
+    device = squares[0].device
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt().float()
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
     """Scale all gradients so that their global norm is ``max_norm`` at most.
 
     Args:
-        parameters: whose gradients are scaled in place.
+        parameters: whose gradients are scaled in place; see :func:`gradient_norm`.
         max_norm: None: only measure.
 
     Returns:
@@ -34,7 +53,45 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float | N
     """
     owners = list(parameters)
     norm = gradient_norm(owners)
-    gradients = [p.grad for p in owners if p.grad is not None]
-    if max_norm is not None and gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if max_norm is not None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for owner in owners:
+            if owner.grad is not None:
+                local = _local(owner.grad)
+                by_device.setdefault(local.device, []).append(local)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device))
     return norm
+
+
+def _sharding(tensor: torch.Tensor) -> _Sharding:
+    if not isinstance(tensor, DTensor):
+        return None
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"a gradient of shape {tuple(tensor.shape)} is a partial sum: {tensor.placements}; reduce it")
+    mesh = tensor.device_mesh
+    sharded = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
+    return mesh, tuple(dim for dim in sharded if mesh.size(dim) > 1)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Scalar fp64; squared and added in fp32 within a tensor, in fp64 between tensors."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(gradients, 2, torch.float32)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).double().square().sum()
+
+
+def _reduced(square: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
+    if sharding is None:
+        return square
+    mesh, dims = sharding
+    total = square.to(mesh.device_type)
+    for dim in dims:
+        dist.all_reduce(total, group=mesh.get_group(dim))
+    return total

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.data.ahead import follow_main_process
+from omnitrain.parallel.state import forget_parallel_state
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,7 @@ def _pickled_or_none(error: BaseException) -> bytes | None:
 
 def _clean_up() -> None:
     """Leave nothing of a case: its groups, their threads and sockets, and what torch remembers of its meshes."""
+    forget_parallel_state()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,134 @@
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import omnitrain as ot
+from omnitrain.errors import UserError
+from omnitrain.parallel.ranks import RankError, RankPool
+from omnitrain.parallel.state import forget_parallel_state
+from omnitrain.plan.mesh import MeshShape
+
+MESHES = ("dp", "loss", "fsdp", "ep_fsdp", "ep", "tp", "pp")
+GROUPS = ("sp", "cp", "loss")
+
+
+def members(group: dist.ProcessGroup) -> list[int]:
+    """By communication: the digits of the sum."""
+    total = torch.tensor(10 ** dist.get_rank())
+    dist.all_reduce(total, group=group)
+    return [rank for rank, digit in enumerate(reversed(str(total.item()))) if digit == "1"]
+
+
+def members_of_all_groups(state: ot.ParallelState) -> dict[str, list[int]]:
+    meshes = {name: getattr(state, f"{name}_mesh") for name in MESHES}
+    found = {name: members(mesh.get_group(mesh.ndim - 1)) for name, mesh in meshes.items()}
+    found |= {f"{name}_group": members(getattr(state, f"{name}_group")) for name in GROUPS}
+    found |= {f"{name}_copies": members(mesh.get_group(0)) for name, mesh in meshes.items() if mesh.ndim == 2}
+    return found
+
+
+def answers(degrees: dict[str, Any]) -> tuple[MeshShape, dict[str, list[int]], dict[str, int]]:
+    state = ot.init_parallel_state(**degrees)
+    assert ot.get_parallel_state() is state
+    places = {name: getattr(state, f"{name}_rank") for name in ("dp", "sp", "cp", "tp", "ep", "pp")}
+    return state.shape, members_of_all_groups(state), places
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees", "shape"),
+    [
+        (1, {}, MeshShape()),
+        (2, {"ulysses_size": 2}, MeshShape(sp=2)),
+        (4, {"ep_size": 2}, MeshShape(dp_shard=4, ep=2)),
+        (4, {"dp_replicate_size": 2}, MeshShape(dp_replicate=2, dp_shard=2)),
+        (4, {"dp_mode": "ddp"}, MeshShape(dp_replicate=4)),
+        (4, {"dp_mode": "ddp", "tp_size": 2}, MeshShape(dp_replicate=2, tp=2)),
+        (4, {"tp_size": 2, "ulysses_size": 2}, MeshShape(sp=2, tp=2)),
+        (4, {"pp_size": 2, "cp_size": 2, "ep_size": 2}, MeshShape(pp=2, cp=2, ep=2)),
+    ],
+    ids=str,
+)
+def test_groups_meshes_and_places_are_those_of_the_shape(
+    ranks: RankPool, world: int, degrees: dict[str, Any], shape: MeshShape
+) -> None:
+    for rank, (found_shape, groups, places) in enumerate(ranks.run(answers, degrees, timeout_s=30, world=world)):
+        assert found_shape == shape
+        expected = {name: shape.group(rank, name).tolist() for name in MESHES}
+        expected |= {f"{name}_group": shape.group(rank, name).tolist() for name in GROUPS}
+        if shape.dp_replicate > 1:
+            copies = shape.group(rank, "dp_replicate").tolist()
+            expected |= {"fsdp_copies": copies, "ep_fsdp_copies": copies}
+        assert groups == expected
+        assert places == {name: shape.place(rank, name) for name in places}
+
+
+def several_states() -> list[dict[str, list[int]]]:
+    made = [ot.init_parallel_state(ulysses_size=2), ot.init_parallel_state(tp_size=4), ot.init_parallel_state()]
+    assert ot.get_parallel_state() is made[-1]
+    return [members_of_all_groups(state) for state in made]
+
+
+def test_several_states_live_over_the_same_ranks(ranks: RankPool) -> None:
+    shapes = [MeshShape(dp_shard=2, sp=2), MeshShape(tp=4), MeshShape(dp_shard=4)]
+    for rank, found in enumerate(ranks.run(several_states, timeout_s=30)):
+        for groups, shape in zip(found, shapes, strict=True):
+            assert {name: groups[name] for name in MESHES} == {
+                name: shape.group(rank, name).tolist() for name in MESHES
+            }
+
+
+def number_of_groups(degrees: dict[str, Any]) -> int:
+    ot.init_parallel_state(**degrees)
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+@pytest.mark.parametrize(("degrees", "number"), [({}, 2), ({"ulysses_size": 2}, 4), ({"dp_replicate_size": 2}, 4)])
+def test_axes_with_the_same_groups_share_them(ranks: RankPool, degrees: dict[str, Any], number: int) -> None:
+    """All ranks, single ranks, and pairs of neighbours and of others."""
+    assert ranks.run(number_of_groups, degrees, timeout_s=30) == [number] * 4
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    yield
+    forget_parallel_state()
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_needs_no_launcher() -> None:
+    state = ot.init_parallel_state()
+    assert (state.world_size, state.rank, state.dp_size, state.dp_rank, state.device_type) == (1, 0, 1, 0, "cpu")
+    assert set(map(tuple, members_of_all_groups(state).values())) == {(0,)}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.rank = 1  # type: ignore[misc]
+    with pytest.raises(UserError, match=r"these degrees do not fit 1 ranks:\ntp 2 = 2 and must divide 1"):
+        ot.init_parallel_state(tp_size=2)
+    assert ot.get_parallel_state() is state
+
+
+def test_the_default_is_asked_for_too_early() -> None:
+    with pytest.raises(UserError, match=r"call omnitrain\.init_parallel_state\(\) first"):
+        ot.get_parallel_state()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"ep_size": 3}, r"these degrees do not fit 4 ranks:\nep is 3 and must divide .* = 4; 1, 2, 4 would fit"),
+        ({"dp_mode": "fsdp1"}, "dp_mode is 'fsdp1'; expected one of fsdp2, ddp"),
+        ({"dp_mode": "ddp", "dp_shard_size": 2}, "dp_shard_size is 2; expected 1"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_on_every_rank(
+    ranks: RankPool, degrees: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(answers, degrees, timeout_s=30)
+    assert sorted(caught.value.ranks) == [0, 1, 2, 3]
+    with pytest.raises(UserError, match=message):
+        raise caught.value.__cause__  # type: ignore[misc]
