@@ -35,7 +35,7 @@ class Pair:
 
 
 def pair_of(config: PreTrainedConfig) -> Pair:
-    """Text twice, every modality alone, two items of one, all together."""
+    """Texts of three lengths, every modality alone, two items of one, all together."""
     model = foundation_class(config)(config)
     peaked_(model)
     model.train()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, PreTrainedConfig
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
@@ -16,7 +18,6 @@ from omnitrain.models.native import peaked_
 from tests.families import AUDIO_FAMILIES, FAMILIES
 from tests.models.plain import Pair, gradient_errors, our_logits, our_step, pair_of, plain_logits, plain_step
 
-# Their own acceptance list; `llava_next` and others are more of the kind.
 QUICK = ("gpt_oss", "deepseek_v3", "qwen3_5", "gemma3", "qwen2_5_omni_thinker")
 CASES = [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in FAMILIES]
 # The block-diagonal mask of Pixtral's tower is rounded otherwise by sdpa than images one by one.
@@ -125,9 +126,7 @@ def test_training_leaves_no_trace_in_the_foundation() -> None:
     assert plain_step(both, [0])[0] > 0
 
 
-def _tiny(model_type: str, **values: object) -> object:
-    from transformers import AutoConfig
-
+def _tiny(model_type: str, **values: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(model_type, vocab_size=200, hidden_size=64, **values)
 
 
