@@ -140,6 +140,29 @@ def run(
 
 
 @app.command()
+def verify(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    layouts: Annotated[
+        str, typer.Option(help="Layouts, with commas between: dp4, hsdp2x2, replicate2, dp2.accum2.recompute, ...")
+    ] = "dp2,dp4,hsdp2x2",
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 4,
+    samples: Annotated[int, typer.Option(help="Samples of the global batch.", min=1)] = 12,
+) -> None:
+    """Prove that layouts on several ranks train as one process does: loss, every gradient, every weight."""
+    from omnitrain.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides)
+
+    from omnitrain.train.verify import verify_recipe
+
+    report = verify_recipe(resolved, [word.strip() for word in layouts.split(",")], nproc=nproc, num_samples=samples)
+    typer.echo(str(report), nl=False)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a saved omni model.")],
     prompt: Annotated[str, typer.Option(help="What the user says.")],

@@ -142,7 +142,7 @@ class OmniModel(PreTrainedModel):
                 hidden_by = type(self.foundation).__name__
                 raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
             losses[name] = self.decoders[name].lm_head(hidden[0, pack.targets[name].positions - 1], target)
-        return OmniOutput(losses, hidden)
+        return OmniOutput(losses, None if hidden is None else hidden.detach())
 
     def encode(
         self, pack: Pack, calls: Mapping[str, int] | None = None

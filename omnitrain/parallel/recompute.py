@@ -19,7 +19,11 @@ def recompute_blocks(model: nn.Module) -> None:
     """
     options = {"use_reentrant": False, "context_fn": _contexts}
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.supports_gradient_checkpointing:
+        if not isinstance(module, PreTrainedModel) or not module.supports_gradient_checkpointing:
+            continue
+        if hasattr(module, "activation_checkpointing_enable"):
+            module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:  # its name before transformers 5.20
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
