@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,7 +92,7 @@ class VerifyReport:
         for row in self.rows:
             errors = [f"{value:.1e}" for value in (row.loss_error, row.grad_error, row.weight_error)]
             table.add_row(
-                row.layout, row.status, *errors[:2], row.worst_parameter, errors[2], str(row.collectives), row.reason
+                row.layout, row.status, *errors[:2], row.worst_parameter, errors[2], str(row.collectives), escape(row.reason)
             )
         console = Console(width=160)
         with console.capture() as capture:
