@@ -93,19 +93,25 @@ class FoundationRunner:
         Raises:
             UserError: the model has no such modality, or makes another number of rows than there are placeholders.
         """
-        by_token: dict[int, list[tuple[str, Tensor, NativeRows]]] = {}
-        for name, batch in pack.inputs.items():
-            if name.startswith(NATIVE_PREFIX):
-                modality = name.removeprefix(NATIVE_PREFIX)
-                rows = self._encoded(modality, batch, pack.info.ids)
-                token = self.native.ports[modality].token_id
-                by_token.setdefault(token, []).append((modality, batch.positions, rows))
+        names = [name for name in pack.inputs if name.startswith(NATIVE_PREFIX)]
+        return self.joined(pack, {name: self.encode_one(pack, name) for name in names})
+
+    def joined(self, pack: Pack, rows: Mapping[str, NativeRows]) -> dict[str, NativeRows]:
+        """Rows of :meth:`encode_one` by name, put together as :meth:`encode` returns them."""
+        by_token: dict[int, list[str]] = {}
+        for name in rows:
+            by_token.setdefault(self.native.ports[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
         native = {}
-        for entries in by_token.values():
-            modalities, positions, rows_of = zip(*entries, strict=True)
-            rows = NativeRows.cat([replace(rows, layout=rows_of[0].layout) for rows in rows_of])
-            native[modalities[0]] = rows.at(torch.cat(positions).argsort())
+        for names in by_token.values():
+            layout = rows[names[0]].layout
+            together = NativeRows.cat([replace(rows[name], layout=layout) for name in names])
+            order = torch.cat([pack.inputs[name].positions for name in names]).argsort()
+            native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
         return native
+
+    def encode_one(self, pack: Pack, name: str) -> NativeRows:
+        """Rows of one modality of a pack (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
+        return self._encoded(name.removeprefix(NATIVE_PREFIX), pack.inputs[name], pack.info.ids)
 
     def _encoded(self, modality: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
         """Rows of a batch, in the order of its items."""

@@ -22,7 +22,7 @@ from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.idle import idle_rows, num_calls, tied
-from omnitrain.models.native import native_inputs
+from omnitrain.models.native import NativeRows, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
 
@@ -156,24 +156,27 @@ class OmniModel(PreTrainedModel):
         Returns:
             The rows, decoder name -> labels ``[n]``, and what calls without data made.
         """
-        media = EncodedMedia(native=self.runner.encode(pack))
+        inserted: list[InsertedRows] = []
+        native: dict[str, NativeRows] = {}
         labels: dict[str, torch.Tensor] = {}
         idle: list[torch.Tensor] = []
         made = num_calls(self, pack)
-        for name in sorted({*made, *(calls or {})}):
+        for name in sorted({*made, *(calls or {})}):  # in one order on all ranks, with data or without
             if name in pack.targets:
                 batch = pack.targets[name]
                 encoded = [self.decoders[name].lm_encode(group.features, group.num_tokens) for group in batch.groups]
                 rows, labels[name] = (torch.cat(part) for part in zip(*encoded, strict=True))
-                media.inserted.append(InsertedRows(batch.positions, rows))
-            elif name in pack.inputs and not name.startswith(NATIVE_PREFIX):
+                inserted.append(InsertedRows(batch.positions, rows))
+            elif name in pack.inputs and name.startswith(NATIVE_PREFIX):
+                native[name] = self.runner.encode_one(pack, name)
+            elif name in pack.inputs:
                 batch = pack.inputs[name]
                 encoder = self.encoders[name]
                 rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
-                media.inserted.append(InsertedRows(batch.positions, rows))
+                inserted.append(InsertedRows(batch.positions, rows))
             for _ in range((calls or {}).get(name, 0) - made.get(name, 0)):
                 idle += idle_rows(self, name)
-        return media, labels, idle
+        return EncodedMedia(self.runner.joined(pack, native), inserted), labels, idle
 
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:

@@ -92,7 +92,13 @@ class VerifyReport:
         for row in self.rows:
             errors = [f"{value:.1e}" for value in (row.loss_error, row.grad_error, row.weight_error)]
             table.add_row(
-                row.layout, row.status, *errors[:2], row.worst_parameter, errors[2], str(row.collectives), escape(row.reason)
+                row.layout,
+                row.status,
+                *errors[:2],
+                row.worst_parameter,
+                errors[2],
+                str(row.collectives),
+                escape(row.reason),
             )
         console = Console(width=160)
         with console.capture() as capture:
