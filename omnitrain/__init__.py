@@ -21,13 +21,16 @@ if TYPE_CHECKING:
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
-    from omnitrain.recipe import Recipe
+    from omnitrain.parallel.verify import VerifyReport, VerifyRow, verify
+    from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
     from omnitrain.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ChatRenderer": "omnitrain.data.chat_renderer",
+    "ComponentPlan": "omnitrain.recipe",
+    "Layout": "omnitrain.recipe",
     "LossTerm": "omnitrain.ops.cross_entropy",
     "MediaSpan": "omnitrain.data.sample",
     "OmniDataCollatorWithPacking": "omnitrain.data.packing",
@@ -35,20 +38,28 @@ _HOMES = {
     "OmniOutput": "omnitrain.models.outputs",
     "OmniProcessor": "omnitrain.data.processor",
     "Pack": "omnitrain.data.pack",
+    "ParallelPlan": "omnitrain.recipe",
     "ParallelState": "omnitrain.parallel.state",
+    "Precision": "omnitrain.recipe",
     "Recipe": "omnitrain.recipe",
     "Sample": "omnitrain.data.sample",
     "TemplateRenderer": "omnitrain.data.template_renderer",
     "Trainer": "omnitrain.train.trainer",
+    "VerifyReport": "omnitrain.parallel.verify",
+    "VerifyRow": "omnitrain.parallel.verify",
     "build_dataloader": "omnitrain.data.loader",
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
     "get_parallel_state": "omnitrain.parallel.state",
     "init_parallel_state": "omnitrain.parallel.state",
+    "parse_layout": "omnitrain.recipe",
+    "verify": "omnitrain.parallel.verify",
 }
 
 __all__ = [
     "ChatRenderer",
+    "ComponentPlan",
+    "Layout",
     "LossTerm",
     "MediaSpan",
     "OmniDataCollatorWithPacking",
@@ -56,16 +67,22 @@ __all__ = [
     "OmniOutput",
     "OmniProcessor",
     "Pack",
+    "ParallelPlan",
     "ParallelState",
+    "Precision",
     "Recipe",
     "Sample",
     "TemplateRenderer",
     "Trainer",
+    "VerifyReport",
+    "VerifyRow",
     "build_dataloader",
     "build_foundation_model",
     "build_omni_model",
     "get_parallel_state",
     "init_parallel_state",
+    "parse_layout",
+    "verify",
 ]
 
 

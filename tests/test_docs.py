@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import typer.main
 
-from omnitrain.cli.main import app
+from omnitrain.cli.main import app, names_a_model
 from omnitrain.recipe import find_recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.is_file()]
 BASH = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-RECIPE_VERBS = ("show", "cp", "check", "run")
+RECIPE_VERBS = ("show", "cp", "check", "run", "verify")
 
 
 def command_lines(page: Path) -> Iterator[list[str]]:
@@ -46,14 +46,14 @@ def test_omnitrain_command_parses_and_its_recipe_and_overrides_resolve(
         return
     verb = group.commands[words[0]]  # type: ignore[attr-defined]
     arguments = verb.make_context(words[0], words[1:]).params if words[1:] != ["--help"] else {}
-    if words[0] in RECIPE_VERBS and arguments:
+    if words[0] in RECIPE_VERBS and arguments and not names_a_model(arguments.get("model_or_recipe") or ""):
         recipe = recipe_of(arguments, copied_recipes())
         load_recipe(recipe, arguments.get("overrides"))
 
 
 def recipe_of(arguments: dict[str, Any], copies: dict[str, str]) -> Path:
     """The recipe of a command; what an `omnitrain cp` of the docs would write stands for its source."""
-    name = arguments.get("recipe") or arguments["name"]
+    name = arguments.get("recipe") or arguments.get("model_or_recipe") or arguments["name"]
     return find_recipe(copies.get(name, name))
 
 

@@ -99,7 +99,7 @@ def check(
     overrides: OverridesArgument = None,
 ) -> None:
     """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
-    if _names_a_model(model_or_recipe) and not overrides:
+    if names_a_model(model_or_recipe) and not overrides:
         from omnitrain.train.check import check_model
 
         check_model(model_or_recipe)
@@ -116,7 +116,7 @@ def check(
         raise UserError("\n  ".join([f"{model_or_recipe}: problems", *problems]))
 
 
-def _names_a_model(name: str) -> bool:
+def names_a_model(name: str) -> bool:
     """A folder, or ``org/name`` of the Hub; recipes are files or bare names."""
     path = Path(name)
     return path.is_dir() or (name.count("/") == 1 and not path.is_file() and path.suffix not in (".yaml", ".yml"))
@@ -137,6 +137,29 @@ def run(
 
     if Trainer(resolved, resume=resume).fit().interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def verify(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    layouts: Annotated[
+        str, typer.Option(help="Layouts, with commas between: dp4, hsdp2x2, replicate2, dp2.accum2.recompute, ...")
+    ] = "dp2,dp4,hsdp2x2",
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 4,
+    samples: Annotated[int, typer.Option(help="Samples of the global batch.", min=1)] = 12,
+) -> None:
+    """Prove that layouts on several ranks train as one process does: loss, every gradient, every weight."""
+    from omnitrain.recipe import load_recipe
+
+    resolved = load_recipe(recipe, overrides)
+
+    from omnitrain.train.verify import verify_recipe
+
+    report = verify_recipe(resolved, [word.strip() for word in layouts.split(",")], nproc=nproc, num_samples=samples)
+    typer.echo(str(report), nl=False)
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 @app.command()

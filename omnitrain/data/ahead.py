@@ -26,6 +26,7 @@ Item = TypeVar("Item")
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0  # for what a closed stream's process still has in hand
+_SOCKET_BYTES = 1 << 20  # asked for, the system may give less: an item that fits waits there, in full
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -50,6 +51,7 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
         TrainingError: the process was killed, or stopped by an exception that is not the user's mistake.
     """
     ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     process = multiprocessing.Process(target=_produce, args=(make_items, depth, theirs), name="run_ahead", daemon=False)
     process.start()
     theirs.close()

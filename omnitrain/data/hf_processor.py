@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.processing_utils import AudioKwargs, ImagesKwargs, VideosKwargs
 from transformers.utils import is_torchvision_available
 
 from omnitrain.errors import UserError
+from omnitrain.recipe.suggest import hint
 
 
 def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerBase:
@@ -27,3 +31,29 @@ def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerB
     if not isinstance(processor, (ProcessorMixin, PreTrainedTokenizerBase)):
         raise UserError(f"data.processor: {path!r} holds a {type(processor).__name__}, expected one with a tokenizer")
     return processor
+
+
+# Arguments by part of a processor -> the attribute that holds the part, and what transformers documents for any such.
+_PARTS: dict[str, tuple[str, Any]] = {
+    "images_kwargs": ("image_processor", ImagesKwargs),
+    "videos_kwargs": ("video_processor", VideosKwargs),
+    "audio_kwargs": ("feature_extractor", AudioKwargs),
+}
+
+
+def require_known_arguments(processor: object, arguments: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse arguments that a part of a HF processor does not know; transformers would leave them out.
+
+    Args:
+        processor: of transformers.
+        arguments: ``images_kwargs``, ``videos_kwargs`` or ``audio_kwargs`` -> argument -> value.
+
+    Raises:
+        UserError: names the argument, and the nearest one that there is.
+    """
+    for part, given in arguments.items():
+        attribute, common = _PARTS[part]
+        own = getattr(getattr(processor, attribute, None), "valid_kwargs", None) or common
+        known = own.__required_keys__ | own.__optional_keys__
+        for name in given.keys() - known:
+            raise UserError(f"data.processor_arguments.{part}.{name}: no such argument; {hint(name, known)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,12 +29,13 @@ class MediaGroup:
     num_rows: dict[str, tuple[int, ...]]
     num_tokens: tuple[int, ...]
 
-    def items(self) -> Iterator[MediaGroup]:
-        """Each item as a group of its own, for components that must see one at a time."""
-        split = {name: tensor.split(self.num_rows[name]) for name, tensor in self.features.items()}
-        for i, count in enumerate(self.num_tokens):
-            features = {name: tensors[i] for name, tensors in split.items()}
-            yield MediaGroup(features, {name: (rows[i],) for name, rows in self.num_rows.items()}, (count,))
+    def split(self, sizes: Sequence[int]) -> Iterator[MediaGroup]:
+        """Runs of so many items as groups of their own, for components that must not see all at once."""
+        for start, stop in pairwise((0, *accumulate(sizes))):
+            rows = {name: counts[start:stop] for name, counts in self.num_rows.items()}
+            first = {name: sum(counts[:start]) for name, counts in self.num_rows.items()}
+            features = {name: t.narrow(0, first[name], sum(rows[name])) for name, t in self.features.items()}
+            yield MediaGroup(features, rows, self.num_tokens[start:stop])
 
     def to(self, device: torch.device) -> MediaGroup:
         """The same items on ``device``."""

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from omnitrain.data.attached import AttachedMedia
 from omnitrain.data.chat_template import ChatTemplate, Span
 from omnitrain.data.expansion import MediaExpander
-from omnitrain.data.hf_processor import load_hf_processor
+from omnitrain.data.hf_processor import load_hf_processor, require_known_arguments
 from omnitrain.data.inserts import AttachedInsert, Insert, NativeInsert, PlacedTokens
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.parts import MediaPart, Message, content_parts, media_parts
@@ -245,11 +245,14 @@ class TemplateRenderer:
         Raises:
             UserError: no processor there, or one that does not fit.
         """
+        processor = load_hf_processor(data.processor or foundation)
+        arguments = {part: given for part, given in data.processor_arguments.model_dump().items() if given}
+        require_known_arguments(processor, arguments)
         return cls(
-            load_hf_processor(data.processor or foundation),
+            processor,
             native,
             starts=data.chat,
-            arguments=data.processor_arguments,
+            arguments=arguments,
             audio_in_video=data.audio_in_video,
             max_frames=data.max_frames,
         )

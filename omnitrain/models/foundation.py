@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.data.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.contract.findings import Contract
@@ -58,18 +58,30 @@ class FoundationRunner:
         model: the HF model, unmodified.
         contract: what the check found out about it.
         native: the modalities that it reads by itself.
+        own_attention: classes of models in it that do not ask for the registered attention.
+        loss_backend: of :func:`linear_cross_entropy`.
     """
 
-    def __init__(self, model: PreTrainedModel, contract: Contract | None = None) -> None:
-        """Attach to ``model``; ``contract`` None: everything works (what the check starts from)."""
+    def __init__(
+        self, model: PreTrainedModel, contract: Contract | None = None, *, native: Discovery | None = None
+    ) -> None:
+        """Attach to ``model``.
+
+        Args:
+            model: the HF model; its attention, and the classes that the contract names, are replaced.
+            contract: None: everything works (what the check starts from).
+            native: what :func:`discover` found in it, where that is known.
+        """
         self.model = model
         self.contract = contract or Contract()
-        self.native: Discovery = discover(model)
+        self.native: Discovery = native or discover(model)  # with the model's own attention still
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
+        self.loss_backend = "auto"  # of linear_cross_entropy
+        self.own_attention: tuple[str, ...] = ()
         if self.contract.attention == "omnitrain":
-            use_omnitrain_attention(model)
+            self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
 
     def encode(self, pack: Pack) -> dict[str, NativeRows]:
@@ -101,17 +113,20 @@ class FoundationRunner:
         if port is None:
             reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
             raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
-        apart = modality in self.contract.single_items
-        calls = [call for group in batch.groups for call in (group.items() if apart else (group,))]
+        calls = self.calls(modality, batch)
         encoded = [port.encode(self.model, call.features) for call in calls]
-        owners = iter([sample_ids[sample] for sample in batch.samples])
+        owners = iter(batch.samples)
         for call, rows in zip(calls, encoded, strict=True):
-            samples = [next(owners) for _ in call.num_tokens]
+            samples = [sample_ids[next(owners)] for _ in call.num_tokens]
             if len(rows.counts) == len(samples):
                 check_rows(modality, call.num_tokens, rows.counts, samples)
             else:  # the tower does not say which rows are whose
                 check_rows(modality, [sum(call.num_tokens)], [rows.main.size(0)], [", ".join(samples)])
         return NativeRows.cat(encoded)
+
+    def calls(self, modality: str, batch: MediaBatch) -> Sequence[MediaGroup]:
+        """The items of a batch, as the tower gets them: those that stack together in one call."""
+        return _by_sample(batch) if modality in self.contract.by_sample else batch.groups
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
@@ -126,6 +141,7 @@ class FoundationRunner:
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
         labels, states, losses = pack.text_labels, [], []
+        count = labels.numel()
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
@@ -133,21 +149,22 @@ class FoundationRunner:
             if self.contract.head == "plain":
                 return type(lm_head).forward(lm_head, rows[None])
             bias = getattr(lm_head, "bias", None)
-            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=labels.numel()))
+            backend = self.loss_backend
+            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
             return hidden
 
-        output = self.run(
-            pack.input_ids,
-            head=head,
-            media=media or EncodedMedia(),
-            arguments={"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs},
-            borders=tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None,
-        )
+        borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
+        output = self.run_pack(pack, media or EncodedMedia(), head, borders)
         hidden = states[0] if states else None
         if losses:
             return losses[0], hidden
         logits = output.logits[0]
         return cross_entropy_rows(logits if states else logits[pack.text_rows], labels), hidden
+
+    def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, borders: tuple[int, ...] | None = None) -> Any:
+        """One forward over a pack; see :meth:`run`."""
+        arguments = {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
+        return self.run(pack.input_ids, head=head, media=media, arguments=arguments, borders=borders)
 
     def run(
         self,
@@ -193,15 +210,26 @@ class FoundationRunner:
             return self.model(input_ids=input_ids, **taken)
 
 
+def _by_sample(batch: MediaBatch) -> list[MediaGroup]:
+    """The groups of a batch, cut where the next item is another sample's."""
+    owners = iter(batch.samples)
+    calls: list[MediaGroup] = []
+    for group in batch.groups:
+        runs = groupby([next(owners) for _ in group.num_tokens])
+        calls += group.split([len(list(run)) for _, run in runs])
+    return calls
+
+
 def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRows]) -> Callable[[Tensor], Tensor]:
     def forward(ids: Tensor) -> Tensor:
         embeds: Tensor = type(embedding).forward(embedding, ids)
         if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
             return embeds
-        flat = embeds.flatten(0, 1)
-        for part in inserted:
-            flat = flat.index_copy(0, part.positions, part.rows.to(flat.dtype))
-        return flat.view_as(embeds)
+        length = ids.size(1)
+        for part in inserted:  # the result is no view: a compiled first block would differ from the others by that
+            where = (part.positions // length, part.positions % length)
+            embeds = embeds.index_put(where, part.rows.to(embeds.dtype))
+        return embeds
 
     return forward
 

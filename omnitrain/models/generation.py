@@ -165,7 +165,7 @@ class _Foundation:
         self.native: dict[str, NativeRows] = {}
         self.inserted: list[tuple[int, InsertedRows]] = []  # prompt, and rows at columns of the batch
         for number, (pack, pad) in enumerate(zip(packs, pads, strict=True)):
-            media, _ = model.encode(pack)
+            media, _, _ = model.encode(pack)
             self.inserted += [(number, InsertedRows(part.positions + pad, part.rows)) for part in media.inserted]
             for modality, rows in media.native.items():
                 before = [self.native[modality]] if modality in self.native else []

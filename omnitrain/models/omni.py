@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,7 @@ from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
+from omnitrain.models.idle import idle_rows, num_calls, tied
 from omnitrain.models.native import native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
@@ -121,41 +123,57 @@ class OmniModel(PreTrainedModel):
         readers = {name: encoder.adapter() for name, encoder in self.encoders.items()}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
-    def forward(self, pack: Pack) -> OmniOutput:
+    def forward(self, pack: Pack, calls: Mapping[str, int] | None = None) -> OmniOutput:
         """Losses of one packed micro-batch.
 
         Args:
             pack: samples end to end; see :class:`Pack` for shapes.
+            calls: component -> how often every rank of its mesh calls it in this micro-batch; what the pack does not
+                need is done on the smallest input, and adds zero. None: what the pack needs.
 
         Returns:
             One :class:`LossTerm` per head with a target in the pack (``text`` always).
         """
-        media, labels = self.encode(pack)
+        media, labels, idle = self.encode(pack, calls)
         text, hidden = self.runner.text_loss(pack, media)
-        losses = {"text": text}
+        losses = {"text": replace(text, sum=tied(text.sum, idle))}
         for name, target in labels.items():
             if hidden is None:
-                raise UserError(
-                    f"{type(self.foundation).__name__} hides its last hidden states; no decoder can read them"
-                )
+                hidden_by = type(self.foundation).__name__
+                raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
             losses[name] = self.decoders[name].lm_head(hidden[0, pack.targets[name].positions - 1], target)
-        return OmniOutput(losses, hidden)
+        return OmniOutput(losses, None if hidden is None else hidden.detach())
 
-    def encode(self, pack: Pack) -> tuple[EncodedMedia, dict[str, torch.Tensor]]:
-        """All media of a pack as rows of the foundation's input, and decoder name -> labels ``[n]``."""
+    def encode(
+        self, pack: Pack, calls: Mapping[str, int] | None = None
+    ) -> tuple[EncodedMedia, dict[str, torch.Tensor], list[torch.Tensor]]:
+        """All media of a pack as rows of the foundation's input.
+
+        Args:
+            pack: the micro-batch.
+            calls: see :meth:`forward`.
+
+        Returns:
+            The rows, decoder name -> labels ``[n]``, and what calls without data made.
+        """
         media = EncodedMedia(native=self.runner.encode(pack))
         labels: dict[str, torch.Tensor] = {}
-        for name, batch in pack.inputs.items():
-            if not name.startswith(NATIVE_PREFIX):
-                encoder = self.get_submodule(name)
+        idle: list[torch.Tensor] = []
+        made = num_calls(self, pack)
+        for name in sorted({*made, *(calls or {})}):
+            if name in pack.targets:
+                batch = pack.targets[name]
+                encoded = [self.decoders[name].lm_encode(group.features, group.num_tokens) for group in batch.groups]
+                rows, labels[name] = (torch.cat(part) for part in zip(*encoded, strict=True))
+                media.inserted.append(InsertedRows(batch.positions, rows))
+            elif name in pack.inputs and not name.startswith(NATIVE_PREFIX):
+                batch = pack.inputs[name]
+                encoder = self.encoders[name]
                 rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
                 media.inserted.append(InsertedRows(batch.positions, rows))
-        for name, batch in pack.targets.items():
-            decoder = self.get_submodule(name)
-            encoded = [decoder.lm_encode(group.features, group.num_tokens) for group in batch.groups]
-            rows, labels[name] = (torch.cat(part) for part in zip(*encoded, strict=True))
-            media.inserted.append(InsertedRows(batch.positions, rows))
-        return media, labels
+            for _ in range((calls or {}).get(name, 0) - made.get(name, 0)):
+                idle += idle_rows(self, name)
+        return media, labels, idle
 
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:

@@ -15,7 +15,8 @@ class OmniOutput:
 
     Attributes:
         losses: ``text`` and decoder names -> :class:`LossTerm`.
-        hidden: ``[1, T, hidden]``, the foundation's last hidden states; None where it hides them.
+        hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None where it hides
+            them.
     """
 
     losses: dict[str, LossTerm]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from omnitrain.ops.attention import packed, packed_borders
+from omnitrain.errors import UserError
+from omnitrain.ops.attention import MaskSpec, packed, packed_borders
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
@@ -29,39 +31,76 @@ class _Segmented:
 
 @cache
 def _segmented_class(kind: type[nn.Module]) -> type[nn.Module]:
+    @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         alone: Callable[..., Any] = kind.forward
         borders = packed_borders()
         if borders is None:
+            _check_recomputation(self)
             return alone(self, *args, **kwargs)
+        _ran_packed.add(self)
         outputs = []
         for start, stop in pairwise(borders):
             with packed((0, stop - start)):
-                part = _cut((args, kwargs), borders[-1], start, stop)
+                part = cut_rows((args, kwargs), borders[-1], start, stop)
                 outputs.append(alone(self, *part[0], **part[1]))
-        return _joined(outputs)
+        return _joined(outputs, [stop - start for start, stop in pairwise(borders)])
 
     return type(kind.__name__, (_Segmented, kind), {"forward": forward, "__module__": kind.__module__})
 
 
-def _cut(value: Any, length: int, start: int, stop: int) -> Any:
-    """The segment of everything that runs along the row (dim 1 of ``length``); packing arguments are left out."""
+# Modules whose last forward was over a packed row.
+_ran_packed: WeakSet[nn.Module] = WeakSet()
+
+
+def _check_recomputation(module: nn.Module) -> None:
+    """Refuse to recompute a packed row as one sample."""
+    if torch._C._current_graph_task_id() == -1:  # not inside a backward
+        _ran_packed.discard(module)
+    elif module in _ran_packed:
+        raise UserError(
+            f"{type(module).__name__} is recomputed outside of packed(...), by which it knew where samples begin: "
+            "enter it around the backward, too"
+        )
+
+
+def row_dim(shape: Sequence[int], length: int) -> int | None:
+    """The dim of a tensor that runs along a row of ``length`` tokens, behind the batch's; None: no single one."""
+    if _is_square(shape, length):
+        return None
+    return next((dim for dim in range(1, len(shape)) if shape[dim] == length), None)
+
+
+def _is_square(shape: Sequence[int], length: int) -> bool:
+    """A mask or attention weights, ``[1, 1 or heads, T, T]``."""
+    return len(shape) == 4 and tuple(shape[-2:]) == (length, length)
+
+
+def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
+    """The part of everything that runs along a row of ``length`` tokens; packing arguments are left out."""
+    if isinstance(value, MaskSpec):
+        return value.between(start, stop)
     if isinstance(value, Tensor):
-        return value[:, start:stop] if value.ndim >= 2 and value.size(1) == length else value
+        if _is_square(value.shape, length):
+            return value[..., start:stop, start:stop]
+        dim = row_dim(value.shape, length)
+        return value if dim is None else value.narrow(dim, start, stop - start)
     if isinstance(value, (list, tuple)):
-        return type(value)(_cut(item, length, start, stop) for item in value)
+        return type(value)(cut_rows(item, length, start, stop) for item in value)
     if isinstance(value, dict):
-        return {key: _cut(item, length, start, stop) for key, item in value.items() if key not in _PACKING}
+        return {key: cut_rows(item, length, start, stop) for key, item in value.items() if key not in _PACKING}
     return value
 
 
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
-def _joined(outputs: list[Any]) -> Any:
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(outputs, dim=1)
-    if isinstance(first, (list, tuple)):
-        return type(first)(_joined(list(parts)) for parts in zip(*outputs, strict=True))
-    return first
+def _joined(outputs: list[Any], lengths: list[int]) -> Any:
+    """The outputs of all segments end to end; what does not run along the row (a state) is the last one's."""
+    last = outputs[-1]
+    if isinstance(last, Tensor):
+        dims = [row_dim(part.shape, length) for part, length in zip(outputs, lengths, strict=True)]
+        return last if dims[0] is None else torch.cat(outputs, dim=dims[0])
+    if isinstance(last, (list, tuple)):
+        return type(last)(_joined(list(parts), lengths) for parts in zip(*outputs, strict=True))
+    return last

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import plain_implementation
+from omnitrain.ops.fuse import FusedOp
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,15 @@ class ComponentRow:
     ops: str
 
 
-def component_rows(model: OmniModel) -> list[ComponentRow]:
-    """The table that start-up prints."""
-    return [_row(model, name, parameters) for name, parameters in model.components.items()]
+def component_rows(model: OmniModel, fused: Mapping[str, Mapping[str, FusedOp]] | None = None) -> list[ComponentRow]:
+    """The table that start-up prints; ``fused``: component name -> what :func:`fuse_ops` did there."""
+    done = fused or {}
+    return [_row(model, name, parameters, done.get(name, {})) for name, parameters in model.components.items()]
 
 
-def _row(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]) -> ComponentRow:
+def _row(
+    model: OmniModel, name: str, parameters: dict[str, nn.Parameter], fused: Mapping[str, FusedOp]
+) -> ComponentRow:
     own = list(parameters.values())
     return ComponentRow(
         name=name,
@@ -44,7 +49,7 @@ def _row(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]) -> Co
         parameters=sum(p.numel() for p in own),
         trainable=sum(p.numel() for p in own if p.requires_grad),
         dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
-        ops=_ops(model, name),
+        ops=", ".join([*_ops(model, name), *_fused(fused)]),
     )
 
 
@@ -57,9 +62,13 @@ def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]
     return type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else "")
 
 
-def _ops(model: OmniModel, name: str) -> str:
+def _fused(fused: Mapping[str, FusedOp]) -> list[str]:
+    return [f"{op}: {done.backend} ({done.classes.total()})" for op, done in fused.items() if done.classes]
+
+
+def _ops(model: OmniModel, name: str) -> list[str]:
     if name in model.runner.native.components and name != "foundation":
-        return ""
+        return []
     module = model.get_submodule(name)
     layers = [m for m in module.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
     names = sorted({plain_implementation(layer.config) for layer in layers})
@@ -69,4 +78,4 @@ def _ops(model: OmniModel, name: str) -> str:
         shown.append("loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised rows")
         shown += [] if contract.packs else ["one sample per row"]
         shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
-    return ", ".join(shown)
+    return shown

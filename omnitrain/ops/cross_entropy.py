@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from omnitrain.ops.backends import Backend, choose, liger_missing
 
 IGNORED = -100  # the label of a row that predicts nothing
 
@@ -48,6 +51,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     *,
     count: int | None = None,
+    backend: str = "auto",
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> LossTerm:
     """``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
@@ -62,21 +66,53 @@ def linear_cross_entropy(
         labels: ``[N]`` int64, each in ``[0, classes)``, or -100: ignored, costs no logits.
         bias: ``[classes]`` or None.
         count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
+        backend: of the softmax of a chunk: ``auto``, ``torch`` or ``liger``.
         chunk_elements: logits that may exist at one time.
 
     Returns:
         The loss. Without a single label it is 0, and its gradients are zeros.
 
     Raises:
+        UserError: the backend cannot run here.
         RuntimeError: shapes or dtypes do not fit, a label is out of range; in the backward: ``sum`` is differentiated
             twice or again.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
     kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
-    with_gradients = torch.is_grad_enabled()
-    total, rows = _LinearCrossEntropy.apply(hidden, weight, bias, labels, kept, chunk_elements, with_gradients)
+    softmax = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device).run
+    chunk_rows = max(1, chunk_elements // weight.size(0))
+    total, rows = _LinearCrossEntropy.apply(
+        hidden, weight, bias, labels, kept, chunk_rows, softmax, torch.is_grad_enabled()
+    )
     return LossTerm(total, count, rows)
+
+
+def _torch_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Losses ``[n]`` and their gradient ``[n, classes]`` = softmax - one-hot (in ``out``, fp32) of a chunk's logits."""
+    torch.log_softmax(logits, -1, torch.float32, out=out)
+    losses = -out.gather(1, labels[:, None]).squeeze(1)
+    if not with_gradient:
+        return losses, None
+    minus_one = out.new_full((1, 1), -1.0).expand(len(labels), 1)
+    return losses, out.exp_().scatter_add_(1, labels[:, None], minus_one)
+
+
+def _liger_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    # Its losses have the dtype of the logits, and its kernel writes the gradient over them.
+    wide = out.copy_(logits).detach().requires_grad_(with_gradient)
+    plain = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "softcap": None, "return_z_loss": False}
+    losses = cross_entropy_forward(wide, labels, None, IGNORED, reduction="none", **plain)[0]
+    return losses, wide.detach() if with_gradient else None
+
+
+CROSS_ENTROPY = (Backend("torch", _torch_softmax), Backend("liger", _liger_softmax, liger_missing, automatic=()))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -90,27 +126,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         kept: torch.Tensor | None,
-        chunk_elements: int,
+        chunk_rows: int,
+        softmax: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
         with_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         number, classes = labels.numel() if kept is None else kept.numel(), weight.size(0)
-        step = min(number, max(1, chunk_elements // classes))
+        step = min(number, chunk_rows)
         # Buffers for all chunks: fresh memory for each would cost as much time as the softmax.
-        logits, log_p = hidden.new_empty(step, classes), hidden.new_empty(step, classes, dtype=torch.float32)
+        logits, softmaxed = hidden.new_empty(step, classes), hidden.new_empty(step, classes, dtype=torch.float32)
         grads = _Gradients(hidden, weight, bias, [with_gradients and needed for needed in ctx.needs_input_grad[:3]])
         rows = hidden.new_zeros(labels.numel(), dtype=torch.float32)
         for start in range(0, number, max(1, step)):
             stop = min(start + step, number)
             at = slice(start, stop) if kept is None else kept[start:stop]
-            h, y = hidden[at], labels[at, None]
-            x, lp = logits[: stop - start], log_p[: stop - start]
+            h, x = hidden[at], logits[: stop - start]
             _linear(h, weight, bias, out=x)
-            torch.log_softmax(x, -1, torch.float32, out=lp)
-            rows[at] = -lp.gather(1, y).squeeze(1)
-            if grads.wanted:
-                # d loss / d logits = softmax - one-hot, in the dtype of the logits
-                p = lp.exp_().scatter_add_(1, y, lp.new_full((1, 1), -1.0).expand_as(y))
-                grads.add(at, h, weight, p if p.dtype == x.dtype else x.copy_(p))
+            rows[at], grad = softmax(x, labels[at], softmaxed[: stop - start], grads.wanted)
+            if grad is not None:
+                grads.add(at, h, weight, grad if grad.dtype == x.dtype else x.copy_(grad))
         ctx.save_for_backward(*grads.finished())
         ctx.spent = False
         ctx.mark_non_differentiable(rows)
@@ -125,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # In place: a second [classes, hidden] would be the largest tensor around.
         scaled = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
         ctx.spent = True
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:

@@ -1,1 +1,42 @@
-"""Pure planning: no process group, no device, no model."""
+"""Pure planning: who does what in a step. No process group, no torch; equal inputs give equal plans on every rank."""
+
+from omnitrain.plan.collectives import Collective, implied_collectives
+from omnitrain.plan.show import ComponentLine, component_lines
+from omnitrain.plan.step import Call, RankRoutes, Routes, StepPlan, plan_step
+from omnitrain.plan.tables import (
+    ItemFacts,
+    MicroBatchFacts,
+    RankFacts,
+    StepTables,
+    decode_tables,
+    encode_table,
+    needed_capacity,
+    padded,
+    shape_key,
+)
+from omnitrain.plan.topology import Entrance, PlannedComponent, Port, Topology
+
+__all__ = [
+    "Call",
+    "Collective",
+    "ComponentLine",
+    "Entrance",
+    "ItemFacts",
+    "MicroBatchFacts",
+    "PlannedComponent",
+    "Port",
+    "RankFacts",
+    "RankRoutes",
+    "Routes",
+    "StepPlan",
+    "StepTables",
+    "Topology",
+    "component_lines",
+    "decode_tables",
+    "encode_table",
+    "implied_collectives",
+    "needed_capacity",
+    "padded",
+    "plan_step",
+    "shape_key",
+]

@@ -1,10 +1,14 @@
 """Recipes: what a user writes, as one typed tree with YAML, overrides and Python as its spellings."""
 
+from omnitrain.recipe.globs import assign_globs, match_globs
+from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.load import json_schema, load_recipe, save_recipe
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
 from omnitrain.recipe.shipped import copy_recipe, find_recipe, list_recipes, recipes_folder, summary
 from omnitrain.recipe.tree import (
     ChatFormat,
     Columns,
+    Compile,
     Data,
     DataSource,
     Decoder,
@@ -12,6 +16,7 @@ from omnitrain.recipe.tree import (
     Evaluation,
     HFSource,
     Model,
+    Ops,
     Optimizer,
     Projector,
     Recipe,
@@ -22,23 +27,32 @@ from omnitrain.recipe.tree import (
 __all__ = [
     "ChatFormat",
     "Columns",
+    "Compile",
+    "ComponentPlan",
     "Data",
     "DataSource",
     "Decoder",
     "Encoder",
     "Evaluation",
     "HFSource",
+    "Layout",
     "Model",
+    "Ops",
     "Optimizer",
+    "ParallelPlan",
+    "Precision",
     "Projector",
     "Recipe",
     "Sampling",
     "Train",
+    "assign_globs",
     "copy_recipe",
     "find_recipe",
     "json_schema",
     "list_recipes",
     "load_recipe",
+    "match_globs",
+    "parse_layout",
     "recipes_folder",
     "save_recipe",
     "summary",

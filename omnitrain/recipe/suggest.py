@@ -10,8 +10,13 @@ _CUTOFF = 0.6  # difflib's ratio: `lr` finds nothing, `learning_rat` finds `lear
 
 def nearest(word: str, valid: Iterable[str]) -> str | None:
     """The word of ``valid`` that looks most like ``word``, or None if nothing looks like it."""
-    matches = difflib.get_close_matches(word, list(valid), n=1, cutoff=_CUTOFF)
-    return matches[0] if matches else None
+    matches = difflib.get_close_matches(word, list(valid), n=8, cutoff=_CUTOFF)
+    # Of equally near words, one with the same beginning: `epp` is `ep`, not `pp`.
+    return max(matches, key=lambda match: (_likeness(word, match), match[:1] == word[:1]), default=None)
+
+
+def _likeness(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, other, word).ratio()
 
 
 def hint(word: str, valid: Iterable[str]) -> str:

@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.located import located
+from omnitrain.recipe.parallel import ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
+from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
-
-
-class Strict(BaseModel):
-    """A node of the tree: unknown keys are refused, assignments are validated."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
 
 class HFSource(Strict):
@@ -85,6 +81,24 @@ class Decoder(Strict):
     max_tokens: int = Field(1024, ge=1, description="Generation of one item stops here at the latest, tokens.")
 
 
+class Ops(Strict):
+    """Which implementation runs an operation; `auto`: the fastest that was measured on the device."""
+
+    attention: Literal["auto", "flash", "varlen", "sdpa", "flex", "reference"] = Field(
+        "auto", description="Attention over packed rows. A backend that cannot honour a layer is an error."
+    )
+    rms_norm: Literal["auto", "torch", "fused", "liger"] = Field(
+        "auto", description="RMSNorm. `fused`: a backward of its own, same bits forward; `auto` takes it on CPU."
+    )
+    swiglu: Literal["auto", "torch", "liger"] = Field("auto", description="The product in a gated MLP with SiLU.")
+    patch_embed: Literal["auto", "torch", "linear"] = Field(
+        "auto", description="Convolutions whose kernel is their stride. `linear`: as one matrix product."
+    )
+    cross_entropy: Literal["auto", "torch", "liger"] = Field(
+        "auto", description="Softmax of the loss inside the head, which goes over the logits in chunks in any case."
+    )
+
+
 class Model(Strict):
     """The omni model: a checkpoint of one, or its parts."""
 
@@ -98,6 +112,7 @@ class Model(Strict):
         description="Components or sub-modules that do not train: `foundation`, `image_encoder.tower`, ... A name "
         "that matches nothing is an error.",
     )
+    ops: Ops = Field(default_factory=Ops, description="Implementations of operations in training.")
 
     @model_validator(mode="after")
     def _checkpoint_or_parts(self) -> Model:
@@ -143,6 +158,14 @@ class ChatFormat(Strict):
     video: str = Field("<|video|>", description="Start token of a video.")
 
 
+class ProcessorArguments(Strict):
+    """Further arguments of every call of a HF processor, for each of its parts."""
+
+    images_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the image processor.")
+    videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the video processor.")
+    audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the feature extractor.")
+
+
 class Data(Strict):
     """Data sets, how rows become samples, how samples become packs."""
 
@@ -156,9 +179,8 @@ class Data(Strict):
         description="Folder or Hub id of a HF processor (or tokenizer), whose chat template renders the conversations. "
         "Unset: the foundation's own, where the foundation reads media by itself or `chat` is unset.",
     )
-    processor_arguments: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of every call of the HF processor: `images_kwargs`, `videos_kwargs`, ...",
+    processor_arguments: ProcessorArguments = Field(
+        default_factory=lambda: ProcessorArguments(), description="Further arguments of every call of the HF processor."
     )
     audio_in_video: bool = Field(
         False, description="Read videos together with their sound, where the HF processor can."
@@ -205,6 +227,17 @@ class Optimizer(Strict):
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null: never.")
 
 
+class Compile(Strict):
+    """``torch.compile`` of the foundation's blocks."""
+
+    enabled: bool = Field(True, description="Compile each block, once for all lengths. Needs a C++ compiler on CPU.")
+    max_recompiles: int = Field(8, ge=0, description="More recompiles than these stop the run.")
+
+
+def _compile_shorthand(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
 class Train(Strict):
     """The loop."""
 
@@ -221,6 +254,10 @@ class Train(Strict):
     save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
+    compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
+        default_factory=lambda: Compile(enabled=False),
+        description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",
+    )
 
 
 class Sampling(Strict):
@@ -260,6 +297,7 @@ class Recipe(Strict):
     model: Model = Field(description="The omni model.")
     data: Data = Field(description="Data sets and packing.")
     train: Train = Field(default_factory=Train, description="The training loop.")
+    parallel: ParallelPlan = Field(default_factory=ParallelPlan, description="How components lie on many ranks.")
     evaluation: Evaluation | None = Field(None, description="Evaluation at the end. Unset: none.")
 
     @model_validator(mode="after")

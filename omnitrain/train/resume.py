@@ -9,7 +9,8 @@ from typing import Any
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 
-# Keys (with all below them) that neither the order of the data nor an update depends on, and the end of the run.
+# Keys (with all below them) that neither the order of the data nor the math of an update depends on, and the end of
+# the run.
 _MAY_CHANGE = (
     "output_dir",
     "plugins",
@@ -17,7 +18,11 @@ _MAY_CHANGE = (
     "data.heldout",
     "data.workers",
     "data.cached_samples",
+    "model.ops",
+    "train.compile",
     "train.steps",
+    "model.ops",
+    "train.compile",
     "train.device",
     "train.cpu_threads",
     "train.log_every",

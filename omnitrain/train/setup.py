@@ -19,7 +19,11 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import as_dict, require_folder
 from omnitrain.models.omni import OmniModel
-from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Recipe
+from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.backends import choose
+from omnitrain.ops.cross_entropy import CROSS_ENTROPY
+from omnitrain.ops.fuse import FusedOp, fuse_ops
+from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, Recipe
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -102,6 +106,28 @@ def _refused_part(parts: Model) -> str:
         except Exception:
             return key
     return "model"
+
+
+def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
+    """Run the foundation and the encoders by the backends of ``model.ops``, and every loss.
+
+    Media tokenizers keep their own code: another rounding would make other codes.
+
+    Returns:
+        Component name -> what was done there.
+
+    Raises:
+        UserError: a backend cannot run on the model's device.
+    """
+    choose("cross_entropy", CROSS_ENTROPY, ops.cross_entropy, model.device)
+    for part in (model.runner, *model.decoders.values()):
+        part.loss_backend = ops.cross_entropy
+    for reader in model.encoders.values():
+        use_omnitrain_attention(reader, ops.attention)
+    if model.runner.contract.attention == "omnitrain":
+        use_omnitrain_attention(model.foundation, ops.attention)
+    wanted = ops.model_dump(exclude={"cross_entropy", "attention"})
+    return {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
 
 
 def _source(source: HFSource) -> Any:

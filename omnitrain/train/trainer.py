@@ -19,9 +19,10 @@ from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
+from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.recipe import Recipe
+from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.load import require_heads
 from omnitrain.train.device import use_device
 from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_contract, show_scores
@@ -31,7 +32,7 @@ from omnitrain.train.interrupt import Interrupt
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.resume import require_same_rows
 from omnitrain.train.samples import save_samples
-from omnitrain.train.setup import build_from_recipe, load_checkpoint
+from omnitrain.train.setup import build_from_recipe, load_checkpoint, use_ops
 from omnitrain.train.state import TrainingState, read_state, write_state
 
 
@@ -82,12 +83,16 @@ class Trainer:
         """
         started = time.perf_counter()
         quiet_libraries()
+        if recipe.parallel != ParallelPlan():
+            raise UserError("parallel: a run has one process in this version; remove the key")
         self.recipe = recipe
         self.folder = RunFolder(recipe)
         self.device = use_device(recipe.train)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume() if resume else None
         self.model, self.processor = self._build()
+        self.ops = use_ops(self.model, recipe.model.ops)
+        self.compiled = self._compiled()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer)
         state = read_state(self.resumed, self.model, self.optimizer, self.device) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
@@ -102,6 +107,12 @@ class Trainer:
         require_heads(self.recipe, model.decoders)
         model.to(self.device).train()
         return model, processor
+
+    def _compiled(self) -> CompiledBlocks | None:
+        settings = self.recipe.train.compile
+        if not settings.enabled:
+            return None
+        return compile_blocks(self.model.foundation, max_recompiles=settings.max_recompiles)
 
     def _open_data(self, state: TrainingState) -> tuple[PackLoader, list[RowSource]]:
         data = self.recipe.data
@@ -128,8 +139,10 @@ class Trainer:
         """
         train = self.recipe.train
         self.folder.open(resumed=self.resumed is not None)
-        show_components(component_rows(self.model))
+        show_components(component_rows(self.model, self.ops))
         show_contract(self.model.runner.contract, in_full=False)
+        if self.compiled is not None:
+            console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         metrics = MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
         self.stopwatch = Stopwatch()
         with (
@@ -193,6 +206,8 @@ class Trainer:
                 loss.backward()
                 total += loss.detach()
             self.meter.add(pack, losses)
+        if self.compiled is not None:
+            self.compiled.check()
         norm = clip_gradients(self.model.parameters(), settings.max_grad_norm)
         loss_value, norm_value = total.item(), norm.item()
         if not (torch.isfinite(total) and torch.isfinite(norm)):
@@ -219,6 +234,7 @@ class Trainer:
             "memory_mb": peak_memory_mb(self.device),
             "rejected": len(self.loader.rejected),
             "steps_without_targets": self.steps_without_targets,
+            "recompiles": self.compiled.recompiles if self.compiled else 0,
         }
 
     def _save(self) -> Path:
@@ -238,7 +254,8 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         if self.recipe.evaluation is None:
             return {}
-        with console.status("evaluation") as status:
+        eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
+        with console.status("evaluation") as status, eager:
             result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         written = self.folder.write_scores(scores | {"losses": result.losses})

@@ -8,9 +8,10 @@ from omnitrain.train.display import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES = {
+    "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
-    "loss": ["--rounds=1", "--tokens=64", "--classes=20000", "--hidden=32"],
+    "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
 }
 

@@ -72,7 +72,7 @@ def test_items_of_another_shape_are_never_padded() -> None:
     assert [group.features["x"].shape for group in batch.groups] == [(5, 3), (1, 4)]
     assert batch.positions.tolist() == [0, 2, 1]  # in order of groups
     assert batch.groups[0].num_rows == {"x": (2, 3), "grid": (1, 1)}
-    first, third = batch.groups[0].items()
+    first, third = batch.groups[0].split([1, 1])
     assert first.features["x"].shape == (2, 3) and third.features["grid"].tolist() == [[1, 3, 3]]
     assert torch.equal(third.features["x"], torch.full((3, 3), 2.0))
 

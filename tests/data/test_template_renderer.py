@@ -406,3 +406,12 @@ def test_a_processor_without_template_or_media_token_is_refused() -> None:
     made.chat_template = None
     with pytest.raises(UserError, match="has no chat template; name a processor that has one"):
         TemplateRenderer(made, native)
+
+
+def test_an_argument_that_a_part_of_the_processor_does_not_know_is_refused(tmp_path: Path) -> None:
+    made, native = FAMILIES["llava"]()
+    made.save_pretrained(tmp_path)
+    arguments = {"images_kwargs": {"do_normalise": False}}
+    data = Data(train=[DataSource(path="rows.parquet")], processor_arguments=arguments)
+    with pytest.raises(UserError, match=r"images_kwargs\.do_normalise: no such argument; did you mean `do_normalize`"):
+        TemplateRenderer.from_recipe(data, str(tmp_path), native)

@@ -79,6 +79,14 @@ def test_a_mask_that_a_model_makes_itself_is_cut_at_the_borders(dtype: torch.dty
     assert close(out, alone(causal=True))
 
 
+def test_a_padding_mask_is_not_taken_for_a_mask_of_queries_and_keys() -> None:
+    padding = torch.ones(1, 13, dtype=torch.bool)
+    with pytest.raises(UserError, match=r"TowerLayer hands a padding mask of shape \(1, 13\)"):
+        attend(TowerLayer(), *draw(), padding)
+    with packed(BORDERS), pytest.raises(UserError, match=r"shape \(1, 13\) says nothing of a packed row"):
+        attend(TowerLayer(), *draw(), padding)
+
+
 def test_without_borders_it_is_sdpa_bit_for_bit() -> None:
     sdpa = AttentionInterface._global_mapping["sdpa"]
     mask = torch.ones(1, 1, 13, 13, dtype=torch.bool).tril()

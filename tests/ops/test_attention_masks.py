@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +85,15 @@ def prefix(implementation: str, start: int, stop: int, **more: Any) -> Any:
     return ask(create_causal_mask, implementation, start, stop, or_mask_function=overlay, **more)
 
 
+def allowed(is_open: torch.Tensor, batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return is_open[batch, key]
+
+
+def bound_kinds_of_token(implementation: str, start: int, stop: int, **more: Any) -> Any:
+    overlay = partial(allowed, BLOCK_IDS[:, start:stop] < 2)
+    return ask(create_causal_mask, implementation, start, stop, or_mask_function=overlay, **more)
+
+
 def kinds_of_token(implementation: str, start: int, stop: int, **more: Any) -> Any:
     """A function of the model's own that looks up tokens."""
     is_image = BLOCK_IDS[:, start:stop] >= 0
@@ -105,6 +115,7 @@ MASKS: dict[str, tuple[Make, str]] = {
     "chains": (chains, "general"),
     "prefix": (prefix, "general"),
     "kinds of token": (kinds_of_token, "general"),
+    "kinds of token, bound": (bound_kinds_of_token, "general"),
 }
 
 
@@ -159,8 +170,13 @@ def test_a_function_that_counts_and_looks_up_is_refused() -> None:
     def both(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return by_token[batch, key] & inner(batch, head, query, key)
 
-    with packed(BORDERS), pytest.raises(UserError, match="both calls others and looks up tokens"):
-        ask(create_causal_mask, ATTENTION_NAME, 0, 18, or_mask_function=both)
+    class Object:
+        def __call__(self, batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return by_token[batch, key]
+
+    for function in (both, Object(), Object().__call__):
+        with packed(BORDERS), pytest.raises(UserError, match="more than a lookup or a count"):
+            ask(create_causal_mask, ATTENTION_NAME, 0, 18, or_mask_function=function)
 
 
 def test_layers_share_what_follows_from_a_mask() -> None:

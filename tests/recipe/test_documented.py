@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from omnitrain.recipe import tree
+from omnitrain.recipe import parallel, tree
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 NODES = [
     node
-    for node in vars(tree).values()
+    for node in {**vars(tree), **vars(parallel)}.values()
     if isinstance(node, type) and issubclass(node, tree.Strict) and node.model_fields
 ]
 

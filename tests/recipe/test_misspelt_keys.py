@@ -13,8 +13,8 @@ from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 Key = tuple[str | int, ...]
 
-# The keys in these are names that the user makes up.
-FREE_NAMES = ("model.encoders", "model.decoders")
+# The keys in these are names that the user makes up, or arguments of a processor that only its folder knows.
+FREE_NAMES = ("model.encoders", "model.decoders", "data.processor_arguments.images_kwargs")
 SHIPPED = list_recipes()
 
 
@@ -24,7 +24,7 @@ def test_every_misspelt_key_of_a_full_recipe_is_refused(recipe_file: Path) -> No
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_misspelt_key_of_a_shipped_recipe_is_refused(name: str, tmp_path: Path) -> None:
-    assert misspell_each_key(SHIPPED[name], tmp_path / "misspelt.yaml") > 100
+    assert misspell_each_key(SHIPPED[name], tmp_path / "misspelt.yaml") > 60
 
 
 def misspell_each_key(recipe: Path, scratch: Path | None = None) -> int:

@@ -64,7 +64,9 @@ def test_components_by_touch_are_in_the_table_and_can_be_frozen_by_name(recipe: 
     model, _ = build_from_recipe(recipe)
     rows = {row.name: row for row in component_rows(model)}
     assert rows["image_encoder"].class_name == "model.multi_modal_projector, model.vision_tower"
-    assert rows["foundation"].parameters + rows["image_encoder"].parameters == sum(p.numel() for p in model.parameters())
+    assert rows["foundation"].parameters + rows["image_encoder"].parameters == sum(
+        p.numel() for p in model.parameters()
+    )
     freeze(model, ["foundation", "foundation.model.multi_modal_projector.linear_1.bias"])
     trained = {name.split(".")[2] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"vision_tower", "multi_modal_projector"}

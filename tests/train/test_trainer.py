@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from omnitrain.data.pack import Pack
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.table import component_rows
+from omnitrain.ops.compile import compile_blocks
 from omnitrain.recipe import Recipe
 from omnitrain.train.answer import answer
 from omnitrain.train.evaluate import Answered
@@ -93,6 +96,22 @@ def test_metrics_split_losses_and_tokens_by_head_and_source(tmp_path: Path) -> N
         assert abs(mean - total["loss"]) < 1e-4
     assert set(line["sources"]["image_to_speech"]) == {"text", "audio_decoder"}
     assert line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 and line["grad_norm"] > 0
+
+
+def test_ops_and_compile_are_chosen_in_the_recipe_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnitrain.train.trainer.compile_blocks", partial(compile_blocks, backend="eager"))
+    plain, changed = tiny_recipe(tmp_path, steps=3), ["model.ops.patch_embed=torch", "train.compile=true"]
+    Trainer(load(plain, f"output_dir={tmp_path / 'plain'}", "model.ops.rms_norm=torch")).fit()
+    trainer = Trainer(load(plain, *changed))
+    trainer.fit()
+    ops = {row.name: row.ops for row in component_rows(trainer.model, trainer.ops)}
+    assert "rms_norm: fused (9)" in ops["foundation"] and "patch_embed" not in ops["image_encoder"]
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["recompiles"] == trainer.compiled.recompiles
+    # Behind inserted media the first block gets a view, and torch compiles views apart.
+    assert max(trainer.compiled.compilations.values()) <= 2
+    torch._dynamo.reset()
 
 
 def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -> None:

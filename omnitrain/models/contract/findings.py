@@ -32,7 +32,7 @@ class Contract:
         head: ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns.
         packs: several samples may share a row.
         segmented: names of module classes that run one sample at a time, because they carry state along the row.
-        single_items: modalities whose items are encoded one at a time, because the tower mixes them.
+        by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
         without_gradient: parameters that no loss reaches.
         findings: every check with what it measured.
     """
@@ -41,7 +41,7 @@ class Contract:
     head: Literal["inside", "plain"] = "inside"
     packs: bool = True
     segmented: tuple[str, ...] = ()
-    single_items: tuple[str, ...] = ()
+    by_sample: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Which module cannot keep the samples of a packed row apart."""
+"""Which module does not keep the samples of a packed row apart."""
 
 from __future__ import annotations
 
@@ -8,70 +8,105 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omnitrain.models.segments import cut_rows
 
-def first_leak(model: nn.Module, run: Callable[[int], Any], start: int, length: int) -> str | None:
-    """Name of the module that lets other samples into the rows from ``start`` on, or fails on a packed row.
+# Relative to the largest value of a tensor: rounding stays below, what another sample or place does is above.
+_SAME = 1e-4
 
-    It is the first whose input from ``start`` on is the same on both rows and whose output there is not; where the
-    model raises, the innermost one that was running. None: no module with rows ``[1, T, n]`` does either.
+_Calls = dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]]
+
+
+def first_leak(
+    model: nn.Module, alone: Callable[[], Any], packed: Callable[[], Any], start: int, stop: int, length: int
+) -> str | None:
+    """Name of the module that treats a sample beside another one differently from the sample alone.
+
+    It is the first that is given the same and returns something else, so inner modules come before outer ones. Where
+    the model fails on the packed row, it is the innermost module that was running.
 
     Args:
         model: its modules are watched.
-        run: ``run(0)`` and ``run(1)`` run the model on two packed rows that differ before ``start`` only.
-        start: first row of the sample that is the same in both.
-        length: of the rows, tokens.
+        alone: runs the model on the sample.
+        packed: runs it on a row of ``length`` tokens, of which the sample's are those from ``start`` to ``stop``.
+        start: first row of the sample in the packed row.
+        stop: behind its last row.
+        length: of the packed row.
+
+    Returns:
+        None where no module differs whose rows can be told.
     """
-    seen: list[list[tuple[str, list[Tensor], list[Tensor]]]] = []
-    for variant in (0, 1):
-        calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
-        running: list[str] = []
-        handles = []
-        for name, module in model.named_modules():
-            if name:
-                handles.append(module.register_forward_pre_hook(_starting(name, running), with_kwargs=True))
-                recording = _recording(name, calls, running, start, length)
-                handles.append(module.register_forward_hook(recording, with_kwargs=True))
-        try:
-            with torch.no_grad():
-                run(variant)
-        except Exception:
-            return running[-1] if running else None
-        finally:
-            for handle in handles:
-                handle.remove()
-        seen.append(calls)
-    for (name, inputs, outputs), (_, other_inputs, other_outputs) in zip(*seen, strict=False):
+    watch = _Watch(model)
+    expected = watch.calls(alone, stop - start, 0, stop - start)
+    try:
+        got = watch.calls(packed, length, start, stop)
+    except Exception:
+        return watch.running[-1] if watch.running else None
+    for key, (inputs, outputs) in expected.items():
+        other_inputs, other_outputs = got.get(key, ([], []))
         if inputs and outputs and _equal(inputs, other_inputs) and not _equal(outputs, other_outputs):
-            return name
+            return key[0]
     return None
 
 
-def _starting(name: str, running: list[str]) -> Callable[..., None]:
-    return lambda module, args, kwargs: running.append(name)
+class _Watch:
+    """Notes the rows that go in and out of every module.
+
+    Attributes:
+        running: names of the modules that were called and have not returned.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.running: list[str] = []
+
+    @torch.no_grad()
+    def calls(self, run: Callable[[], Any], length: int, start: int, stop: int) -> _Calls:
+        """``(name, number of the call)`` -> rows from ``start`` to ``stop``, in the order in which calls return."""
+        seen: _Calls = {}
+        handles = []
+        for name, module in self.model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(self._starting(name)))
+                noting = self._noting(name, seen, length, start, stop)
+                handles.append(module.register_forward_hook(noting, with_kwargs=True))
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    def _starting(self, name: str) -> Callable[..., None]:
+        return lambda module, args: self.running.append(name)
+
+    def _noting(self, name: str, seen: _Calls, length: int, start: int, stop: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.running.remove(name)
+            number = sum(1 for other, _ in seen if other == name)
+            inputs, outputs = (list(_rows(value, length, start, stop)) for value in ((args, kwargs), output))
+            seen[name, number] = (inputs, outputs)
+
+        return hook
 
 
-def _recording(name: str, calls: list[Any], running: list[str], start: int, length: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        running.remove(name)
-        rows = [list(_rows(value, start, length)) for value in ((args, kwargs), output)]
-        calls.append((name, *rows))
-
-    return hook
+def _rows(value: Any, length: int, start: int, stop: int) -> Iterator[Tensor]:
+    for tensor in _tensors(cut_rows(value, length, start, stop)):
+        if tensor.is_floating_point() and stop - start in tensor.shape[1:]:
+            yield tensor.clone()
 
 
-def _rows(value: Any, start: int, length: int) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.ndim >= 3 and value.size(1) == length:
-            yield value[:, start:].clone()
+        yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _rows(item, start, length)
+            yield from _tensors(item)
     elif isinstance(value, dict):
-        yield from _rows(list(value.values()), start, length)
+        yield from _tensors(list(value.values()))
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    scale = max((float(tensor.abs().max()) for tensor in one if tensor.numel()), default=1.0)
-    return all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-6 * scale) for a, b in zip(one, other, strict=True)
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_SAME * float(a.abs().max()))
+        for a, b in zip(one, other, strict=True)
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native import peaked_
@@ -14,19 +17,32 @@ from omnitrain.models.native import peaked_
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
+# Lengths from which on a language model does something else: narrower windows, other scales or frequencies.
+_THRESHOLDS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_window_size",
+    "floor_scale",
+    "index_topk",
+    "keep_window_size",
+    "window_size",
+)
+TWIN_THRESHOLD = 8
+_RANDOM = ("drop", "jitter")
 _TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index", "_token_idx")
 
 # Below this a vocabulary is small enough to stay as it is.
 TWIN_VOCABULARY = 512
-_TWIN_EXPERTS = 8
+_TWIN_EXPERTS, _TWIN_CHOSEN_EXPERTS = 4, 2
 
 
 def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A config of the same widths that is quick to build.
 
     The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
-    eight experts (more where routing groups need them), and a few hundred vocabulary rows, to which all special tokens
-    move. Nothing is dropped at random.
+    four experts per routing group, and a few hundred vocabulary rows, to which all special tokens
+    move. Windows and other thresholds of length are cut to a few tokens, so that a short sample shows what lies behind
+    them. Nothing is drawn at random in training.
 
     Args:
         config: of the whole model; it is not changed.
@@ -39,9 +55,10 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
     ]
     _cut_depth(text, least=1 + max(levels, default=1))
     _cut_experts(text)
+    _cut_thresholds(text)
     for node in _nodes(small):
         for name, value in vars(node).items():
-            if "drop" in name and isinstance(value, float):  # what is compared must not be drawn
+            if isinstance(value, float) and any(word in name for word in _RANDOM):
                 setattr(node, name, 0.0)
     _cut_vocabulary(small)
     return small
@@ -56,11 +73,30 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     config = copy.deepcopy(config)
     for node in _nodes(config):
         node._attn_implementation_internal = None  # transformers' own choice, whatever the model runs with
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _Undrawn():
         torch.manual_seed(0)
         twin = model_class(config).float()
     peaked_(twin)
+    for module in twin.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
     return twin
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves matrices undrawn: all of them are drawn anew, and drawing takes most of the time to build a twin."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensor = args[0] if args else kwargs.get("tensor")
+        if func.__name__ in _DRAWS and isinstance(tensor, torch.nn.Parameter) and tensor.ndim >= 2:
+            return tensor
+        return func(*args, **kwargs)
+
+
+_DRAWS = {f"{prefix}{kind}_" for prefix in ("", "kaiming_", "xavier_", "trunc_") for kind in ("normal", "uniform")}
 
 
 def _cut_depth(text: PreTrainedConfig, least: int) -> None:
@@ -81,14 +117,25 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     setattr(text, name, kept)
 
 
+def _cut_thresholds(text: PreTrainedConfig) -> None:
+    for name in _THRESHOLDS:
+        if isinstance(value := getattr(text, name, None), int) and value > TWIN_THRESHOLD:
+            setattr(text, name, TWIN_THRESHOLD)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        if values.get("rope_type") == "longrope":
+            values["original_max_position_embeddings"] = TWIN_THRESHOLD
+            text.original_max_position_embeddings = TWIN_THRESHOLD  # from which transformers fills in the other
+        elif values.get("rope_type") == "dynamic":
+            text.max_position_embeddings = TWIN_THRESHOLD
+
+
 def _cut_experts(text: PreTrainedConfig) -> None:
     groups = int(getattr(text, "n_group", None) or 1)
-    chosen = max([1, *(int(getattr(text, name, None) or 1) for name in _CHOSEN_EXPERTS)])
-    wanted = max(_TWIN_EXPERTS, 2 * chosen)
-    wanted += -wanted % groups
-    for name in _EXPERTS:
-        if isinstance(getattr(text, name, None), int) and getattr(text, name) > wanted:
-            setattr(text, name, wanted)
+    for names, most in ((_EXPERTS, _TWIN_EXPERTS * groups), (_CHOSEN_EXPERTS, _TWIN_CHOSEN_EXPERTS)):
+        for name in names:
+            if isinstance(value := getattr(text, name, None), int) and value > most:
+                setattr(text, name, most)
 
 
 def _cut_vocabulary(config: PreTrainedConfig) -> None:
@@ -104,8 +151,9 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
             setattr(node, name, new if isinstance(getattr(node, name), (list, tuple)) else new[0])
     full = text.vocab_size
     for node in nodes:
-        if getattr(node, "vocab_size", None) == full:
-            node.vocab_size = TWIN_VOCABULARY
+        for name, value in list(vars(node).items()):
+            if name.startswith("vocab_size") and value == full:
+                setattr(node, name, TWIN_VOCABULARY)
 
 
 def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:

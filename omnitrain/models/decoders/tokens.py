@@ -47,6 +47,7 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
 
     config_class = TokenDecoderConfig
     _supports_sdpa = True
+    loss_backend = "auto"  # of linear_cross_entropy
 
     def __init__(self, config: TokenDecoderConfig, tokenizer: PreTrainedModel | None = None) -> None:
         """``tokenizer``: its weights; None: random ones."""
@@ -105,7 +106,7 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
 
     def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
         """Cross entropy of ``labels`` ``[n]`` under the hidden states before them, ``[n, hidden]``."""
-        return linear_cross_entropy(hidden, self.head.weight, labels, count=labels.numel())
+        return linear_cross_entropy(hidden, self.head.weight, labels, count=labels.numel(), backend=self.loss_backend)
 
     def lm_embed(
         self, hidden: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]

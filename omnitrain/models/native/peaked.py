@@ -17,14 +17,12 @@ def peaked_(model: nn.Module, seed: int = 0) -> None:
     """
     for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim < 2:
             center = 1.0 if parameter.numel() and bool((parameter == 1).all()) else 0.0
-            value = center + 0.2 * noise
+            parameter.normal_(center, 0.2, generator=generator)
         else:
-            value = noise * 1.5 / math.sqrt(parameter[0].numel())
-        parameter.copy_(value)
+            parameter.normal_(0.0, 1.5 / math.sqrt(parameter[0].numel()), generator=generator)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             generator = torch.Generator().manual_seed(seed * 1_000_003 - 1)
-            module.weight.copy_(torch.randn(module.weight.shape, generator=generator))
+            module.weight.normal_(generator=generator)

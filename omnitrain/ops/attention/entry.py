@@ -134,6 +134,10 @@ def _spec_of_layer(
     module: torch.nn.Module, borders: tuple[int, ...], mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> MaskSpec:
     if mask is not None:
+        if mask.ndim != 4 or mask.shape[-2:] != (borders[-1], borders[-1]):
+            raise UserError(
+                f"{type(module).__name__}: a mask of shape {tuple(mask.shape)} says nothing of a packed row"
+            )
         return MaskSpec(borders, general=mask)
     window = kwargs.get("sliding_window")
     spec = plain_spec(borders, _is_causal(module, kwargs), window)

@@ -7,10 +7,11 @@ their qualified names. A function that is not known is never guessed at: it is e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -130,9 +131,14 @@ def _name(function: MaskFunction) -> str | None:
 
 
 def _captured(function: MaskFunction) -> dict[str, Any]:
-    code = getattr(function, "__code__", None)
-    cells = getattr(function, "__closure__", None) or ()
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)} if code else {}
+    """Name -> value of all that a function closes over, or that a partial has bound."""
+    if isinstance(function, partial):
+        bound = {f"argument {place}": value for place, value in enumerate(function.args)}
+        return {**bound, **function.keywords, **_captured(function.func)}
+    if not isinstance(function, FunctionType):
+        return {}
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def _inside_packed(function: MaskFunction) -> MaskFunction | None:
@@ -182,20 +188,20 @@ def _looks_up_tokens(function: MaskFunction, num_tokens: int) -> bool:
     nested = [value for value in own if callable(value)]
     held = [*own, *(deeper for value in nested for deeper in _flat(_captured(value).values()))]
     by_token = any(isinstance(value, torch.Tensor) and num_tokens in value.shape for value in held)
-    if nested and (by_token or any(callable(value) for value in held[len(own) :])):
+    callables = [function, *(value for value in held if callable(value))]
+    readable = all(isinstance(value, (FunctionType, partial)) for value in callables)
+    if not readable or len(callables) > 1 + len(nested) or (nested and by_token):
+        name = getattr(function, "__qualname__", type(function).__name__)
         raise UserError(
-            f"the mask function {function.__qualname__} calls others and looks up tokens, so what it means for a "
-            "sample inside a packed row is not known: this model cannot be packed"
+            f"the mask function {name} is more than a lookup or a count, so what it means for a sample inside a packed "
+            "row is not known: this model cannot be packed"
         )
     return by_token
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _flat(value)
-        elif isinstance(value, partial):
-            yield value.func
-            yield from _flat(value.args)
         else:
             yield value

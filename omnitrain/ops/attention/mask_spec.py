@@ -114,6 +114,16 @@ class MaskSpec:
             device=device,
         )
 
+    def between(self, start: int, stop: int) -> MaskSpec:
+        """The spec of a part of the row, which no segment reaches into, as a row of its own."""
+        general = self.general
+        if isinstance(general, torch.Tensor):
+            general = general[..., start:stop, start:stop]
+        elif general is not None:
+            general = partial(_moved, general, start)
+        borders = [border - start for border in self.borders if start <= border <= stop]
+        return MaskSpec(borders, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
+
     def function(self, device: torch.device) -> MaskFunction:
         """The mask as a function of row indices that is exact within each segment (it may open others).
 
@@ -157,5 +167,9 @@ def _same(numbers: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) ->
     return numbers[query] == numbers[key]
 
 
+def _moved(function: MaskFunction, start: int, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
+    return function(batch, head, query + start, key + start)
+
+
 def _look_up(mask: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
-    return mask[0, head % mask.size(1), query, key]
+    return mask[0, head if mask.size(1) > 1 else 0, query, key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import AttentionInterface
@@ -44,6 +44,10 @@ def plain_attention(
         raise UserError(f"{type(module).__name__} leaves {_CHOSEN_BLOCKS} to its attention, which is not honoured")
     if (indices := kwargs.pop(_CHOSEN_KEYS, None)) is not None:
         attention_mask = _of_chosen_keys(module, attention_mask, indices, key.size(2))
+    if implementation in (SDPA, EAGER) and _is_padding(attention_mask, query, key):
+        raise UserError(
+            f"{type(module).__name__} hands a padding mask of shape {tuple(attention_mask.shape)} to its attention"
+        )
     if implementation == EAGER:
         return own_eager(module)(module, query, key, value, attention_mask, **kwargs)
     if implementation == SDPA and any(kwargs.get(name) is not None for name in _EAGER_ONLY):
@@ -65,6 +69,11 @@ def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
     if function is None:
         raise UserError(f"{type(module).__name__} has no eager attention of its own, which this call needs")
     return function
+
+
+def _is_padding(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Whether it is ``[B, keys]``: some models hand that through where the implementation's name contains ``flash``."""
+    return mask is not None and mask.ndim == 2 and mask.shape != (query.size(2), key.size(2))
 
 
 def _of_chosen_keys(

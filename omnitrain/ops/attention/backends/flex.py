@@ -50,11 +50,13 @@ def _score_function(call: Call) -> Callable[..., torch.Tensor] | None:
     cap, bias = call.softcap, call.position_bias
     if cap is None and bias is None:
         return None
+    if bias is not None:
+        bias = bias.expand(-1, call.query.size(1), -1, -1)
 
     def change(score: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
         if cap is not None:
             score = cap * torch.tanh(score / cap)
-        return score if bias is None else score + bias[0, head % bias.size(1), query, key]
+        return score if bias is None else score + bias[0, head, query, key]
 
     return change
 
@@ -76,7 +78,8 @@ def _block_mask(call: Call) -> Any:
 def _function(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+    # A whole graph or an error: past its limit of compilations torch would go on eagerly, with all scores in memory.
+    return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
 
 
 def _obstacle(call: Call) -> str | None:

@@ -1,0 +1,78 @@
+"""HF-style samples, as a HF processor returns them with labels, for an omni model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnitrain.data.pack import IGNORED
+from omnitrain.data.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
+from omnitrain.errors import UserError
+from omnitrain.models.native import Discovery
+
+
+def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> Sample:
+    """One sample.
+
+    Args:
+        native: the modalities that the foundation reads by itself.
+        arguments: of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``, ``labels`` of
+            that shape (-100: ignored; not shifted), and its media. All media of one modality become one item.
+        index: position of the sample, and its id.
+
+    Raises:
+        UserError: a required argument is missing, labels are not the ids, or media without placeholders.
+    """
+    for name in ("input_ids", "labels"):
+        if name not in arguments:
+            raise UserError(f"sample {index} has no {name!r}; it has {sorted(arguments)}")
+    ids, labels = (np.asarray(arguments[name]).reshape(-1).astype(np.int64) for name in ("input_ids", "labels"))
+    trained = labels != IGNORED
+    if labels.shape != ids.shape or (labels[trained] != ids[trained]).any():
+        raise UserError(f"sample {index}: labels are the input ids where they count, and {IGNORED} elsewhere")
+    features = {
+        modality: {name: np.asarray(arguments[name]) for name in port.arguments if arguments.get(name) is not None}
+        for modality, port in native.ports.items()
+    }
+    given = {modality: arrays for modality, arrays in features.items() if arrays}
+    spans = [_span(modality, native.ports[modality].token_id, arrays, ids) for modality, arrays in given.items()]
+    extras = native.extras(ids, trained)
+    token_inputs = {name: np.asarray(arguments.get(name, values)).reshape(-1) for name, values in extras.items()}
+    media = {name: array for arrays in given.values() for name, array in arrays.items()}
+    return Sample(
+        id=str(index),
+        source="samples",
+        input_ids=ids,
+        loss_mask=trained,
+        position_ids=native.positions(ids, media, token_inputs),
+        spans=tuple(spans),
+        index=index,
+        token_inputs=token_inputs,
+    )
+
+
+def idle_sample(native: Discovery, token: int) -> Sample:
+    """Two ordinary tokens that nothing is learnt from, for a rank that has no data."""
+    ids = np.array([token, token], dtype=np.int64)
+    extras = native.extras(ids, np.zeros(2, dtype=bool))
+    return Sample("idle", "idle", ids, np.zeros(2, dtype=bool), native.positions(ids, {}, extras), token_inputs=extras)
+
+
+def _span(modality: str, token: int, features: dict[str, np.ndarray], ids: np.ndarray) -> MediaSpan:
+    where = np.flatnonzero(ids == token)
+    if not len(where):
+        raise UserError(f"a sample has {modality} features ({', '.join(features)}) and no token {token} for their rows")
+    item = MediaItem(features, len(where))
+    return MediaSpan(NATIVE_PREFIX + modality, int(where[0]), item, is_target=False, scattered=where)
+
+
+def to_samples(native: Discovery, samples: Sequence[Any]) -> list[Sample]:
+    """Samples as they are, and HF-style ones turned into such."""
+    return [s if isinstance(s, Sample) else from_hf(native, _arrays(s), i) for i, s in enumerate(samples)]
+
+
+def _arrays(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}

@@ -1,0 +1,120 @@
+"""``torch.compile`` of a model's blocks, with dynamic lengths, and a count of what was compiled again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from omnitrain.errors import UserError
+
+# What torch compiled in this process: (piece of code, number of its compilation), by any of our backends.
+_compiled: list[tuple[int, int]] = []
+
+# torch keeps so many compilations of one piece of code and then falls back to eager silently. Models share code.
+_KEPT_COMPILATIONS = 64
+
+
+@cache
+def _counting(name: str) -> Callable[..., Any]:
+    """A backend that counts. One object per name: torch compiles anew for another one, models could share nothing."""
+    compile_graph = torch._dynamo.lookup_backend(name)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        current = torch._guards.CompileContext.current_compile_id()
+        if current is not None and current.frame_id is not None and current.frame_compile_id is not None:
+            _compiled.append((current.frame_id, current.frame_compile_id))
+        return compile_graph(graph, inputs, **options)
+
+    return backend
+
+
+class CompiledBlocks:
+    """What :func:`compile_blocks` compiled, and how often.
+
+    Blocks share their code, so those that are alike compile once; so do models that are alike.
+
+    Attributes:
+        names: of the blocks.
+    """
+
+    def __init__(self, names: list[str], max_recompiles: int) -> None:
+        self.names = names
+        self._max_recompiles = max_recompiles
+        self._before = len(_compiled)
+
+    @property
+    def compilations(self) -> dict[int, int]:
+        """Piece of code -> how often it was compiled since these blocks were."""
+        return Counter(code for code, _ in set(_compiled[self._before :]))
+
+    @property
+    def recompiles(self) -> int:
+        """Compilations of any code beyond its first: another kind of input; another length needs none."""
+        return sum(number - 1 for number in self.compilations.values())
+
+    def check(self) -> None:
+        """Stop a run that spends its time compiling.
+
+        Raises:
+            UserError: more recompiles than allowed.
+        """
+        if self.recompiles > self._max_recompiles:
+            raise UserError(
+                f"{self.recompiles} recompiles, {self._max_recompiles} allowed: what reaches the blocks keeps changing "
+                "(TORCH_LOGS=recompiles names it); raise train.compile.max_recompiles, or set train.compile to false"
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The blocks run as they are: for generation, whose inputs are of another kind."""
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = "inductor") -> CompiledBlocks:
+    """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
+
+    Blocks are the items of the module lists that transformers can recompute (``GradientCheckpointingLayer``). All sizes
+    are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to stay out.
+
+    Args:
+        model: on its device.
+        max_recompiles: more of them are an error of :meth:`CompiledBlocks.check`.
+        backend: of ``torch.compile``.
+
+    Raises:
+        UserError: ``model`` has no such blocks, or this machine no C++ compiler.
+    """
+    blocks = {name: block for name, block in model.named_modules() if _is_block(model, name, block)}
+    if not blocks:
+        raise UserError(f"{type(model).__name__} has no list of blocks that torch.compile could take one by one")
+    if backend == "inductor":
+        _require_compiler()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KEPT_COMPILATIONS)
+    for block in blocks.values():
+        block.compile(backend=_counting(backend), dynamic=True)
+    return CompiledBlocks(list(blocks), max_recompiles)
+
+
+def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(module, GradientCheckpointingLayer) and isinstance(parent, nn.ModuleList)
+
+
+def _require_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # torch raises what the platform's search raises
+        raise UserError(
+            "train.compile: torch.compile needs a C++ compiler, and none was found "
+            f"({str(error).splitlines()[0]}); install g++ or set train.compile to false"
+        ) from None

@@ -1,0 +1,112 @@
+"""Items to workers by cost: longest processing time first, for many independent problems at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from omnitrain.plan.sorting import stable_order
+
+_ABSENT = np.iinfo(np.int64).max // 2  # load of a worker that a problem does not have; far above any real load
+_FEWEST_ROWS = 4  # rows of a deal below which going one by one is as fast
+
+
+def assign_by_cost(problem: np.ndarray, cost: np.ndarray, num_workers: np.ndarray) -> np.ndarray:
+    """Give each item, costliest first, to the worker of its problem that has least to do (Graham 1969).
+
+    Long runs of items of about equal cost are dealt out in rows, there and back, which comes to the same within the
+    cost of an item. Ties go by the order of items and workers: equal arguments give equal answers on every machine.
+
+    Args:
+        problem: ``[items]`` int64, which of the independent problems the item belongs to.
+        cost: ``[items]`` int64, not negative; their sum is below 2**53.
+        num_workers: ``[problems]`` int64, at least 1 each.
+
+    Returns:
+        ``[items]`` int64: index of its worker in its problem.
+    """
+    order = stable_order(problem, cost.max(initial=0) - cost)
+    costs = cost[order]
+    run_ends = _run_ends(problem[order], costs)
+    open_problems = _OpenProblems(num_workers, np.bincount(problem, minlength=len(num_workers)))
+    assigned = np.empty(len(order), dtype=np.int64)
+    while open_problems.sort():
+        rows = open_problems.rows_to_deal(costs, run_ends)
+        if not rows.all():
+            item, worker = open_problems.give(costs, rows == 0)
+            assigned[order[item]] = worker
+        if rows.any():
+            item, worker = open_problems.deal(costs, rows)
+            assigned[order[item]] = worker
+    return assigned
+
+
+def _run_ends(problem: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """``[items]``: behind the last item of the same problem whose cost is of the same power of 4."""
+    magnitude = costs.astype(np.float64).view(np.int64) >> 53  # the exponent of a double, halved
+    borders = np.flatnonzero((np.diff(problem) != 0) | (np.diff(magnitude) != 0)) + 1
+    edges = np.concatenate([[0], borders, [len(costs)]])
+    return np.repeat(edges[1:], np.diff(edges))
+
+
+class _OpenProblems:
+    """The problems that still have items, one row each.
+
+    Attributes:
+        cursor: ``[problems]`` the next item.
+        end: ``[problems]`` behind its last item.
+        num_workers: ``[problems]``.
+        workers: ``[problems, most workers]``, least loaded first.
+        loads: of those workers.
+    """
+
+    def __init__(self, num_workers: np.ndarray, num_items: np.ndarray) -> None:
+        self.end = np.cumsum(num_items)
+        self.cursor = self.end - num_items
+        self.num_workers = num_workers
+        self.workers = np.tile(np.arange(num_workers.max(initial=1)), (len(num_workers), 1))
+        self.loads = np.where(self.workers < num_workers[:, None], 0, _ABSENT)
+
+    def sort(self) -> bool:
+        """Drop the problems without items, sort the workers of the others by load; False: none is left."""
+        left = np.flatnonzero(self.cursor < self.end)
+        self.cursor, self.end, self.num_workers = self.cursor[left], self.end[left], self.num_workers[left]
+        by_load = np.argsort(self.loads[left], axis=1, kind="stable")
+        self.workers = self.workers[left[:, None], by_load]
+        self.loads = self.loads[left[:, None], by_load]
+        return len(left) > 0
+
+    def rows_to_deal(self, costs: np.ndarray, run_ends: np.ndarray) -> np.ndarray:
+        """``[problems]``: whole rows of about equal items ahead, where the loads differ by less than one of them."""
+        last = self.loads[np.arange(len(self.loads)), self.num_workers - 1]
+        is_level = last - self.loads[:, 0] <= costs[self.cursor]
+        rows = (run_ends[self.cursor] - self.cursor) // self.num_workers // 2 * 2
+        return np.where(is_level & (rows >= _FEWEST_ROWS), rows, 0)
+
+    def deal(self, costs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give each worker of each problem ``rows`` items, in rows there and back; returns ``(items, workers)``."""
+        counts = rows * self.num_workers
+        problem = np.repeat(np.arange(len(rows)), counts)
+        offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        width = self.num_workers[problem]
+        row, column = np.divmod(offset, width)
+        column = np.where(row % 2, width - 1 - column, column)
+        item = self.cursor[problem] + offset
+        added = np.bincount(problem * self.loads.shape[1] + column, costs[item], self.loads.size)
+        self.loads = self.loads + added.astype(np.int64).reshape(self.loads.shape)
+        self.cursor = self.cursor + counts
+        return item, self.workers[problem, column]
+
+    def give(self, costs: np.ndarray, problems: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """In these problems give the k-th next item to the k-th least loaded worker; returns ``(items, workers)``.
+
+        It stops at the first worker that one before it has passed with its new item, so that this is exactly what a
+        heap would do item by item.
+        """
+        item = self.cursor[:, None] + np.arange(self.loads.shape[1])
+        taken = (item < self.end[:, None]) & problems[:, None]
+        given = np.where(taken, costs[np.minimum(item, len(costs) - 1)], 0)
+        passed = self.loads[:, 1:] > np.minimum.accumulate(self.loads + given, axis=1)[:, :-1]
+        taken[:, 1:] &= ~np.logical_or.accumulate(passed, axis=1)
+        self.loads = self.loads + np.where(taken, given, 0)
+        self.cursor = self.cursor + taken.sum(axis=1)
+        return item[taken], self.workers[taken]

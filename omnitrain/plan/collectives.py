@@ -1,0 +1,99 @@
+"""The collectives that a step plan implies, in order, as data: what a replay compares with those that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from omnitrain.plan.step import StepPlan
+from omnitrain.plan.topology import Entrance, PlannedComponent
+
+CollectiveKind = Literal["unshard", "exchange", "unshard_again", "reduce_scatter", "all_reduce", "exchange_back"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a component, or of all its sharded units together.
+
+    Attributes:
+        kind: in the forward ``unshard`` and ``exchange``; in the backward ``exchange_back``, ``unshard_again``,
+            ``reduce_scatter`` and, across replicas, ``all_reduce``.
+        component: whose parameters or items move.
+        micro_batch: in which.
+        call: index among the component's calls in this micro-batch; -1 for exchanges.
+    """
+
+    kind: CollectiveKind
+    component: str
+    micro_batch: int
+    call: int
+
+
+def implied_collectives(plan: StepPlan, rank: int) -> tuple[Collective, ...]:
+    """The collectives that ``rank`` takes part in, in order.
+
+    A micro-batch encodes component by component, each followed by its exchange, then runs the foundation, then the
+    heads; its backward is the mirror image, as far as there are gradients. Units whose input has no gradient reduce
+    once for all calls of the micro-batch, at its end.
+    """
+    return tuple(
+        collective for micro_batch in range(plan.num_micro_batches) for collective in _of_one(plan, rank, micro_batch)
+    )
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """A call, or the exchange behind the last call of a component's ports."""
+
+    component: PlannedComponent
+    call: int
+    has_backward: bool
+
+
+def _of_one(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[Collective]:
+    phases = list(_phases(plan, rank, micro_batch))
+    for phase in phases:
+        if phase.call < 0:
+            yield Collective("exchange", phase.component.name, micro_batch, -1)
+        elif phase.component.num_shards > 1:
+            yield Collective("unshard", phase.component.name, micro_batch, phase.call)
+    for phase in reversed(phases):
+        if phase.has_backward:
+            yield from _backward(plan, phase, micro_batch)
+
+
+def _phases(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[_Phase]:
+    topology, made = plan.topology, dict.fromkeys((c.name for c in plan.topology.components), 0)
+    has_gradient = any(component.is_trained for component in topology.components)
+    for index, entrance in enumerate(topology.entrances):
+        component = topology.component(entrance.component)
+        # Gradients reach the foundation and the heads on their way to whatever trains.
+        has_backward = component.is_trained if entrance.kind == "encode" else has_gradient
+        if rank in component.ranks:
+            for _ in range(int(plan.calls[micro_batch, index])):
+                yield _Phase(component, made[component.name], has_backward)
+                made[component.name] += 1
+        if _is_last_port(topology.entrances, index) and plan.has_exchange(component.name, micro_batch, rank):
+            yield _Phase(component, -1, has_backward)
+
+
+def _is_last_port(entrances: tuple[Entrance, ...], index: int) -> bool:
+    following = entrances[index + 1 : index + 2]
+    is_port = entrances[index].kind == "encode"
+    return is_port and not (
+        following and following[0].kind == "encode" and following[0].component == entrances[index].component
+    )
+
+
+def _backward(plan: StepPlan, phase: _Phase, micro_batch: int) -> Iterator[Collective]:
+    component = phase.component
+    if phase.call < 0:
+        yield Collective("exchange_back", component.name, micro_batch, -1)
+        return
+    if component.num_shards > 1:
+        yield Collective("unshard_again", component.name, micro_batch, phase.call)
+    if component.is_trained and component.num_shards > 1:
+        yield Collective("reduce_scatter", component.name, micro_batch, phase.call)
+    if component.is_trained and component.num_replicas > 1 and micro_batch == plan.last_active(component.name):
+        yield Collective("all_reduce", component.name, micro_batch, phase.call)

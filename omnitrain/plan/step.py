@@ -1,0 +1,326 @@
+"""``StepPlan``: who does what in one optimizer step, computed alike on every rank before anything moves."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from omnitrain.plan.balance import assign_by_cost
+from omnitrain.plan.sorting import stable_order
+from omnitrain.plan.tables import StepTables
+from omnitrain.plan.topology import PlannedComponent, Topology
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a component on one rank.
+
+    Attributes:
+        entrance: index in ``topology.entrances``.
+        index: among the calls of this entrance in this micro-batch.
+        items: to encode, in this order; empty for a forward or head.
+        is_minimal: this rank has nothing for the call, and makes it with the component's minimal input.
+    """
+
+    entrance: int
+    index: int
+    items: tuple[int, ...]
+    is_minimal: bool
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Items on their way from producers to consumers, consumer by consumer, in the order in which each needs them.
+
+    Attributes:
+        item: ``[routes]`` int64.
+        producer: ``[routes]`` int64, rank that encodes it.
+        consumer: ``[routes]`` int64, rank whose sequence has its rows.
+        rows: ``[routes]`` int64.
+    """
+
+    item: np.ndarray
+    producer: np.ndarray
+    consumer: np.ndarray
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
+class RankRoutes:
+    """What one rank sends and receives in the exchange of a component.
+
+    Attributes:
+        sent: ``[n]`` int64 items, those for rank 0 first; ascending for each consumer.
+        received: ``[m]`` int64 items, those of rank 0 first; ascending for each producer.
+        sent_rows: ``[ranks]`` int64, rows for each consumer.
+        received_rows: ``[ranks]`` int64, rows of each producer.
+        order: ``[m]`` int64; ``received[order]`` are the items in the order in which this rank needs them.
+    """
+
+    sent: np.ndarray
+    received: np.ndarray
+    sent_rows: np.ndarray
+    received_rows: np.ndarray
+    order: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Everything the ranks decide together for one optimizer step. ``M``: its micro-batches, ``E``: entrances.
+
+    An item's number is its place in the table of all ranks: by owner, then micro-batch, port, and order in the pack.
+
+    Attributes:
+        topology: what it was planned for.
+        num_micro_batches: of every rank; ranks that drew fewer run empty ones.
+        is_last: no rank has data after this step.
+        loss_counts: loss name -> predicted tokens of the whole step, the one divisor of that loss.
+        num_samples: ``[M, ranks]`` int64, drawn by each rank.
+        tokens: ``[M, ranks]`` int64, drawn by each rank.
+        calls: ``[M, E]`` int64, calls of each entrance; the same on all ranks of its component.
+        own_calls: ``[M, E, ranks]`` int64, those for which a rank has data; in its others the input is minimal.
+        owner: ``[items]`` int64, rank that drew the item.
+        producer: ``[items]`` int64, rank that encodes it.
+        slot: ``[items]`` int64, ``micro-batch * ports + port``.
+        rows: ``[items]`` int64.
+        cost: ``[items]`` int64.
+        work: ``[items]`` int64, all items by slot, producer and call.
+        call: ``[items]`` int64, in the order of ``work``: the call, among those of its slot on its producer.
+        work_cell: ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``.
+    """
+
+    topology: Topology
+    num_micro_batches: int
+    is_last: bool
+    loss_counts: dict[str, int]
+    num_samples: np.ndarray
+    tokens: np.ndarray
+    calls: np.ndarray
+    own_calls: np.ndarray
+    owner: np.ndarray
+    producer: np.ndarray
+    slot: np.ndarray
+    rows: np.ndarray
+    cost: np.ndarray
+    work: np.ndarray
+    call: np.ndarray
+    work_cell: np.ndarray
+
+    def is_active(self, component: str, micro_batch: int) -> bool:
+        """Whether the component runs in this micro-batch: then all of its ranks call it."""
+        return bool(self.calls[micro_batch, list(self.topology.entrances_of(component))].any())
+
+    def last_active(self, component: str) -> int | None:
+        """The last micro-batch in which the component runs: it reduces across replicas. None: it never runs."""
+        active = np.flatnonzero(self.calls[:, list(self.topology.entrances_of(component))].any(axis=1))
+        return int(active[-1]) if len(active) else None
+
+    def calls_of(self, rank: int, component: str, micro_batch: int) -> tuple[Call, ...]:
+        """What a rank of the component calls in a micro-batch, in order."""
+        if rank not in self.topology.component(component).ranks:
+            return ()
+        calls = []
+        for entrance in self.topology.entrances_of(component):
+            own = int(self.own_calls[micro_batch, entrance, rank])
+            items = self._items_by_call(rank, micro_batch, entrance, own)
+            calls += [Call(entrance, index, made, is_minimal=False) for index, made in enumerate(items)]
+            calls += [
+                Call(entrance, index, (), is_minimal=True) for index in range(own, self.calls[micro_batch, entrance])
+            ]
+        return tuple(calls)
+
+    def minimal_ranks(self, micro_batch: int, entrance: int, index: int) -> tuple[int, ...]:
+        """Ranks that make this call with the component's minimal input."""
+        own = self.own_calls[micro_batch, entrance]
+        component = self.topology.component(self.topology.entrances[entrance].component)
+        return tuple(rank for rank in component.ranks if own[rank] <= index < self.calls[micro_batch, entrance])
+
+    def routes(self, component: str, micro_batch: int) -> Routes:
+        """Ways of all items of a component in a micro-batch; also of those that stay on their rank."""
+        item, consumer = self._copies(self._items(component, micro_batch))
+        order = stable_order(consumer, item)
+        item, consumer = item[order], consumer[order]
+        return Routes(item, self.producer[item], consumer, self.rows[item])
+
+    def has_exchange(self, component: str, micro_batch: int, rank: int) -> bool:
+        """Whether ``rank`` takes part in an exchange: with ``place: world`` all ranks, else those of its data group."""
+        if not self.topology.ports_of(component):
+            return False
+        routes = self.routes(component, micro_batch)
+        travels = routes.producer != routes.consumer
+        if self.topology.component(component).place != "world":
+            travels &= self.topology.group_of[routes.consumer] == self.topology.group_of[rank]
+        return bool(travels.any())
+
+    def rank_routes(self, rank: int, component: str, micro_batch: int) -> RankRoutes:
+        """What ``rank`` sends and receives, items that stay on it included."""
+        ranks, ports = self.topology.world_size, self.topology.ports_of(component)
+        sent, consumer = self._copies(np.concatenate([self._made(rank, micro_batch, port) for port in ports]))
+        by_consumer = stable_order(consumer, sent)
+        needed = self._needed(rank, component, micro_batch)
+        by_producer = stable_order(self.producer[needed])
+        return RankRoutes(
+            sent=sent[by_consumer],
+            received=needed[by_producer],
+            sent_rows=_sums(consumer, self.rows[sent], ranks),
+            received_rows=_sums(self.producer[needed], self.rows[needed], ranks),
+            order=np.argsort(by_producer, kind="stable"),
+        )
+
+    def loads(self, component: str) -> np.ndarray:
+        """``[M, ranks of the component]`` int64: cost of what each of them encodes."""
+        micro_batch, port = np.divmod(self.slot, max(1, len(self.topology.ports)))
+        ports = self.topology.ports_of(component)
+        own = (port >= ports.start) & (port < ports.stop)
+        cell = micro_batch[own] * self.topology.world_size + self.producer[own]
+        sums = _sums(cell, self.cost[own], self.num_micro_batches * self.topology.world_size)
+        return sums.reshape(self.num_micro_batches, -1)[:, list(self.topology.component(component).ranks)]
+
+    def digest(self) -> str:
+        """Equal for equal plans: what ranks compare to be sure that they agree."""
+        content = hashlib.blake2b(digest_size=8)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            content.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return content.hexdigest()
+
+    def __str__(self) -> str:
+        from omnitrain.plan.show import step_text
+
+        return step_text(self)
+
+    def _items(self, component: str, micro_batch: int) -> np.ndarray:
+        """Items of a component in a micro-batch."""
+        first, ports = micro_batch * len(self.topology.ports), self.topology.ports_of(component)
+        return np.flatnonzero((self.slot >= first + ports.start) & (self.slot < first + ports.stop))
+
+    def _needed(self, rank: int, component: str, micro_batch: int) -> np.ndarray:
+        """Those of them whose rows are in the sequence of ``rank``, in the order in which it needs them."""
+        first, ports = micro_batch * len(self.topology.ports), self.topology.ports_of(component)
+        parts = []
+        for owner in sorted(self.topology.data_groups[self.topology.group_of[rank]]):
+            start, stop = np.searchsorted(self.owner, [owner, owner + 1])
+            low, high = np.searchsorted(self.slot[start:stop], [first + ports.start, first + ports.stop])
+            parts.append(np.arange(start + low, start + high))
+        return np.concatenate(parts)
+
+    def _copies(self, item: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each item as often as it has consumers, and those."""
+        groups = self.topology.data_groups
+        sizes = np.array([len(group) for group in groups])
+        group = self.topology.group_of[self.owner[item]]
+        copies = sizes[group]
+        nth = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
+        consumer = np.concatenate(groups)[np.repeat((np.cumsum(sizes) - sizes)[group], copies) + nth]
+        return np.repeat(item, copies), consumer
+
+    def _made(self, rank: int, micro_batch: int, port: int) -> np.ndarray:
+        """Items of a port that ``rank`` encodes in a micro-batch, call by call."""
+        return self.work[self._cell(rank, micro_batch, port)]
+
+    def _cell(self, rank: int, micro_batch: int, port: int) -> slice:
+        cell = (micro_batch * len(self.topology.ports) + port) * self.topology.world_size + rank
+        return slice(*np.searchsorted(self.work_cell, [cell, cell + 1]))
+
+    def _items_by_call(self, rank: int, micro_batch: int, entrance: int, own: int) -> list[tuple[int, ...]]:
+        if self.topology.entrances[entrance].kind != "encode" or not own:
+            return [()] * own
+        calls = self.call[self._cell(rank, micro_batch, entrance)]
+        borders = np.searchsorted(calls, np.arange(1, own))
+        return [tuple(part.tolist()) for part in np.split(self._made(rank, micro_batch, entrance), borders)]
+
+
+def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
+    """Plan a step: a pure function of what all ranks drew.
+
+    Args:
+        topology: of the run.
+        tables: of all ranks (:func:`omnitrain.plan.tables.decode_tables`).
+
+    Returns:
+        The same plan on every rank.
+    """
+    num_micro_batches = len(tables.counts)
+    producer = _producers(topology, tables)
+    work, call, work_cell, encodes = _work(topology, tables, producer)
+    own_calls = np.concatenate([encodes, _other_calls(topology, tables)], axis=1)
+    counts = tables.counts.sum(axis=(0, 2)).tolist()
+    return StepPlan(
+        topology=topology,
+        num_micro_batches=num_micro_batches,
+        is_last=bool(tables.has_ended.all()),
+        loss_counts=dict(zip(topology.losses, counts, strict=True)),
+        num_samples=tables.num_samples,
+        tokens=tables.tokens,
+        calls=own_calls.max(axis=2),
+        own_calls=own_calls,
+        owner=tables.owner,
+        producer=producer,
+        slot=tables.slot,
+        rows=tables.rows,
+        cost=tables.cost,
+        work=work,
+        call=call,
+        work_cell=work_cell,
+    )
+
+
+def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
+    producer = tables.owner.copy()
+    micro_batch, port = np.divmod(np.arange(len(tables.counts) * len(topology.ports)), max(1, len(topology.ports)))
+    for component in topology.components:
+        ports = topology.ports_of(component.name)
+        if component.place == "local" or not ports:
+            continue
+        chosen = np.flatnonzero(((port >= ports.start) & (port < ports.stop))[tables.slot])
+        workers, group = _workers(topology, component)
+        problem = (micro_batch * len(workers))[tables.slot[chosen]] + group[tables.owner[chosen]]
+        num_workers = np.tile([len(ranks) for ranks in workers], len(tables.counts))
+        index = assign_by_cost(problem, tables.cost[chosen], num_workers)
+        first = np.cumsum([0, *(len(ranks) for ranks in workers)])[:-1]
+        producer[chosen] = np.concatenate(workers)[np.tile(first, len(tables.counts))[problem] + index]
+    return producer
+
+
+def _workers(topology: Topology, component: PlannedComponent) -> tuple[list[np.ndarray], np.ndarray]:
+    """The sets of ranks that share work among themselves, and ``[ranks]`` the set that encodes a rank's items."""
+    if component.place == "world":
+        return [np.array(component.ranks)], np.zeros(topology.world_size, dtype=np.int64)
+    shared = [np.array([rank for rank in group if rank in component.ranks]) for group in topology.data_groups]
+    return shared, topology.group_of
+
+
+def _work(
+    topology: Topology, tables: StepTables, producer: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``work``, ``call`` and ``work_cell`` of :class:`StepPlan`, and its ``own_calls`` of the ports."""
+    ranks, ports = topology.world_size, len(topology.ports)
+    cell = tables.slot * ranks + producer
+    work = stable_order(cell, tables.shape)
+    cell, shape = cell[work], tables.shape[work]
+    apart = np.tile([port.is_one_at_a_time for port in topology.ports], len(tables.counts)).astype(bool)
+    opens_cell = np.diff(cell, prepend=-1) != 0
+    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0) | apart[tables.slot[work]]
+    number = np.cumsum(opens_call)  # of the call among all
+    call = number - number[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
+    encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * ports * ranks)
+    return work, call, cell, encodes.reshape(len(tables.counts), ports, ranks)
+
+
+def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
+    """``own_calls`` of forwards and heads: one where the rank's data group has samples, or tokens to predict."""
+    group = topology.group_of
+    members = (group[:, None] == group).astype(np.int64)
+    calls = []
+    for entrance in topology.entrances[len(topology.ports) :]:
+        is_head = entrance.kind == "head"
+        drawn = tables.counts[:, topology.losses.index(entrance.name)] if is_head else tables.num_samples
+        calls.append((drawn @ members) > 0)
+    shape = (len(tables.counts), len(calls), topology.world_size)
+    return np.stack(calls, axis=1).astype(np.int64) if calls else np.zeros(shape, dtype=np.int64)
+
+
+def _sums(index: np.ndarray, value: np.ndarray, size: int) -> np.ndarray:
+    return np.bincount(index, value, size).astype(np.int64)

@@ -1,0 +1,198 @@
+"""How the components of a model lie on many ranks: what the user says; ``build_parallelize_model`` applies it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from omnitrain.errors import RecipeError
+from omnitrain.recipe.globs import matches, unmatched
+from omnitrain.recipe.located import located
+from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.suggest import hint
+
+FOUNDATION = "foundation"
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep")
+
+# Fields that make sense only together: a component that sets one of them takes none of the others from the default.
+_TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops"))
+
+Degree = Annotated[int | None, Field(ge=1)]
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+class Precision(Strict):
+    """Number formats. Unset: fp32 parameters and reductions; bf16 computation where mixed precision is on."""
+
+    param: DType | None = Field(None, description="Of the parameter shards and of the optimizer's state.")
+    compute: DType | None = Field(None, description="Of parameters and activations in forward and backward.")
+    reduce: DType | None = Field(None, description="In which gradients are summed over ranks.")
+
+
+class ComponentPlan(Strict):
+    """How one component lies on the ranks. A field left unset takes the default plan's value, then the state's."""
+
+    dp_replicate: Degree = Field(None, description="Copies of the parameters, each with data of its own.")
+    dp_shard: Degree = Field(None, description="Ranks over which a copy of the parameters is sharded (FSDP).")
+    tp: Degree = Field(None, description="Tensor parallel ranks: each computes a part of every matrix.")
+    ulysses: Degree = Field(None, description="Ranks that share a sequence, and swap it for heads in attention.")
+    cp: Degree = Field(None, description="Ranks that share a sequence, and pass keys and values on in a ring.")
+    ep: Degree = Field(None, description="Ranks over which experts are spread, among those of data and sequence.")
+    pp: Degree = Field(None, description="Pipeline stages.")
+    mode: Literal["fsdp2", "hsdp", "replicate"] | None = Field(
+        None,
+        description="`fsdp2`: parameters sharded over all data ranks; `hsdp`: `dp_replicate` copies, each sharded over "
+        "`dp_shard` ranks; `replicate`: whole on every rank.",
+    )
+    precision: Precision | None = Field(None, description="Number formats.")
+    recompute: Literal["none", "full", "selective"] | None = Field(
+        None,
+        description="Activations computed again in the backward: `none`; `full`: blocks as a whole; `selective`: "
+        "all but the outputs of `saved_ops`.",
+    )
+    saved_ops: list[str] | None = Field(
+        None,
+        description="Ops whose outputs `selective` keeps: `aten.mm`, ... Unset: matrix products and attention.",
+    )
+    activation_offload: bool | None = Field(None, description="Activations wait for the backward in CPU memory.")
+    parameter_offload: bool | None = Field(None, description="Parameter shards live in CPU memory between uses.")
+    optimizer_offload: bool | None = Field(None, description="The optimizer's state lives in CPU memory.")
+    freeze: bool | None = Field(None, description="The component does not train.")
+    compile: bool | None = Field(None, description="Blocks are compiled by `torch.compile`.")
+    place: Literal["local", "group", "world"] | None = Field(
+        None,
+        description="Who encodes a medium: `local`: the rank that drew it; `group`: the ranks that hold its sample; "
+        "`world`: all ranks, balanced by cost.",
+    )
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ComponentPlan:
+        problems = [located(message, (field,), getattr(self, field)) for field, message in self._contradictions()]
+        if problems:
+            raise ValidationError.from_exception_data("ComponentPlan", problems)
+        return self
+
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        replicas, shards = self.dp_replicate or 1, self.dp_shard or 1
+        if self.mode == "fsdp2" and replicas > 1:
+            yield "dp_replicate", f"found {replicas} with `mode: fsdp2`, which has one copy; use `mode: hsdp`"
+        if self.mode == "replicate" and shards > 1:
+            yield "dp_shard", f"found {shards} with `mode: replicate`, which shards nothing; use `mode: hsdp`"
+        if self.mode == "replicate" and self.parameter_offload:
+            yield "parameter_offload", "found true with `mode: replicate`; only shards can be offloaded; use `fsdp2`"
+        if self.saved_ops is not None and self.recompute != "selective":
+            yield "saved_ops", f"set with `recompute: {self.recompute}`; only `selective` keeps outputs of some ops"
+        for op in self.saved_ops or ():
+            if not re.fullmatch(r"\w+\.\w+(\.\w+)?", op):
+                yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
+        if self.freeze and self.optimizer_offload:
+            yield "optimizer_offload", "found true with `freeze: true`, which leaves no optimizer state"
+
+    def over(self, default: ComponentPlan) -> ComponentPlan:
+        """This plan, with unset fields taken from ``default``.
+
+        `mode`, `dp_replicate` and `dp_shard` are taken together or not at all, as are `recompute` and `saved_ops`.
+        """
+        own, inherited = _set_fields(self), _set_fields(default)
+        for names in _TOGETHER:
+            if own.keys() & set(names):
+                inherited = {name: value for name, value in inherited.items() if name not in names}
+        if own.get("freeze", inherited.get("freeze")) and "optimizer_offload" not in own:
+            inherited.pop("optimizer_offload", None)  # a default is for what trains
+        if own.get("mode") == "replicate":
+            inherited.pop("parameter_offload", None)  # a default is for what is sharded
+        if self.precision is not None and default.precision is not None:
+            both = _set_fields(default.precision) | _set_fields(self.precision)
+            own["precision"] = Precision(**both)
+        return ComponentPlan(**(inherited | own))
+
+
+def _set_fields(node: Strict) -> dict[str, Any]:
+    return {name: value for name in type(node).model_fields if (value := getattr(node, name)) is not None}
+
+
+def _shard_dim(value: Any) -> Any:
+    """``Shard(0)`` of torch, or as text, is 0."""
+    text = re.fullmatch(r"Shard\((?:dim=)?(\d+)\)", value if isinstance(value, str) else repr(value))
+    return int(text[1]) if text else value
+
+
+ShardDim = Annotated[int, BeforeValidator(_shard_dim, json_schema_input_type=int | str), Field(ge=0)]
+
+
+class ParallelPlan(Strict):
+    """The plan of every component."""
+
+    default: ComponentPlan = Field(
+        default_factory=ComponentPlan, description="For all components, as far as they say nothing else."
+    )
+    components: dict[str, ComponentPlan] = Field(default_factory=dict, description="Component name -> its plan.")
+    tp_plan: dict[str, str] | None = Field(
+        None,
+        description="Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own.",
+    )
+    ep_plan: dict[str, ShardDim] | None = Field(
+        None,
+        description="Glob of parameter names -> dimension that counts the experts. Unset: all fused experts, at 0.",
+    )
+
+    def of(self, component: str) -> ComponentPlan:
+        """The component's plan over the default one."""
+        return self.components.get(component, ComponentPlan()).over(self.default)
+
+    def check(
+        self,
+        names: Mapping[str, Iterable[str]],
+        *,
+        frozen: Collection[str] = (),
+        degrees: Mapping[str, int] | None = None,
+    ) -> None:
+        """Compare the plan with the model and the parallel state that it is for.
+
+        Args:
+            names: component -> names of its modules and parameters, relative to the component.
+            frozen: components that do not train, whatever the plan says.
+            degrees: axis of :data:`AXES` -> degree, as far as somebody has set it in the parallel state.
+
+        Raises:
+            RecipeError: every problem at once: unknown components, frozen ones with an optimizer offload, degrees that
+                contradict the state's, globs that match nothing.
+        """
+        every_name = [name for own in names.values() for name in own]
+        problems = [
+            *self._component_problems(names.keys(), frozen),
+            *self._degree_problems(degrees or {}),
+            *(
+                f"{field}: {unmatched(glob, every_name)}"
+                for field, globs in (("tp_plan", self.tp_plan), ("ep_plan", self.ep_plan))
+                for glob in globs or ()
+                if not any(matches(glob, name) for name in every_name)
+            ),
+        ]
+        if problems:
+            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            raise RecipeError("\n  ".join([f"parallel plan: {count}", *problems]))
+
+    def _component_problems(self, known: Collection[str], frozen: Collection[str]) -> Iterator[str]:
+        for name, plan in self.components.items():
+            path = f"components.{name}"
+            if name not in known:
+                yield f"{path}: unknown component; {hint(name, known)}"
+            elif name in frozen and plan.freeze is False:
+                yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
+            elif name in frozen and plan.optimizer_offload:
+                yield f"{path}.optimizer_offload: found true, but what is frozen has no optimizer state"
+        if FOUNDATION in self.components and self.components[FOUNDATION].place is not None:
+            yield f"components.{FOUNDATION}.place: the foundation encodes no media; set it on an encoder, or remove it"
+
+    def _degree_problems(self, degrees: Mapping[str, int]) -> Iterator[str]:
+        """Other components may have a layout of their own; the state is the foundation's."""
+        own, merged = self.components.get(FOUNDATION, ComponentPlan()), self.of(FOUNDATION)
+        for axis, degree in degrees.items():
+            found = getattr(merged, axis)
+            if found is not None and found != degree:
+                path = "default" if getattr(own, axis) is None else f"components.{FOUNDATION}"
+                yield f"{path}.{axis}: found {found}, but the parallel state has {degree}; set it in one place"

@@ -1,0 +1,57 @@
+"""``omnitrain verify``: the layouts of a recipe's model against one process, on the recipe's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+
+from omnitrain.data.loader import PackLoader, build_dataloader
+from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.verify import VerifyReport, verify
+from omnitrain.recipe import Recipe
+from omnitrain.train.display import quiet_libraries
+from omnitrain.train.setup import build_from_recipe
+
+
+def verify_recipe(
+    recipe: Recipe, layouts: Sequence[str], *, nproc: int = 4, num_samples: int = 12, pool: RankPool | None = None
+) -> VerifyReport:
+    """Train one global batch of the recipe's first samples under each layout and compare with one process.
+
+    Args:
+        recipe: model, data and seed.
+        layouts: see :func:`omnitrain.parallel.verify.verify`.
+        nproc: ranks on this machine.
+        num_samples: of the global batch.
+        pool: ranks to run on; None: a pool of its own.
+
+    Raises:
+        UserError: whatever does not fit together in the recipe; an unknown layout; no usable sample.
+    """
+    quiet_libraries()
+    _, processor = build_from_recipe(recipe)
+    samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
+    return verify(partial(model_of, recipe), samples, layouts, nproc=nproc, pool=pool)
+
+
+def model_of(recipe: Recipe) -> OmniModel:
+    """The model of a recipe; the same on every rank, for its weights come from files or from the recipe's seed."""
+    quiet_libraries()
+    return build_from_recipe(recipe)[0]
+
+
+def first_usable(loader: PackLoader, number: int) -> list[Sample]:
+    """The first samples of a run's data order; rows that cannot be used are left out.
+
+    Raises:
+        UserError: there are none among ten times as many rows.
+    """
+    drawn = (loader.rows[draw] for draw in islice(loader.order.draws(0), 10 * number))
+    samples = list(islice((sample for sample in drawn if isinstance(sample, Sample)), number))
+    if not samples:
+        raise UserError(f"none of the first {10 * number} rows can be used")
+    return samples

@@ -1,0 +1,110 @@
+"""Models that are fine for plain transformers, each with one trait that training has to notice."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlavaForConditionalGeneration, Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
+from transformers.models.llava.modeling_llava import LlavaModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb, repeat_kv
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
+
+
+class Capped(Qwen3ForCausalLM):
+    """Its logits are soft-capped."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = 5 * torch.tanh(output.logits / 5)
+        return output
+
+
+class BlindAttention(Qwen3Attention):
+    """Causal over all it is given; no mask, no interface."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = (repeat_kv(tensor, self.num_key_value_groups) for tensor in (key, value))
+        rows = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scaling)
+        return self.o_proj(rows.transpose(1, 2).flatten(2)), None
+
+
+class MaskIgnored(Qwen3ForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.__class__ = BlindAttention
+
+
+class Smear(nn.Module):
+    """Each row gets half of the one before it."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + 0.5 * F.pad(rows, (0, 0, 1, 0))[:, :-1]
+
+
+class Leaking(Qwen3ForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp = nn.Sequential(self.model.layers[1].mlp, Smear())
+
+
+class LeakingOutsideOfModules(Qwen3ForCausalLM):
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        embeds = self.model.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=embeds + embeds.cumsum(1) / 4, **kwargs)
+
+
+class CountingPlaces(Qwen3ForCausalLM):
+    """Scales rows by where they lie, whatever their position ids."""
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        embeds = self.model.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=embeds * torch.arange(1, 1 + embeds.size(1))[:, None], **kwargs)
+
+
+class WithSpareParts(Qwen3ForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.spare = nn.Linear(2, 2)
+
+
+class Refusing(Qwen3ForCausalLM):
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        raise ValueError("rows must be a multiple of 128")
+
+
+class _Flat(Qwen3VLTextModel):
+    def _deepstack_process(self, hidden_states: Tensor, *args: Any) -> Tensor:
+        return hidden_states
+
+
+class WithoutDeepstack(Qwen3VLForConditionalGeneration):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.language_model.__class__ = _Flat
+
+
+class _Mixing(LlavaModel):
+    @wraps(LlavaModel.get_image_features)
+    def get_image_features(self, pixel_values: Tensor, **kwargs: Any) -> Any:
+        output = super().get_image_features(pixel_values=pixel_values, **kwargs)
+        mean = torch.stack(list(output.pooler_output)).mean(0)
+        output.pooler_output = [rows + mean for rows in output.pooler_output]
+        return output
+
+
+class MixingImages(LlavaForConditionalGeneration):
+    """An image's rows depend on the other images of the call."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.__class__ = _Mixing

@@ -1,0 +1,147 @@
+"""Each check notices when what it guards is broken, and what it falls back to is exact."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import MediaItem, MediaSpan
+from omnitrain.errors import UserError
+from omnitrain.models.contract.check import check_contract
+from omnitrain.models.contract.findings import Contract
+from omnitrain.models.foundation import EncodedMedia, FoundationRunner
+from omnitrain.models.hf import foundation_class
+from omnitrain.models.native import peaked_
+from omnitrain.ops.attention import entry, packed
+from omnitrain.ops.attention.mask_spec import plain_spec
+from tests.families import FAMILIES
+from tests.models.contract import broken
+from tests.models.plain import pair_of
+
+
+def checked(model_class: type[PreTrainedModel], family: str = "qwen3") -> Contract:
+    return check_contract(model_class, FAMILIES[family]())
+
+
+def facts(contract: Contract, check: str) -> str:
+    return "; ".join(f"{f.outcome}: {f.fact}" for f in contract.findings if f.check == check)
+
+
+def test_a_sound_model_passes_every_check() -> None:
+    contract = checked(foundation_class(FAMILIES["qwen3"]()))
+    assert [finding.outcome for finding in contract.findings] == ["passed"] * 4
+    assert contract == Contract(findings=contract.findings)
+    assert "bit for bit" in facts(contract, "attention")
+
+
+def test_a_capped_head_gets_the_plain_loss() -> None:
+    contract = checked(broken.Capped)
+    assert contract.head == "plain"
+    assert "logits are transformed after the head" in facts(contract, "head")
+    assert facts(contract, "gradients").startswith("passed")
+
+
+def test_attention_that_ignores_its_mask_is_named_and_runs_sample_by_sample() -> None:
+    contract = checked(broken.MaskIgnored)
+    assert contract.segmented == ("BlindAttention",) and contract.packs
+    assert "with BlindAttention run sample by sample" in facts(contract, "packing")
+
+
+def test_a_layer_that_leaks_is_named_and_runs_sample_by_sample() -> None:
+    contract = checked(broken.Leaking)
+    assert contract.segmented == ("Smear",) and contract.packs
+    assert facts(contract, "gradients").startswith("passed")
+
+
+@pytest.mark.parametrize("model_class", [broken.LeakingOutsideOfModules, broken.CountingPlaces])
+def test_a_leak_that_no_module_can_be_blamed_for_leaves_one_sample_per_pack(model_class: type) -> None:
+    contract = checked(model_class)
+    assert not contract.packs and contract.segmented == ()
+    assert (
+        "one sample per pack: packed, a sample of 11 tokens (text) differs from itself alone" in contract.why_unpacked
+    )
+    assert facts(contract, "gradients").startswith("passed")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3"])
+def test_a_mask_spec_that_loses_windows_or_image_blocks_is_noticed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "describe", lambda function, borders, *_: plain_spec(borders, True, None))
+    contract = checked(foundation_class(FAMILIES[family]()), family)
+    assert not contract.packs or contract.segmented
+    assert facts(contract, "packing").startswith("fallback")
+
+
+def test_side_features_that_the_model_does_not_read_are_refused() -> None:
+    contract = checked(broken.WithoutDeepstack, "qwen3_vl")
+    assert "image: the model does not read deepstack_features.0, deepstack_features.1" in facts(
+        contract, "side features"
+    )
+    assert contract.refusals
+
+
+def test_a_tower_that_mixes_images_encodes_one_sample_at_a_time() -> None:
+    contract = checked(broken.MixingImages, "llava")
+    assert contract.by_sample == ("image",) and contract.packs
+    assert facts(contract, "packing") == "passed: packed samples equal each alone"
+    assert facts(contract, "gradients").startswith("passed")
+
+
+def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
+    assert checked(broken.WithSpareParts).without_gradient == ("spare.weight", "spare.bias")
+
+
+def test_a_model_whose_forward_fails_is_refused_with_its_own_words() -> None:
+    contract = checked(broken.Refusing)
+    assert "text: ValueError: rows must be a multiple of 128" in contract.refusals[0].fact
+
+
+def test_random_draws_in_training_are_off_in_the_check() -> None:
+    config = FAMILIES["llava"]()
+    config.text_config.attention_dropout = 0.5
+    config.vision_config.attention_dropout = 0.5
+    assert check_contract(foundation_class(config), config).refusals == ()
+
+
+@pytest.mark.parametrize("surplus", [1, -1])
+def test_an_audio_row_too_many_or_too_few_names_the_sample(surplus: int) -> None:
+    both = pair_of(FAMILIES["qwen2_5_omni_thinker"]())
+    sample = next(probe.sample for probe in both.probes if probe.modalities == ("audio",))
+    (span,) = sample.spans
+    kept = span.positions[:-1] if surplus == 1 else [*span.positions, span.positions[-1] + 1]
+    item = MediaItem(span.item.features, len(kept))
+    cut = MediaSpan(span.component, span.start, item, is_target=False, scattered=torch.tensor(kept).numpy())
+    pack = Pack.from_samples([dataclasses.replace(sample, id="clips.jsonl:7", spans=(cut,))])
+    rows = len(span.positions)
+    message = rf"sample clips.jsonl:7: {rows - surplus} audio placeholders, {rows} rows"
+    with pytest.raises(UserError, match=message):
+        both.ours(pack)
+
+
+def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample() -> None:
+    plain = broken.MaskIgnored(FAMILIES["qwen3"]()).train()
+    peaked_(plain)
+    runner = FoundationRunner(copy.deepcopy(plain), Contract(segmented=("BlindAttention",)))
+    ids = torch.arange(20, 31)[None]
+    arguments = {"position_ids": torch.cat([torch.arange(5), torch.arange(6)])[None], "use_cache": False}
+
+    def run() -> torch.Tensor:
+        return runner.run(ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, borders=(0, 5, 11)).logits
+
+    apart = [plain(input_ids=part, use_cache=False).logits[0] for part in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(run()[0], torch.cat(apart), rtol=1e-5, atol=1e-5)
+    runner.model.gradient_checkpointing_enable()
+    with pytest.raises(UserError, match=r"BlindAttention is recomputed outside of packed"):
+        run().sum().backward()
+    with packed((0, 5, 11)):
+        run().sum().backward()
+
+
+def _plain_head(hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
+    return type(lm_head).forward(lm_head, hidden)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.native import discover
+from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.shard import Sharding
+from omnitrain.parallel.verify import verify
+from tests.parallel import factories
+from tests.tiny import tiny_processor, tiny_samples
+
+DATA_PARALLEL = ["dp2", "dp4", "hsdp2x2", "replicate2", "dp2.accum2.recompute"]
+FAMILIES = ("qwen3_vl", "gemma3", "internvl", "deepseek_v3", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+
+
+def check(ranks: RankPool, name: str, samples: list, layouts: list[str]) -> None:
+    report = verify(f"tests.parallel.factories:{name}", samples, layouts, pool=ranks, timeout_s=120)
+    assert report.ok and {row.status for row in report.rows} == {"equal"}, str(report)
+    assert all(row.collectives > 0 for row in report.rows)
+
+
+def hf_samples(name: str) -> list[dict[str, torch.Tensor]]:
+    """HF-style samples: text alone, each modality, several together."""
+    model = getattr(factories, name)()
+    probes = probe_samples(model, discover(model))
+    labels = [torch.from_numpy(p.sample.input_ids).where(torch.from_numpy(p.sample.loss_mask), -100) for p in probes]
+    return [probe.arguments | {"labels": label} for probe, label in zip(probes, labels, strict=True)]
+
+
+def test_every_data_parallel_layout_trains_the_any_to_any_model_as_one_process_does(ranks: RankPool) -> None:
+    samples = tiny_samples(tiny_processor(factories.any_to_any()), 9)  # more than one rank has no image, no sound, ...
+    check(ranks, "any_to_any", samples, ["dp4.accum2.recompute", "hsdp2x2", "replicate2", "dp2.offload"])
+
+
+def test_ranks_with_text_alone_take_part_in_a_deepstack_tower(ranks: RankPool) -> None:
+    check(ranks, "qwen3_vl", hf_samples("qwen3_vl"), ["dp4", "hsdp2x2.recompute"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_data_parallel_layout_trains_a_family_as_one_process_does(ranks: RankPool, name: str) -> None:
+    check(ranks, name, hf_samples(name), [*DATA_PARALLEL, "dp2.accum3", "dp2.offload"])
+
+
+def test_a_layout_that_is_not_there_yet_or_too_large_is_refused_with_the_reason(ranks: RankPool) -> None:
+    samples = tiny_samples(tiny_processor(factories.any_to_any()), 2)
+    report = verify("tests.parallel.factories:any_to_any", samples, ["tp2.dp2", "dp8"], pool=ranks)
+    assert [row.status for row in report.rows] == ["refused", "refused"] and report.ok
+    assert "tp: not available yet" in report.rows[0].reason and "needs 8 ranks, 4 may run" in report.rows[1].reason
+
+
+def test_a_gradient_that_is_divided_by_the_ranks_is_found(ranks: RankPool) -> None:
+    samples = tiny_samples(tiny_processor(factories.any_to_any()), 4)
+    report = verify("tests.parallel.factories:averaging", samples, ["dp2"], pool=ranks, timeout_s=120)
+    (row,) = report.rows
+    assert row.status == "different" and not report.ok
+    assert 0.49 < row.grad_error < 0.51 and "the gradient of" in row.reason
+
+
+@pytest.mark.parametrize("factory", ["tests.parallel.factories:nothing", "no.such.module:model"])
+def test_a_factory_that_is_not_there_is_named(factory: str) -> None:
+    with pytest.raises(UserError, match="no model factory"):
+        verify(factory, [], ["dp2"])
+
+
+def test_a_word_that_no_layout_has_is_named() -> None:
+    with pytest.raises(UserError, match="`zp2`"):
+        verify("tests.parallel.factories:any_to_any", [], ["zp2"])
+
+
+def test_defaults_of_sharding_reduce_in_fp32() -> None:
+    assert Sharding().reduce_dtype is torch.float32 and Sharding().compute_dtype is None

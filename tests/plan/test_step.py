@@ -1,0 +1,192 @@
+import copy
+import pickle
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from omnitrain.plan import (
+    ItemFacts,
+    MicroBatchFacts,
+    PlannedComponent,
+    Port,
+    RankFacts,
+    StepPlan,
+    Topology,
+    implied_collectives,
+)
+from tests.plan.random_steps import plan_of, random_facts, random_topology
+
+SEEDS = range(25)
+
+
+def random_plan(seed: int) -> tuple[StepPlan, list[RankFacts]]:
+    rng = np.random.default_rng(seed)
+    topology = random_topology(rng)
+    facts = random_facts(rng, topology)
+    return plan_of(topology, facts), facts
+
+
+def batches(facts: list[RankFacts]) -> list[tuple[int, int, MicroBatchFacts]]:
+    return [(rank, m, batch) for rank, own in enumerate(facts) for m, batch in enumerate(own.micro_batches)]
+
+
+def listed_items(plan: StepPlan, facts: list[RankFacts]) -> list[tuple[int, int, str, ItemFacts]]:
+    """All items in the order of their numbers."""
+    ports = [port.name for port in plan.topology.ports]
+    return [(r, m, port, item) for r, m, batch in batches(facts) for port in ports for item in batch.items[port]]
+
+
+def group_of(plan: StepPlan, rank: int) -> tuple[int, ...]:
+    return next(group for group in plan.topology.data_groups if rank in group)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_item_is_encoded_once_by_a_rank_that_may_and_reaches_each_consumer_once(seed: int) -> None:
+    plan, facts = random_plan(seed)
+    items, topology = listed_items(plan, facts), plan.topology
+    encoded: Counter[int] = Counter()
+    for component in topology.components:
+        for m in range(plan.num_micro_batches):
+            for rank in component.ranks:
+                for call in plan.calls_of(rank, component.name, m):
+                    encoded.update(call.items)
+                    for item in call.items:
+                        owner, micro_batch, port, _ = items[item]
+                        assert (micro_batch, port) == (m, topology.entrances[call.entrance].name)
+                        allowed = {"local": {owner}, "group": {*group_of(plan, owner)}, "world": {*component.ranks}}
+                        assert rank == plan.producer[item]
+                        assert rank in allowed[component.place]
+            routes = plan.routes(component.name, m)
+            expected = {
+                (number, consumer)
+                for number, (owner, micro_batch, port, _) in enumerate(items)
+                if micro_batch == m and port in [p.name for p in component.ports]
+                for consumer in group_of(plan, owner)
+            }
+            assert Counter(zip(routes.item.tolist(), routes.consumer.tolist(), strict=True)) == Counter(expected)
+            assert all(items[item][3].rows == rows for item, rows in zip(routes.item, routes.rows, strict=True))
+    assert encoded == Counter(range(len(items)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_calls_are_equal_on_all_ranks_of_a_component_and_no_more_than_the_busiest_needs(seed: int) -> None:
+    plan, facts = random_plan(seed)
+    items, topology = listed_items(plan, facts), plan.topology
+    for component in topology.components:
+        for m in range(plan.num_micro_batches):
+            made = {rank: plan.calls_of(rank, component.name, m) for rank in component.ranks}
+            assert len({tuple((call.entrance, call.index) for call in calls) for calls in made.values()}) == 1
+            for calls in zip(*made.values(), strict=True):
+                assert not all(call.is_minimal for call in calls)
+                idle = tuple(rank for rank, call in zip(made, calls, strict=True) if call.is_minimal)
+                assert plan.minimal_ranks(m, calls[0].entrance, calls[0].index) == idle
+            for call in (call for calls in made.values() for call in calls if call.items):
+                assert len({items[item][3].shape for item in call.items}) == 1
+                port = topology.ports[call.entrance]
+                assert len(call.items) == 1 or not port.is_one_at_a_time
+                assert list(call.items) == sorted(call.items)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_component_runs_where_any_rank_has_data_and_reduces_in_its_last_such_micro_batch(seed: int) -> None:
+    plan, facts = random_plan(seed)
+    active = defaultdict(set)
+    for _, m, batch in batches(facts):
+        active["foundation"].add(m)
+        for component in plan.topology.components:
+            if any(batch.items[port.name] for port in component.ports):
+                active[component.name].add(m)
+    assert plan.num_micro_batches == max((len(own.micro_batches) for own in facts), default=0)
+    for component in plan.topology.components:
+        running = {m for m in range(plan.num_micro_batches) if plan.is_active(component.name, m)}
+        assert running == active[component.name]
+        assert plan.last_active(component.name) == max(running, default=None)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_counts_tokens_and_the_end_are_those_of_all_ranks_together(seed: int) -> None:
+    plan, facts = random_plan(seed)
+    for loss in plan.topology.losses:
+        assert plan.loss_counts[loss] == sum(batch.counts[loss] for _, _, batch in batches(facts))
+    for rank, own in enumerate(facts):
+        drawn = [sum(batch.lengths) for batch in own.micro_batches]
+        assert plan.tokens[:, rank].tolist() == drawn + [0] * (plan.num_micro_batches - len(drawn))
+    assert plan.is_last == all(own.has_ended for own in facts)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_ranks_send_is_what_they_receive_in_the_order_in_which_they_need_it(seed: int) -> None:
+    plan, _ = random_plan(seed)
+    ranks = range(plan.topology.world_size)
+    for component in [c.name for c in plan.topology.components if c.ports]:
+        for m in range(plan.num_micro_batches):
+            routes = plan.routes(component, m)
+            ends = [plan.rank_routes(rank, component, m) for rank in ranks]
+            sent = np.stack([end.sent_rows for end in ends])
+            assert np.array_equal(sent, np.stack([end.received_rows for end in ends]).T)
+            for rank, end in zip(ranks, ends, strict=True):
+                own = routes.item[routes.consumer == rank]
+                assert end.received[end.order].tolist() == own.tolist() == sorted(own)
+                assert end.received.tolist() == sorted(own, key=lambda item: (plan.producer[item], item))
+                leaving = routes.producer == rank
+                pairs = sorted(zip(routes.consumer[leaving], routes.item[leaving], strict=True))
+                assert end.sent.tolist() == [item for _, item in pairs]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_compute_the_same_plan_and_another_table_gives_another(seed: int) -> None:
+    plan, facts = random_plan(seed)
+    again = plan_of(pickle.loads(pickle.dumps(plan.topology)), copy.deepcopy(facts))
+    assert again.digest() == plan.digest()
+    facts[0] = RankFacts((*facts[0].micro_batches, MicroBatchFacts(lengths=(1,))), facts[0].has_ended)
+    assert plan_of(plan.topology, facts).digest() != plan.digest()
+
+
+def test_nobody_has_data() -> None:
+    topology = random_topology(np.random.default_rng(0))
+    plan = plan_of(topology, [RankFacts(has_ended=True)] * topology.world_size)
+    assert (plan.num_micro_batches, plan.is_last) == (0, True)
+    assert plan.loss_counts == {"text": 0, "drawing": 0}
+    assert plan.last_active("image_encoder") is None
+    assert implied_collectives(plan, 0) == ()
+
+
+def two_ranks(place: str = "local", **more: object) -> Topology:
+    encoder = PlannedComponent("encoder", (0, 1), (Port("image"),), place=place, **more)  # type: ignore[arg-type]
+    return Topology(2, (encoder, PlannedComponent("foundation", (0, 1), reads_packs=True)), ("text",))
+
+
+def drew(*costs: int) -> MicroBatchFacts:
+    return MicroBatchFacts({"text": 5}, (9,), {"image": tuple(ItemFacts(rows=2, cost=cost) for cost in costs)})
+
+
+def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_runs_no_encoder() -> None:
+    plan = plan_of(two_ranks(), [RankFacts((drew(7, 7), drew())), RankFacts((drew(),))])
+    assert [call.is_minimal for call in plan.calls_of(1, "encoder", 0)] == [True]
+    assert plan.calls_of(0, "encoder", 0)[0].items == (0, 1)
+    assert plan.calls_of(0, "encoder", 1) == plan.calls_of(1, "encoder", 1) == ()
+    assert plan.calls_of(1, "foundation", 1)[0].is_minimal
+    assert (plan.last_active("encoder"), plan.last_active("foundation")) == (0, 1)
+
+
+def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> None:
+    rng = np.random.default_rng(3)
+    everyone = tuple(range(8))
+    topology = Topology(8, (PlannedComponent("encoder", everyone, (Port("image"),), place="world"),), ())
+    images = tuple(ItemFacts(4, int(cost) + 1) for cost in rng.lognormal(5, 1, 400))
+    facts = [RankFacts((MicroBatchFacts(lengths=(1,), items={"image": images}),)), *[RankFacts()] * 7]
+    loads = plan_of(topology, facts).loads("encoder")[0]
+    assert loads.max() / loads.mean() < 1.01
+
+
+def test_the_dump_tells_what_each_component_does() -> None:
+    text = str(plan_of(two_ranks("world"), [RankFacts((drew(6, 4, 2), drew()), has_ended=True), RankFacts((drew(),))]))
+    assert "2 ranks, 2 micro-batches" in text
+    assert "predicted tokens: text 15" in text
+    lines = [line.split() for line in text.splitlines()[4:]]
+    assert lines == [
+        ["0", "encoder", "1", "3", "2", "0", "ranks", "1.00", "yes"],
+        ["0", "foundation", "1", "0", "0", "0", "ranks", "1.00"],
+        ["1", "foundation", "1", "0", "0", "1", "ranks", "1.00", "yes"],
+    ]

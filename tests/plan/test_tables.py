@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+
+from omnitrain.plan import (
+    ItemFacts,
+    MicroBatchFacts,
+    PlannedComponent,
+    Port,
+    RankFacts,
+    Topology,
+    decode_tables,
+    encode_table,
+    needed_capacity,
+    padded,
+    shape_key,
+)
+from tests.plan.random_steps import random_facts, random_topology
+
+TINY = Topology(1, (PlannedComponent("encoder", (0,), (Port("image"),)),), ("text",))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_tables_of_all_ranks_arrive_as_they_were_sent(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    topology = random_topology(rng)
+    facts = random_facts(rng, topology)
+    sent = [encode_table(topology, own) for own in facts]
+    assert all(words.dtype == np.int64 and words[0] == len(words) for words in sent)
+    gathered = np.stack([padded(words, needed_capacity(sent)) for words in sent])
+    tables = decode_tables(topology, gathered)
+
+    ports = [port.name for port in topology.ports]
+    listed = [
+        (rank, m * len(ports) + p, item.rows, item.cost, item.shape)
+        for rank, own in enumerate(facts)
+        for m, batch in enumerate(own.micro_batches)
+        for p, port in enumerate(ports)
+        for item in batch.items[port]
+    ]
+    arrived = zip(tables.owner, tables.slot, tables.rows, tables.cost, strict=True)
+    assert list(arrived) == [item[:4] for item in listed]
+    assert len({*zip(tables.shape.tolist(), (i[4] for i in listed), strict=True)}) == len({i[4] for i in listed})
+    assert tables.has_ended.tolist() == [own.has_ended for own in facts]
+    for rank, own in enumerate(facts):
+        for m in range(len(tables.counts)):
+            batch = own.micro_batches[m] if m < len(own.micro_batches) else MicroBatchFacts()
+            assert tables.counts[m, :, rank].tolist() == [batch.counts.get(loss, 0) for loss in topology.losses]
+            assert (tables.num_samples[m, rank], tables.tokens[m, rank]) == (len(batch.lengths), sum(batch.lengths))
+
+
+def test_a_table_that_does_not_fit_is_known_by_all_and_refused() -> None:
+    words = encode_table(TINY, RankFacts((MicroBatchFacts(lengths=(1,) * 20),)))
+    cut = padded(words, 10)
+    assert needed_capacity([cut]) == len(words) == 6 + 1 + 1 + 20
+    with pytest.raises(ValueError, match="rank 0: found 10 of 28 words; gather again"):
+        decode_tables(TINY, [cut])
+
+
+def test_an_item_takes_four_words() -> None:
+    images = tuple(ItemFacts(rows=3, cost=5, shape=1) for _ in range(1000))
+    assert len(encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": images}),)))) == 4000 + 6 + 1 + 1 + 1
+
+
+def test_unknown_losses_and_ports_and_negative_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"found \['imgae', 'txt'\]"):
+        encode_table(TINY, RankFacts((MicroBatchFacts(counts={"txt": 1}, items={"imgae": ()}),)))
+    with pytest.raises(ValueError, match="negative number: -1"):
+        encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": (ItemFacts(rows=-1, cost=1),)}),)))
+
+
+def test_a_shape_key_is_the_same_in_every_process() -> None:
+    assert shape_key(("pixel_values", "float32", (3, 14, 14))) == 7044557458803530982
+    assert shape_key(("pixel_values", "float32", (3, 14, 16))) != 7044557458803530982
+
+
+def test_a_topology_lists_all_of_its_contradictions() -> None:
+    with pytest.raises(ValueError, match="ranks in exactly one") as refusal:
+        Topology(
+            world_size=4,
+            components=(
+                PlannedComponent("a", (0, 1), (Port("image"),), place="local"),
+                PlannedComponent("b", (0, 9), (Port("image"),)),
+                PlannedComponent("c", (0, 1, 2), num_replicas=2),
+                PlannedComponent("d", (0, 1), (Port("sound"),), place="group", head="sound"),
+                PlannedComponent("e", (0,), (Port("film"),), place="group"),
+            ),
+            losses=("text",),
+            data_groups=((0, 1), (2, 2)),
+        )
+    lines = str(refusal.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "data groups ((0, 1), (2, 2))",
+        *"abcde",
+        "port 'image' exists 2 times",
+        "d",
+    ]

@@ -1,0 +1,71 @@
+import pytest
+
+from omnitrain.errors import UserError
+from omnitrain.recipe import Layout, parse_layout
+
+LAYOUTS = {
+    "dp1": Layout(),
+    "dp4": Layout(dp_shard=4),
+    "hsdp2x2": Layout(mode="hsdp", dp_replicate=2, dp_shard=2),
+    "replicate2": Layout(mode="replicate", dp_replicate=2),
+    "dp2.accum2.recompute": Layout(dp_shard=2, accumulation=2, recompute=True),
+    "dp2.sp2": Layout(dp_shard=2, ulysses=2),
+    "tp2.dp2": Layout(tp=2, dp_shard=2),
+    "dp4.ep4": Layout(dp_shard=4, ep=4),
+    "pp2.tp2.hsdp2x4.cp2.ep8.accum3.offload": Layout(
+        pp=2, tp=2, mode="hsdp", dp_replicate=2, dp_shard=4, cp=2, ep=8, accumulation=3, offload=True
+    ),
+    "offload": Layout(offload=True),
+}
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_a_layout_reads_and_writes_as_the_same_text(text: str) -> None:
+    assert parse_layout(text) == LAYOUTS[text]
+    assert str(LAYOUTS[text]) == text
+
+
+def test_words_of_a_layout_may_stand_in_any_order_and_degrees_of_one_say_nothing() -> None:
+    assert parse_layout("recompute.sp2.tp1.dp2") == parse_layout("dp2.sp2.recompute")
+    assert parse_layout("accum1") == parse_layout("dp1") == Layout()
+
+
+def test_experts_take_no_ranks_of_their_own() -> None:
+    assert parse_layout("dp4.ep4").num_ranks == 4
+    assert parse_layout("tp2.hsdp2x2.sp2.accum3").num_ranks == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("dp", "dp"),
+        ("dp0", "dp0"),
+        ("hsdp2", "hsdp2"),
+        ("dp2x2", "dp2x2"),
+        ("dp2.zp3", "zp3"),
+        ("", ""),
+        ("dp2..sp2", ""),
+    ],
+)
+def test_a_bad_word_is_named_with_the_valid_ones(text: str, word: str) -> None:
+    with pytest.raises(UserError, match=rf"`{word}`: not understood") as refusal:
+        parse_layout(text)
+    assert all(valid in str(refusal.value) for valid in ("dp2", "hsdp2x2", "sp2", "accum2", "recompute"))
+
+
+def test_all_bad_words_are_told_at_once_with_the_nearest_valid_one() -> None:
+    with pytest.raises(UserError) as refusal:
+        parse_layout("dp2.recompte.acum2.dp4.replicate2")
+    lines = str(refusal.value).splitlines()
+    assert "`recompte`: not understood; did you mean a word like `recompute`?" in lines[1]
+    assert "`acum2`: not understood; did you mean a word like `accum2`?" in lines[2]
+    assert "`dp4`: dp_shard and mode set twice" in lines[3]
+    assert "`replicate2`: mode set twice" in lines[4]
+
+
+def test_a_layout_is_a_plan_for_all_components() -> None:
+    plan = parse_layout("hsdp2x2.sp2.recompute.offload").plan().of("image_encoder")
+    assert (plan.mode, plan.dp_replicate, plan.dp_shard, plan.ulysses) == ("hsdp", 2, 2, 2)
+    assert (plan.recompute, plan.activation_offload, plan.parameter_offload) == ("full", True, True)
+    replicated = parse_layout("replicate2.offload").plan().of("foundation")
+    assert (replicated.parameter_offload, replicated.optimizer_offload, replicated.recompute) == (None, True, None)

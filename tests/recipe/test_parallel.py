@@ -1,0 +1,111 @@
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from torch.distributed.tensor import Shard
+
+import omnitrain as ot
+from omnitrain.errors import RecipeError
+from omnitrain.recipe import load_recipe, save_recipe
+
+NAMES = {
+    "foundation": ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj"],
+    "image_encoder": ["visual.blocks.0.attn.qkv"],
+}
+
+
+def test_a_plan_is_written_in_python_as_in_yaml(recipe_file: Any) -> None:
+    plan = ot.ParallelPlan(
+        components={"foundation": ot.ComponentPlan(ulysses=2, ep=4), "image_encoder": ot.ComponentPlan(place="world")},
+        ep_plan={"layers.*.mlp.experts.*": Shard(0)},
+        tp_plan=None,
+    )
+    recipe = load_recipe(
+        recipe_file,
+        [
+            "parallel.components={foundation: {ulysses: 2, ep: 4}, image_encoder: {place: world}}",
+            "parallel.ep_plan={'layers.*.mlp.experts.*': Shard(0)}",
+        ],
+    )
+    assert recipe.parallel == plan
+    assert plan.ep_plan == {"layers.*.mlp.experts.*": 0}
+    save_recipe(recipe, recipe_file.with_name("saved.yaml"))
+    assert load_recipe(recipe_file.with_name("saved.yaml")).parallel == plan
+
+
+def test_what_a_component_leaves_unset_comes_from_the_default() -> None:
+    plan = ot.ParallelPlan(
+        default=ot.ComponentPlan(
+            mode="hsdp", dp_replicate=2, dp_shard=4, recompute="full", precision=ot.Precision(compute="bfloat16")
+        ),
+        components={"image_encoder": ot.ComponentPlan(mode="replicate", precision=ot.Precision(reduce="float32"))},
+    )
+    image, foundation = plan.of("image_encoder"), plan.of("foundation")
+    assert (image.mode, image.dp_replicate, image.dp_shard, image.recompute) == ("replicate", None, None, "full")
+    assert image.precision == ot.Precision(compute="bfloat16", reduce="float32")
+    assert foundation == plan.default
+
+
+def test_a_default_offload_passes_over_what_is_frozen_or_not_sharded() -> None:
+    default = ot.ComponentPlan(optimizer_offload=True, parameter_offload=True)
+    assert ot.ComponentPlan(freeze=True).over(default).optimizer_offload is None
+    assert ot.ComponentPlan(mode="replicate").over(default).parameter_offload is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "fsdp2", "dp_replicate": 2}, "use `mode: hsdp`"),
+        ({"mode": "replicate", "dp_shard": 2}, "which shards nothing"),
+        ({"mode": "replicate", "parameter_offload": True}, "only shards can be offloaded"),
+        ({"recompute": "full", "saved_ops": ["aten.mm"]}, "only `selective` keeps"),
+        ({"recompute": "selective", "saved_ops": ["mm"]}, "expected NAMESPACE.OP"),
+        ({"freeze": True, "optimizer_offload": True}, "no optimizer state"),
+        ({"tp": 0}, "greater than or equal to 1"),
+        ({"ulyses": 2}, "Extra inputs are not permitted"),
+    ],
+)
+def test_a_component_plan_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ot.ComponentPlan(**fields)
+
+
+def test_a_recipe_names_the_place_of_a_contradiction_and_the_nearest_key(recipe_file: Any) -> None:
+    overrides = ["parallel.components={foundation: {mode: fsdp2, dp_replicate: 2}}", "parallel.default={ulyses: 2}"]
+    with pytest.raises(RecipeError) as refusal:
+        load_recipe(recipe_file, overrides)
+    assert "parallel.default.ulyses: unknown key, found 2; did you mean `ulysses`?" in str(refusal.value)
+    assert "parallel.components.foundation.dp_replicate: found 2 with `mode: fsdp2`" in str(refusal.value)
+
+
+def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
+    plan = ot.ParallelPlan(
+        default=ot.ComponentPlan(tp=2),
+        components={
+            "foundation": ot.ComponentPlan(ulysses=2, place="group"),
+            "imgae_encoder": ot.ComponentPlan(place="world"),
+            "image_encoder": ot.ComponentPlan(optimizer_offload=True, dp_shard=2),
+        },
+        tp_plan={"layers.*.self_attn.q_porj": "colwise"},
+        ep_plan={"mlp.experts.*": 0},
+    )
+    with pytest.raises(RecipeError) as refusal:
+        plan.check(NAMES, frozen={"image_encoder"}, degrees={"tp": 1, "ulysses": 4, "dp_shard": 4})
+    lines = [line.strip() for line in str(refusal.value).splitlines()]
+    assert lines == [
+        "parallel plan: 6 problems",
+        "components.imgae_encoder: unknown component; did you mean `image_encoder`?",
+        "components.image_encoder.optimizer_offload: found true, but what is frozen has no optimizer state",
+        "components.foundation.place: the foundation encodes no media; set it on an encoder, or remove it",
+        "default.tp: found 2, but the parallel state has 1; set it in one place",
+        "components.foundation.ulysses: found 2, but the parallel state has 4; set it in one place",
+        "tp_plan: `layers.*.self_attn.q_porj` matches no name; did you mean `layers.*.self_attn.q_proj`?",
+    ]
+
+
+def test_a_plan_that_fits_passes_and_towers_may_have_degrees_of_their_own() -> None:
+    plan = ot.ParallelPlan(
+        components={"foundation": ot.ComponentPlan(tp=2), "image_encoder": ot.ComponentPlan(tp=1, place="world")},
+        ep_plan={"layers.*.mlp.experts.*": Shard(0)},
+    )
+    plan.check(NAMES, degrees={"tp": 2})

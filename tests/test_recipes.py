@@ -1,0 +1,102 @@
+"""Every shipped recipe trains, with tiny models and data in place of those that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, WhisperFeatureExtractor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from omnitrain.models.hf import foundation_class
+from omnitrain.recipe import Recipe
+from omnitrain.recipe.shipped import list_recipes
+from omnitrain.train.trainer import Trainer
+from tests.families import FAMILIES
+from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
+from tests.tiny_processors import llava
+
+SMALL = ["train.steps=2", "train.cpu_threads=1", "data.workers=0", "data.pack_tokens=200", "data.packing_buffer=4"]
+STAGES = ("vision_language_1_align", "vision_language_2_pretrain", "vision_language_3_sft")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What stands for the models and data of the recipes: name -> path."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+
+    def saved(name: str, config: dict, *beside: object) -> str:
+        built = AutoConfig.for_model(**config)
+        is_tower = config["model_type"] in ("siglip_vision_model", "whisper")
+        model = AutoModel.from_config(built) if is_tower else foundation_class(built)(built)
+        for part in (model, *beside):
+            part.save_pretrained(folder / name)  # type: ignore[attr-defined]
+        return str(folder / name)
+
+    def rows(name: str, task: str) -> str:
+        return str(write_parquet(folder / f"{name}.parquet", [tiny_row(task, i) for i in range(8)]))
+
+    text = {k: v for k, v in FOUNDATION.items() if k not in ("model_type", "tie_word_embeddings")}
+    vision = SIGLIP | {"model_type": "clip_vision_model", "patch_size": 4}
+    whole = {"text_config": text | {"model_type": "llama", "vocab_size": 272}, "vision_config": vision}
+    qwen = FAMILIES["qwen2_5_vl"]().to_dict()
+    patches = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 256})
+    return {
+        "qwen3": saved("qwen3", FOUNDATION, tiny_tokenizer()),
+        "llama": saved("llama", text | {"model_type": "llama"}, tiny_tokenizer()),
+        "siglip": saved("siglip", SIGLIP, SiglipImageProcessorPil(size={"height": 8, "width": 8})),
+        "whisper": saved("whisper", WHISPER, WhisperFeatureExtractor(feature_size=16, **EXTRACTOR)),
+        "qwen2_5_vl": saved("qwen2_5_vl", qwen, patches),
+        "llava": saved("llava", whole | {"model_type": "llava", "image_token_index": 2}, llava()[0]),
+        "images": rows("images", "image_to_text"),
+        "speech": rows("speech", "speech_to_text"),
+    }
+
+
+def run(name: str, output_dir: Path, *overrides: str) -> set[str]:
+    """Train two steps; returns the parts of the model whose weights moved (times of frames: only by weight decay)."""
+    recipe = Recipe.load(name, [*SMALL, f"output_dir={output_dir}", *overrides])
+    trainer = Trainer(recipe)
+    before = {key: value.clone() for key, value in trainer.model.named_parameters()}
+    trainer.fit()
+    trained = ((key, value) for key, value in trainer.model.named_parameters() if ".time_projector." not in key)
+    moved = {key for key, value in trained if not torch.equal(value, before[key])}
+    return {".".join(key.split(".")[:2]) if "encoder" in key else key.split(".")[0] for key in moved}
+
+
+def test_stages_train_the_projector_then_the_language_model_then_everything(
+    tiny: dict[str, str], tmp_path: Path
+) -> None:
+    data = f"data.train=[{{path: {tiny['images']}}}]"
+    tower = f"model.encoders.image_encoder.tower={tiny['siglip']}"
+    aligned = run(STAGES[0], tmp_path / "1", data, f"model.foundation={tiny['qwen3']}", tower)
+    assert aligned == {"image_encoder.projector"}
+    pretrained = run(STAGES[1], tmp_path / "2", data, f"model.checkpoint={tmp_path / '1'}")
+    assert pretrained == {"image_encoder.projector", "foundation"}
+    tuned = run(STAGES[2], tmp_path / "3", data, f"model.checkpoint={tmp_path / '2'}")
+    assert tuned == {"image_encoder.projector", "image_encoder.tower", "foundation"}
+
+
+def test_whisper_and_llama(tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = (f"model.foundation={tiny['llama']}", f"model.encoders.audio_encoder.tower={tiny['whisper']}")
+    moved = run("speech_language", tmp_path, *parts, f"data.train=[{{path: {tiny['speech']}}}]")
+    assert moved == {"foundation", "audio_encoder.projector"}
+
+
+def test_the_tower_of_a_whole_model_serves_another_language_model(tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = (f"model.foundation={tiny['llama']}", f"model.encoders.image_encoder.tower={tiny['qwen2_5_vl']}")
+    moved = run("qwen_tower", tmp_path, *parts, f"data.train=[{{path: {tiny['images']}}}]")
+    assert moved == {"image_encoder.projector"}
+
+
+def test_a_whole_model_is_fine_tuned_behind_its_frozen_tower(tiny: dict[str, str], tmp_path: Path) -> None:
+    own = (f"model.foundation={tiny['llava']}", "data.processor_arguments={}")
+    assert run("finetune_vlm", tmp_path, *own, f"data.train=[{{path: {tiny['images']}}}]") == {"foundation"}
+
+
+def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
+    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm"}
+    assert set(list_recipes()) == run_here | {"quickstart"}
