@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from omnitrain.errors import UserError
 from omnitrain.plan.mesh import MeshShape, fit_mesh
 
-DpMode = Literal["fsdp2", "ddp"]
+DpMode = Literal["fsdp2", "hsdp", "replicate"]
 
 # Meshes for the same parameter are cut from one root, or FSDP could not put them together.
 _DENSE_ROOT = ("pp", "dp_replicate", "fsdp", "tp")
@@ -35,8 +35,8 @@ class ParallelState:
         shape: the factorisation.
         rank: of this process.
         device_type: of the tensors that the meshes are for: ``cpu`` or ``cuda``.
-        dp_mode: what data-parallel ranks do with parameters unless a component's plan says otherwise: ``fsdp2`` shards
-            them over ``fsdp_mesh``, ``ddp`` keeps a copy on each.
+        dp_mode: what data-parallel ranks do with parameters unless a component's plan says otherwise: ``fsdp2`` and
+            ``hsdp`` shard them over ``fsdp_mesh``, ``replicate`` keeps a copy on each rank of ``loss_mesh``.
     """
 
     shape: MeshShape
@@ -172,18 +172,24 @@ def init_parallel_state(
         pp_size: pipeline stages.
         cp_size: ranks that share a sequence around a ring.
         ulysses_size: ranks that share a sequence and exchange it for heads: the axis ``sp``.
-        dp_mode: ``fsdp2``, or ``ddp``: ``dp_shard_size`` is 1.
+        dp_mode: ``fsdp2``: one copy of the parameters, unless ``dp_replicate_size`` says otherwise; ``hsdp``: several
+            copies, one of the two degrees is given; ``replicate``: a copy on each, ``dp_shard_size`` is 1.
 
     Raises:
         UserError: degrees that do not fit the ranks, with those that would.
     """
     if dp_mode not in get_args(DpMode):
         raise UserError(f"dp_mode is {dp_mode!r}; expected one of {', '.join(get_args(DpMode))}")
-    if dp_mode == "ddp":
+    if dp_mode == "replicate":
         if dp_shard_size not in (None, 1):
-            raise UserError(f"dp_mode is ddp, which shards nothing, and dp_shard_size is {dp_shard_size}; expected 1")
+            raise UserError(f"dp_mode is replicate, which shards nothing; dp_shard_size is {dp_shard_size}, expected 1")
         dp_shard_size = 1
-        dp_replicate_size = None if dp_replicate_size == 1 else dp_replicate_size
+    if dp_mode == "hsdp" and dp_shard_size is None and dp_replicate_size in (None, 1):
+        raise UserError(
+            "dp_mode is hsdp, which has several copies; expected dp_replicate_size above 1 or dp_shard_size"
+        )
+    if dp_mode != "fsdp2" and dp_replicate_size == 1:
+        dp_replicate_size = None
     _ensure_process_group()
     shape = fit_mesh(
         dist.get_world_size(),

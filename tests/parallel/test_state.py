@@ -45,8 +45,9 @@ def answers(degrees: dict[str, Any]) -> tuple[MeshShape, dict[str, list[int]], d
         (2, {"ulysses_size": 2}, MeshShape(sp=2)),
         (4, {"ep_size": 2}, MeshShape(dp_shard=4, ep=2)),
         (4, {"dp_replicate_size": 2}, MeshShape(dp_replicate=2, dp_shard=2)),
-        (4, {"dp_mode": "ddp"}, MeshShape(dp_replicate=4)),
-        (4, {"dp_mode": "ddp", "tp_size": 2}, MeshShape(dp_replicate=2, tp=2)),
+        (4, {"dp_mode": "replicate"}, MeshShape(dp_replicate=4)),
+        (4, {"dp_mode": "replicate", "tp_size": 2}, MeshShape(dp_replicate=2, tp=2)),
+        (4, {"dp_mode": "hsdp", "dp_shard_size": 2}, MeshShape(dp_replicate=2, dp_shard=2)),
         (4, {"tp_size": 2, "ulysses_size": 2}, MeshShape(sp=2, tp=2)),
         (4, {"pp_size": 2, "cp_size": 2, "ep_size": 2}, MeshShape(pp=2, cp=2, ep=2)),
     ],
@@ -120,8 +121,9 @@ def test_the_default_is_asked_for_too_early() -> None:
     ("degrees", "message"),
     [
         ({"ep_size": 3}, r"these degrees do not fit 4 ranks:\nep is 3 and must divide .* = 4; 1, 2, 4 would fit"),
-        ({"dp_mode": "fsdp1"}, "dp_mode is 'fsdp1'; expected one of fsdp2, ddp"),
-        ({"dp_mode": "ddp", "dp_shard_size": 2}, "dp_shard_size is 2; expected 1"),
+        ({"dp_mode": "fsdp1"}, "dp_mode is 'fsdp1'; expected one of fsdp2, hsdp, replicate"),
+        ({"dp_mode": "replicate", "dp_shard_size": 2}, "dp_shard_size is 2, expected 1"),
+        ({"dp_mode": "hsdp"}, "expected dp_replicate_size above 1 or dp_shard_size"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_on_every_rank(
