@@ -103,9 +103,18 @@ class FoundationRunner:
         native = {}
         for entries in by_token.values():
             modalities, positions, rows_of = zip(*entries, strict=True)
-            rows = NativeRows.cat([replace(rows, layout=rows_of[0].layout) for rows in rows_of])
-            native[modalities[0]] = rows.at(torch.cat(positions).argsort())
+            native[modalities[0]] = _end_to_end(rows_of).at(torch.cat(positions).argsort())
         return native
+
+    def one_batch(self, encoded: Sequence[Mapping[str, NativeRows]]) -> dict[str, NativeRows]:
+        """What :meth:`encode` made of several packs, for one batch that has a row for each of them.
+
+        Prompts may differ in modality and still share a placeholder, so rows are joined by that.
+        """
+        by_token: dict[int, list[tuple[str, NativeRows]]] = {}
+        for modality, rows in (item for media in encoded for item in media.items()):
+            by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
+        return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
 
     def _encoded(self, modality: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
         """Rows of a batch, in the order of its items."""
@@ -208,6 +217,11 @@ class FoundationRunner:
             if borders is not None:
                 stack.enter_context(packed(borders))
             return self.model(input_ids=input_ids, **taken)
+
+
+def _end_to_end(parts: Sequence[NativeRows]) -> NativeRows:
+    """Rows for one placeholder, in the layout of the first part."""
+    return NativeRows.cat([replace(rows, layout=parts[0].layout) for rows in parts])
 
 
 def _by_sample(batch: MediaBatch) -> list[MediaGroup]:
