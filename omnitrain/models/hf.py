@@ -238,7 +238,7 @@ def load_strictly(
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Files are mapped into memory as they lie there; kernels round otherwise on tensors that begin at odd addresses."""
+    """Files are mapped into memory as they are; kernels round otherwise on tensors that begin at odd addresses."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
