@@ -44,7 +44,7 @@ def build_foundation_model(
         UserError: no such model, or one without a language-model head.
         WeightsError: tensors missing or renamed.
     """
-    if isinstance(source, dict):
+    if isinstance(source, (str, dict)):
         require_sub_configs(source)
     with _on(init_device):
         model = resolve(_described(source, init_device), foundation_class, torch_dtype)

@@ -103,8 +103,7 @@ class FoundationRunner:
             by_token.setdefault(self.native.ports[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
         native = {}
         for names in by_token.values():
-            layout = rows[names[0]].layout
-            together = NativeRows.cat([replace(rows[name], layout=layout) for name in names])
+            together = _end_to_end([rows[name] for name in names])
             order = torch.cat([pack.inputs[name].positions for name in names]).argsort()
             native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
         return native
@@ -112,6 +111,16 @@ class FoundationRunner:
     def encode_one(self, pack: Pack, name: str) -> NativeRows:
         """Rows of one modality of a pack (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
         return self._encoded(name.removeprefix(NATIVE_PREFIX), pack.inputs[name], pack.info.ids)
+
+    def one_batch(self, encoded: Sequence[Mapping[str, NativeRows]]) -> dict[str, NativeRows]:
+        """What :meth:`encode` made of several packs, for one batch that has a row for each of them.
+
+        Prompts may differ in modality and still share a placeholder, so rows are joined by that.
+        """
+        by_token: dict[int, list[tuple[str, NativeRows]]] = {}
+        for modality, rows in (item for media in encoded for item in media.items()):
+            by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
+        return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
 
     def _encoded(self, modality: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
         """Rows of a batch, in the order of its items."""
@@ -214,6 +223,11 @@ class FoundationRunner:
             if borders is not None:
                 stack.enter_context(packed(borders))
             return self.model(input_ids=input_ids, **taken)
+
+
+def _end_to_end(parts: Sequence[NativeRows]) -> NativeRows:
+    """Rows for one placeholder, in the layout of the first part."""
+    return NativeRows.cat([replace(rows, layout=parts[0].layout) for rows in parts])
 
 
 def _by_sample(batch: MediaBatch) -> list[MediaGroup]:

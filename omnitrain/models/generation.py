@@ -21,7 +21,6 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
-from omnitrain.models.native import NativeRows
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Sampling
 
@@ -162,14 +161,15 @@ class _Foundation:
         self.position_ids = left_padded([pack.position_ids for pack in packs], 0)
         names = packs[0].token_inputs
         self.token_inputs = {name: left_padded([pack.token_inputs[name] for pack in packs], 0) for name in names}
-        self.native: dict[str, NativeRows] = {}
+        self.placeholders = set(self.runner.native.token_ids.values())
+        self.text_token = text_token
+        encoded = []
         self.inserted: list[tuple[int, InsertedRows]] = []  # prompt, and rows at columns of the batch
         for number, (pack, pad) in enumerate(zip(packs, pads, strict=True)):
             media, _, _ = model.encode(pack)
             self.inserted += [(number, InsertedRows(part.positions + pad, part.rows)) for part in media.inserted]
-            for modality, rows in media.native.items():
-                before = [self.native[modality]] if modality in self.native else []
-                self.native[modality] = NativeRows.cat([*before, rows])
+            encoded.append(media.native)
+        self.native = self.runner.one_batch(encoded)
         self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
         self.seen = 0  # columns that the cache holds
 
@@ -214,6 +214,8 @@ class _Foundation:
 
     def append(self, tokens: list[int], embeds: torch.Tensor) -> None:
         """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
+        # A placeholder that was drawn is text, and must not take a row from the media of the next prompt.
+        tokens = [self.text_token if token in self.placeholders else token for token in tokens]
         end = torch.tensor([self.input_ids.size(1)], device=embeds.device)
         self.inserted += [(number, InsertedRows(end, row[None])) for number, row in enumerate(embeds)]
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)[:, None]], dim=1)

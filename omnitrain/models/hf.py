@@ -19,6 +19,8 @@ from transformers.utils import logging as hf_logging
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.recipe.suggest import nearest
 
+_ALIGNMENT = 64  # bytes, of torch's own CPU allocations
+
 Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
 
@@ -105,18 +107,31 @@ def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
-def require_sub_configs(values: dict[str, Any]) -> None:
-    """A config written as a dict holds all its parts; transformers would fill a missing one with a full-size default.
+def require_sub_configs(source: str | dict[str, Any]) -> None:
+    """A config names all its parts; transformers would fill a missing one with a full-size default.
+
+    Args:
+        source: a config as a dict, or the Hub id or folder of one. Files of older models write the keys of their
+            language model beside the parts; such a part is not missing.
 
     Raises:
         UserError: names the missing parts.
     """
-    config = as_config(values)
-    missing = [name for name in config.sub_configs if name not in values and getattr(config, name, None) is not None]
+    if isinstance(source, dict):
+        values, config, has_flat_text = source, as_config(source), False
+        owner = f"the {values['model_type']!r} config"
+    else:
+        config = config_at(source)
+        values, _ = PreTrainedConfig.get_config_dict(source)
+        has_flat_text = "hidden_size" in values
+        owner = f"the config at {source!r}"
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    if has_flat_text:
+        text = config.get_text_config(decoder=True)
+        parts = {name: part for name, part in parts.items() if part is not text}
+    missing = [name for name in parts if name not in values]
     if missing:
-        raise UserError(
-            f"the {values['model_type']!r} config lacks {', '.join(missing)}; write every part of the model"
-        )
+        raise UserError(f"{owner} lacks {', '.join(missing)}; write every part of the model")
 
 
 _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
@@ -218,7 +233,15 @@ def load_strictly(
         hf_logging.set_verbosity(verbosity)
     _raise_on_difference(cls, path, info, allow_extra)
     _freeze_as_built(model)
+    _align(model)
     return model
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Files are mapped into memory as they are; kernels round otherwise on tensors that begin at odd addresses."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
 
 
 def _freeze_as_built(model: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
@@ -22,7 +22,7 @@ from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.idle import idle_rows, num_calls, tied
-from omnitrain.models.native import NativeRows, native_inputs
+from omnitrain.models.native import NativeRows, config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
 
@@ -52,6 +52,7 @@ class OmniModel(PreTrainedModel):
     config_class = OmniConfig
     base_model_prefix = ""
     _supports_sdpa = True
+    _keep_in_fp32_modules_strict: ClassVar = ["tokenizer"]  # of a decoder: rounded weights would make other codes
 
     def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""
@@ -111,6 +112,10 @@ class OmniModel(PreTrainedModel):
             for name, paths in self.runner.native.components.items()
         }
         attached = {name: self.get_submodule(name) for name in (*self.encoder_names, *self.decoder_names)}
+        if taken := sorted(found.keys() & attached.keys()):
+            raise UserError(
+                f"model: {taken[0]!r} is the name of a component that the foundation has; choose another name"
+            )
         return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
 
     @property
@@ -181,6 +186,8 @@ class OmniModel(PreTrainedModel):
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
     config = as_config(values)
+    for _, node in config_nodes(config):
+        node.dtype = None  # the one that is asked for holds for all parts, not what each was saved in
     return class_of(config)(config)
 
 

@@ -26,7 +26,10 @@ def build_optimizer(model: torch.nn.Module, settings: Optimizer) -> torch.optim.
         raise UserError("model.freeze leaves no parameter to train")
     low = sorted(name for name, p in trainable.items() if p.dtype != torch.float32)
     if low:
-        raise UserError(f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); set model.dtype: float32")
+        raise UserError(
+            f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); build the model with "
+            "torch_dtype=torch.float32"
+        )
     groups = [
         {"params": [p for p in trainable.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},

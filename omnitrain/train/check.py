@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.loader import first_samples, require_usable
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
@@ -60,12 +62,14 @@ def check_model(path: str) -> None:
     """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
 
     Args:
-        path: Hub id or folder.
+        path: Hub id, folder, or folder of a run (its newest checkpoint is taken).
 
     Raises:
         UserError: there is no model, or it cannot be trained here; names what was measured.
     """
     quiet_libraries()
+    if Path(path, "checkpoints").is_dir():
+        path = str(newest_checkpoint(path))
     is_omni = isinstance(config_at(path), OmniConfig)
     parts: dict[str, Any] = {"config_path": path} if is_omni else {"foundation": path}
     _show_model(build_omni_model(**parts, init_device="meta"))

@@ -36,10 +36,10 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     Raises:
         UserError: anything in the recipe that does not fit together.
     """
-    if recipe.model.checkpoint is not None:
-        return load_checkpoint(recipe.model.checkpoint, recipe.model.freeze, init_device, recipe.data.chat)
-    torch.manual_seed(recipe.train.seed)
     parts = recipe.model
+    if parts.checkpoint is not None:
+        return load_checkpoint(parts.checkpoint, parts.freeze, init_device, recipe.data.chat, torch.float32)
+    torch.manual_seed(recipe.train.seed)
     try:
         model = _build(parts, parts.encoders, parts.decoders, init_device)
     except UserError:
@@ -60,6 +60,7 @@ def load_checkpoint(
     frozen: list[str] | None = None,
     init_device: str = "cpu",
     chat: ChatFormat | None = None,
+    torch_dtype: torch.dtype | None = None,
 ) -> tuple[OmniModel, OmniProcessor]:
     """A saved model and its processor.
 
@@ -68,13 +69,14 @@ def load_checkpoint(
         frozen: components that do not train.
         init_device: ``meta`` makes shapes only.
         chat: replaces the saved chat format.
+        torch_dtype: of the weights; None: as saved.
 
     Raises:
         UserError: not such a folder.
         WeightsError: tensors missing, left over or misshapen.
     """
     folder = newest_checkpoint(folder)
-    model = build_omni_model(weights_path=str(folder), init_device=init_device)
+    model = build_omni_model(weights_path=str(folder), init_device=init_device, torch_dtype=torch_dtype)
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):

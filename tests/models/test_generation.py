@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from PIL import Image
@@ -8,7 +11,9 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.generation import generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Sampling
-from tests.tiny import TASKS, tiny_model, tiny_processor, tiny_row
+from tests.families import FAMILIES
+from tests.models.plain import pair_of
+from tests.tiny import TASKS, tiny_model, tiny_processor, tiny_row, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +75,7 @@ class _Script:
         self.said = 0
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        if logits.size(-1) < 200:
+        if logits.size(-1) < 100:
             return torch.ones(len(logits), dtype=torch.long)
         self.said += 1
         return torch.full((len(logits),), self.script[self.said - 1])
@@ -97,3 +102,20 @@ def test_sampling_follows_its_seed_and_top_k_one_is_greedy(
     assert tokens(0, temperature=1.0) != tokens(1, temperature=1.0)
     assert tokens(0, temperature=1.0, top_k=1) == tokens(1, temperature=0.0)
     assert tokens(0, temperature=1.0, top_p=1e-6) == tokens(1, temperature=0.0)
+
+
+def test_prompts_of_a_model_that_reads_by_itself_answer_together_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = pair_of(FAMILIES["glm4v"]())  # rows of images and videos have the same placeholder
+    prompts = [probe.sample for probe in both.probes]
+    assert {("image",), ("video",)} <= {probe.modalities for probe in both.probes}
+    processor: Any = SimpleNamespace(start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer())
+
+    def tokens(some: list[Sample], **options: bool) -> list:
+        return [answer.tokens for answer in generate(both.ours, processor, some, max_new_tokens=6, **options)]
+
+    assert tokens(prompts) == tokens(prompts, use_cache=False) == [tokens([prompt])[0] for prompt in prompts]
+    # Placeholders that are drawn are text: they take no row from the next prompt's media.
+    placeholder = both.ours.native_inputs.placeholders["image"]
+    script = [placeholder, placeholder, 5, 6, 7, 199] * 2
+    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
+    assert tokens(prompts, use_cache=False) == [[("text", token) for token in script[:6]]] * len(prompts)

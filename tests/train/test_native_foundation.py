@@ -9,6 +9,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import foundation_class
 from omnitrain.models.table import component_rows
@@ -72,3 +73,13 @@ def test_components_by_touch_are_in_the_table_and_can_be_frozen_by_name(recipe: 
     assert trained == {"vision_tower", "multi_modal_projector"}
     frozen = {row.name: row.parameters - row.trainable for row in component_rows(model)}
     assert frozen == {"foundation": rows["foundation"].parameters, "image_encoder": 32}
+
+
+def test_training_from_a_checkpoint_saved_in_bf16_has_fp32_weights(recipe: Recipe, tmp_path: Path) -> None:
+    _, processor = build_from_recipe(recipe)
+    foundation = str(tmp_path / "llava")
+    build_omni_model(foundation=foundation, torch_dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    processor.save_pretrained(tmp_path / "half")
+    half = Recipe.load(str(tmp_path / "recipe.yaml"), ["model={checkpoint: " + str(tmp_path / "half") + "}"])
+    assert {p.dtype for p in build_from_recipe(half)[0].parameters()} == {torch.float32}
+    assert {p.dtype for p in load_checkpoint(tmp_path / "half")[0].parameters()} == {torch.bfloat16}

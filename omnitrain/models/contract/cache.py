@@ -1,28 +1,52 @@
-"""Contracts on disk: a class and config are checked once per version of what they run on, omnitrain's code included."""
+"""Contracts on disk: a class and config are checked once per version of what they run on.
+
+That is every installed package (an optional kernel that comes or goes changes what a layer does), omnitrain's own code,
+and the file of a class that belongs to no package.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
 import os
+import sys
 from functools import lru_cache
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import omnitrain
 from omnitrain.models.contract.findings import Contract
+from omnitrain.models.native import config_nodes
 
 
 def contract_path(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Path:
     """Where the contract of ``model_class`` on ``config`` is kept, below the user's cache folder."""
-    versions = [version(package) for package in ("transformers", "torch")]
     name = f"{model_class.__module__}.{model_class.__qualname__}"
-    identity = [name, *versions, _own_code(), config.to_json_string(use_diff=False)]
+    config = copy.deepcopy(config)
+    for _, node in config_nodes(config):
+        node.dtype = None  # the twin is fp32 in any case
+    identity = [name, _code_beside(model_class), *_installed(), _own_code(), config.to_json_string(use_diff=False)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "omnitrain" / "contracts" / f"{model_class.__name__}-{digest}.json"
+
+
+@lru_cache(maxsize=1)
+def _installed() -> tuple[str, ...]:
+    return tuple(sorted(f"{package.name}=={package.version}" for package in distributions()))
+
+
+def _code_beside(model_class: type[PreTrainedModel]) -> str:
+    """Of the files of all classes that it derives from; those of a plugin have no version."""
+    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in model_class.__mro__}
+    digest = hashlib.sha256()
+    for file in sorted(file for file in files if file is not None and Path(file).is_file()):
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -37,7 +61,7 @@ def read_contract(path: Path) -> Contract | None:
     """The contract kept at ``path``; None when there is none that can be read."""
     try:
         return Contract.from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -49,4 +73,5 @@ def write_contract(path: Path, contract: Contract) -> None:
         partial.write_text(json.dumps(contract.to_json(), indent=2))
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+# Values drawn for a tensor on the meta device, which repeat in a larger one: drawing all would take most of the time.
+# A prime, so that no row of a matrix equals its neighbours.
+_DRAWN = 65_537
+
 
 class ParameterReads(TorchFunctionMode):
     """Context in which every parameter that enters a computation is noted.
@@ -49,7 +53,9 @@ class ParameterReads(TorchFunctionMode):
         if not value.is_floating_point():
             return torch.zeros(value.shape, dtype=value.dtype)
         generator = torch.Generator().manual_seed(seed)
-        return torch.empty(value.shape, dtype=value.dtype).uniform_(-0.1, 0.1, generator=generator)
+        drawn = torch.empty(min(value.numel(), _DRAWN), dtype=value.dtype).uniform_(-0.1, 0.1, generator=generator)
+        repeats = -(-value.numel() // max(1, drawn.numel()))
+        return drawn.repeat(repeats)[: value.numel()].view(value.shape)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,28 @@ def test_a_refusal_is_raised_each_time_and_never_cached(tmp_path: Path, monkeypa
         ):
             contract_of(model)
     assert list(tmp_path.rglob("*.json")) == []
+
+
+def test_a_plugin_edited_or_a_package_installed_is_checked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = tmp_path / "edited_plugin.py"
+    plugin.write_text("from transformers import Qwen3ForCausalLM\n\n\nclass Own(Qwen3ForCausalLM): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = importlib.import_module("edited_plugin").Own
+    config = FAMILIES["qwen3"]()
+    before = contract_path(own, config)
+    assert contract_path(own, config) == before
+    plugin.write_text(plugin.read_text() + "    # edited\n")
+    assert contract_path(own, config) != before
+    edited = contract_path(own, config)
+    monkeypatch.setattr("omnitrain.models.contract.cache._installed", lambda: ("some-kernels==1.0",))
+    assert contract_path(own, config) != edited
+
+
+def test_a_cache_that_is_damaged_or_no_folder_costs_a_check_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "file" / "contract.json"
+    path.parent.write_text("")
+    write_contract(path, Contract())
+    (tmp_path / "list.json").write_text("[]")
+    assert read_contract(path) is read_contract(tmp_path / "list.json") is None

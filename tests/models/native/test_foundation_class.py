@@ -1,9 +1,12 @@
+import json
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_foundation_model
-from omnitrain.models.hf import as_dict, foundation_class
+from omnitrain.models.hf import as_dict, foundation_class, require_sub_configs
 from tests.families import FAMILIES
 
 
@@ -36,3 +39,15 @@ def test_a_config_without_its_part_is_an_error_not_a_full_size_default() -> None
 def test_a_model_that_is_no_decoder_is_refused(model_type: str) -> None:
     with pytest.raises(UserError, match=f"{model_type!r} is no causal language model"):
         foundation_class(AutoConfig.for_model(model_type))
+
+
+def test_a_config_file_without_a_part_is_refused_unless_the_language_model_is_written_flat(tmp_path: Path) -> None:
+    values = FAMILIES["qwen2_5_vl"]().to_dict()
+    text = values.pop("text_config")
+    flat = values | {name: value for name, value in text.items() if name != "model_type"}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    require_sub_configs(str(tmp_path))
+    for lacking in (values, {name: value for name, value in flat.items() if name != "vision_config"}):
+        (tmp_path / "config.json").write_text(json.dumps(lacking))
+        with pytest.raises(UserError, match=r"lacks (text|vision)_config; write every part"):
+            build_foundation_model(str(tmp_path), init_device="meta")
