@@ -33,7 +33,7 @@ class Contract:
         packs: several samples may share a row.
         segmented: names of module classes that run one sample at a time, because they carry state along the row.
         by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
-        without_gradient: parameters that no loss reaches.
+        without_gradient: parameters of the twin that no loss reaches.
         findings: every check with what it measured.
     """
 

@@ -16,7 +16,7 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.contract.findings import Contract, Outcome
 from omnitrain.models.contract.probes import Probe, ordinary_words, reworded
-from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.contract.twin import build_twin
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.native import discover
 
@@ -63,8 +63,9 @@ class Trial:
         runner: runs it by the contract.
     """
 
-    def __init__(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-        self.plain = build_twin(model_class, twin_config(config)).train()
+    def __init__(self, model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> None:
+        """Build both; ``twin``: what :func:`twin_config` made of the model's config."""
+        self.plain = build_twin(model_class, twin).train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
         self.scales: dict[str, float] = {}

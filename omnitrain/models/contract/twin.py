@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native import peaked_
 
-# What counts the repeated parts of a language model's config. Towers keep their depth: their parameter names are read.
+# What counts the repeated parts of a config.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+_TOWER_DEPTHS = (*_DEPTHS, "depth", "encoder_layers")
+_TWIN_TOWER_DEPTH = 3  # an index from the end (the feature layer, -2) still leaves one layer before it
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
 # Lengths from which on a language model does something else: narrower windows, other scales or frequencies.
@@ -36,7 +38,7 @@ TWIN_VOCABULARY = 512
 _TWIN_EXPERTS, _TWIN_CHOSEN_EXPERTS = 4, 2
 
 
-def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True) -> PreTrainedConfig:
     """A config of the same widths that is quick to build.
 
     The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
@@ -46,6 +48,8 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     Args:
         config: of the whole model; it is not changed.
+        cut_towers: towers keep their first layers only; layers that lists name by index (full attention, side
+            features) become the first ones.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
@@ -54,6 +58,10 @@ def twin_config(config: PreTrainedConfig) -> PreTrainedConfig:
         len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)
     ]
     _cut_depth(text, least=1 + max(levels, default=1))
+    if cut_towers:
+        for node in _nodes(small):
+            if node is not text and node is not small:
+                _cut_tower(node)
     _cut_experts(text)
     _cut_thresholds(text)
     for node in _nodes(small):
@@ -115,6 +123,25 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     for key, values in per_layer.items():
         setattr(text, key, values[:kept])
     setattr(text, name, kept)
+
+
+def _cut_tower(node: PreTrainedConfig) -> None:
+    """Fewer layers; of the layers that a list names by index, as many are kept, and one that it does not name."""
+    name = _first(node, _TOWER_DEPTHS)
+    if name is None:
+        return
+    depth: int = getattr(node, name)
+    values = {k: list(v) for k, v in vars(node).items() if isinstance(v, (list, tuple)) and v}
+    named = {k: v for k, v in values.items() if "index" in k and all(isinstance(i, int) and 0 <= i < depth for i in v)}
+    kept = max([_TWIN_TOWER_DEPTH, *(len(indices) + 1 for indices in named.values())])
+    if kept >= depth:
+        return
+    for key, indices in named.items():
+        setattr(node, key, list(range(len(indices))))
+    for key, per_layer in values.items():
+        if len(per_layer) == depth and key not in named:
+            setattr(node, key, per_layer[:kept])
+    setattr(node, name, kept)
 
 
 def _cut_thresholds(text: PreTrainedConfig) -> None:

@@ -62,7 +62,9 @@ def test_a_twin_keeps_widths_and_loses_depth_experts_and_vocabulary() -> None:
     assert (text.num_hidden_layers, text.num_experts, text.num_experts_per_tok, text.vocab_size) == (4, 4, 2, 512)
     for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "moe_intermediate_size"):
         assert getattr(text, name) == getattr(full.text_config, name)
-    assert small.vision_config.to_dict() == full.vision_config.to_dict()
+    shallow = {"depth": 4, "deepstack_visual_indexes": [0, 1, 2]}  # three levels of side features, and a layer without
+    assert small.vision_config.to_dict() == full.vision_config.to_dict() | shallow
+    assert twin_config(full, cut_towers=False).vision_config.to_dict() == full.vision_config.to_dict()
     tokens = {small.image_token_id, small.video_token_id, small.vision_start_token_id, small.vision_end_token_id}
     assert len(tokens) == 4 and max(tokens) < 512
     assert full.text_config.vocab_size == 151936
