@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.pack import Pack
+from omnitrain.models.contract.probes import Probe
 from tests.models.plain import (
     Pair,
-    exact_gradients,
+    exact_step,
     our_logits,
     our_step,
     plain_logits,
@@ -20,8 +21,8 @@ from tests.models.plain import (
 
 TOLERANCE = 1e-5
 NOISE_FACTOR = 20
-_FALLS_WITH_PRECISION = 1e-6
-"""fp64 rounds 2e-9 times as much as fp32: below this, a gradient in fp64 is nothing but rounding."""
+ROUNDING_FACTOR = 4
+"""Two fp32 computations of one number differ from it by about as much; the worst ratio measured is 2.8."""
 
 
 def differences(both: Pair) -> dict[str, float]:
@@ -32,31 +33,46 @@ def differences(both: Pair) -> dict[str, float]:
 
 
 def unpacked_errors(both: Pair) -> dict[str, float]:
-    """Samples of which a single bit of the logits differs from plain transformers'.
+    """Samples, each alone and unpacked, of which a single bit of the logits differs from plain transformers'.
 
-    Media of one sample may share a call of the tower, or not. Where that changes a bit in plain transformers itself,
+    Items of one sample may share a call of their tower, or not. Where that changes a bit in plain transformers itself,
     because a matrix product rounds otherwise with more rows, or sdpa with keys that a mask leaves out, the bits must be
     those of plain transformers with each item by itself, and stay within 1e-5 of those with all items in one call.
     """
+    return _bitwise_errors(both, packed=False)
+
+
+def pack_of_one_errors(both: Pair) -> dict[str, float]:
+    """The same for packed rows of one sample, whose attention is another backend's."""
+    return _bitwise_errors(both, packed=True)
+
+
+def _bitwise_errors(both: Pair, *, packed: bool) -> dict[str, float]:
     wrong = {}
     for probe, pack in zip(both.probes, both.packs_of_one(), strict=True):
         together = plain_logits(both.plain, probe)[0]
-        got = our_logits(both.ours, pack)[probe.sample.index]
+        got = our_logits(both.ours, pack, packed=packed)[probe.sample.index]
         if torch.equal(got, together):
             continue
         error = _relative(got, together)
         is_rounding = len(probe.modalities) > 1 and error <= TOLERANCE
         if not (is_rounding and torch.equal(got, plain_logits_of_items_apart(both, probe)[0])):
-            wrong[f"logits of {' and '.join(probe.modalities) or 'text'}, {len(probe.sample)} tokens"] = error
+            wrong[_named(probe)] = error
     return wrong
 
 
 def packed_errors(both: Pair) -> dict[str, float]:
-    """Samples whose logits in one row with all others differ from those alone by more than 1e-5 of the largest."""
-    together = our_logits(both.ours, both.pack())
-    alone = [item for pack in both.packs_of_one() for item in our_logits(both.ours, pack).items()]
-    errors = {f"packed sample {index}": _relative(together[index], logits) for index, logits in alone}
+    """Samples whose logits, in one row with all others, are not those of plain transformers alone: 1e-5 of the largest."""
+    together = our_logits(both.ours, both.pack(), packed=True)
+    errors = {
+        f"packed, {_named(probe)}": _relative(together[probe.sample.index], plain_logits(both.plain, probe)[0])
+        for probe in both.probes
+    }
     return {name: error for name, error in errors.items() if not error <= TOLERANCE}
+
+
+def _named(probe: Probe) -> str:
+    return f"logits of {' and '.join(probe.modalities) or 'text'}, {len(probe.sample)} tokens"
 
 
 def gradient_errors(both: Pair, packs: Sequence[Pack]) -> dict[str, float]:
@@ -65,10 +81,10 @@ def gradient_errors(both: Pair, packs: Sequence[Pack]) -> dict[str, float]:
     A tensor may differ by max(1e-5, 20 x its noise); the noise is what plain transformers differs by from itself when
     the samples are added in the other order.
 
-    Some gradients are zero (a key bias without rotary positions: it adds the same to every score of a query). What fp32
-    leaves of them is the rounding of large values that cancel; the order of the samples does not show it. A run of plain
-    transformers in fp64 does: such a gradient falls with the precision, to less than a millionth of what it is in fp32.
-    It may differ from fp64's by 20 x what plain transformers' own fp32 gradient differs by, and no other tensor may.
+    That noise lacks what one sample's forward and backward round. In most tensors it is far below 1e-5. It is all there
+    is of a gradient that is zero in exact arithmetic (a key bias without rotary positions adds the same to every score
+    of a query), and a recurrence multiplies it. So a tensor beyond that bound is held against plain transformers in
+    fp64: it may be at most 4 x as far from that as plain transformers in fp32 is itself.
     """
     order = range(len(both.probes))
     loss, expected = plain_step(both, order)
@@ -79,20 +95,24 @@ def gradient_errors(both: Pair, packs: Sequence[Pack]) -> dict[str, float]:
         error, noise = _relative(one, other), _relative(again, other)
         if not error <= max(TOLERANCE, NOISE_FACTOR * noise):
             wrong[name] = error
-    return without_rounding(wrong, got, expected, exact_gradients(both)) if wrong else wrong
+    if not wrong:
+        return wrong
+    exact_loss, exact = exact_step(both)
+    if not abs(exact_loss - loss) <= TOLERANCE * abs(loss):  # other experts were chosen: this is not about rounding
+        return wrong
+    return beyond_rounding(wrong, got, expected, exact)
 
 
-def without_rounding(
+def beyond_rounding(
     wrong: dict[str, float], got: dict[str, Tensor], expected: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> dict[str, float]:
-    """Those that are wrong even if their exact gradient is zero."""
-    kept = dict(wrong)
-    for name, ours, plain, true in _aligned(got, expected, exact):
-        rounding = float((plain - true).abs().max())
-        vanishes = float(true.abs().max()) <= _FALLS_WITH_PRECISION * rounding
-        if name in kept and vanishes and float((ours - true).abs().max()) <= NOISE_FACTOR * rounding:
-            del kept[name]
-    return kept
+    """Those of ``wrong`` that are further from ``exact`` than 4 x what ``expected`` is."""
+    excused = {
+        name
+        for name, ours, plain, true in _aligned(got, expected, exact)
+        if (ours - true).abs().max() <= ROUNDING_FACTOR * (plain - true).abs().max()
+    }
+    return {name: error for name, error in wrong.items() if name not in excused}
 
 
 def _aligned(*gradients: dict[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:

@@ -38,8 +38,12 @@ class Pair:
 
 
 def pair_of(config: PreTrainedConfig) -> Pair:
-    """Texts of three lengths, every modality alone, two items of one, all together."""
-    model = foundation_class(config)(config)
+    """A model of this config, and :func:`paired`."""
+    return paired(foundation_class(config)(config))
+
+
+def paired(model: PreTrainedModel) -> Pair:
+    """With peaked weights: texts of three lengths, every modality alone, two items of one, all together."""
     peaked_(model)
     model.train()
     plain = copy.deepcopy(model)
@@ -79,10 +83,10 @@ def plain_logits_of_items_apart(both: Pair, probe: Probe) -> Tensor:
 
 
 @torch.no_grad()
-def our_logits(model: OmniModel, pack: Pack) -> dict[int, Tensor]:
-    """Sample index -> ``[T, vocabulary]``, of the very forward that training runs."""
+def our_logits(model: OmniModel, pack: Pack, *, packed: bool) -> dict[int, Tensor]:
+    """Sample index -> ``[T, vocabulary]``, of the forward that training runs: as a packed row, or unpacked."""
     runner = model.runner
-    borders = tuple(pack.cu_seqlens.tolist()) if runner.contract.packs else None
+    borders = tuple(pack.cu_seqlens.tolist()) if packed else None
     media = EncodedMedia(runner.encode(pack))
     logits = runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), borders).logits[0]
     return dict(zip(pack.info.indices, logits.split(pack.info.lengths), strict=True))
@@ -103,8 +107,8 @@ def plain_step(pair: Pair, order: Sequence[int]) -> tuple[float, dict[str, Tenso
     return total, _gradients(pair.plain)
 
 
-def exact_gradients(pair: Pair) -> dict[str, Tensor]:
-    """The gradients of :func:`plain_step` in fp64 from first to last, for the same weights.
+def exact_step(pair: Pair) -> tuple[float, dict[str, Tensor]]:
+    """:func:`plain_step` in fp64 from first to last, for the same weights.
 
     Experts run one by one: torch's grouped matrix product has no fp64.
     """
@@ -115,7 +119,7 @@ def exact_gradients(pair: Pair) -> dict[str, Tensor]:
     torch.set_default_dtype(torch.float64)
     try:
         with _Doubling():
-            return plain_step(doubled, range(len(pair.probes)))[1]
+            return plain_step(doubled, range(len(pair.probes)))
     finally:
         torch.set_default_dtype(torch.float32)
 

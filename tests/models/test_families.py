@@ -16,7 +16,13 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.native import peaked_
 from tests.families import AUDIO_FAMILIES, FAMILIES
-from tests.models.acceptance import gradient_errors, packed_errors, unpacked_errors, without_rounding
+from tests.models.acceptance import (
+    beyond_rounding,
+    gradient_errors,
+    pack_of_one_errors,
+    packed_errors,
+    unpacked_errors,
+)
 from tests.models.plain import Pair, our_step, pair_of, plain_logits, plain_step
 
 QUICK = ("gpt_oss", "deepseek_v3", "qwen3_5", "gemma3", "qwen2_5_omni_thinker")
@@ -46,6 +52,7 @@ def test_samples_are_text_images_two_images_videos_and_sound(family: str) -> Non
 def test_unpacked_logits_are_those_of_plain_transformers_bitwise(family: str) -> None:
     both = pair(family)
     assert unpacked_errors(both) == {}
+    assert pack_of_one_errors(both) == {}
     for probe in both.probes:  # the model by itself, its attention replaced
         got, expected = (plain_logits(model, probe) for model in (both.ours.foundation, both.plain))
         if family in ROUNDED and len(probe.modalities) > 1:
@@ -65,14 +72,14 @@ def test_loss_and_every_gradient_of_a_pack_are_those_of_plain_transformers(famil
     assert gradient_errors(both, [both.pack()]) == {}
 
 
-def test_a_gradient_that_vanishes_in_fp64_may_be_the_rounding_of_fp32_and_nothing_more() -> None:
-    def rest(ours: float, exact: float) -> dict[str, float]:
-        got, expected, true = ({"bias": torch.tensor([value])} for value in (ours, 4e-8, exact))
-        return without_rounding({"bias": 1.0}, got, expected, true)
+def test_beyond_rounding_is_what_is_further_from_fp64_than_plain_transformers() -> None:
+    def rest(ours: float, plain: float, exact: float) -> dict[str, float]:
+        got, expected, true = ({"bias": torch.tensor([value])} for value in (ours, plain, exact))
+        return beyond_rounding({"bias": 1.0}, got, expected, true)
 
-    assert rest(ours=-5e-8, exact=1e-16) == {}
-    assert rest(ours=1e-6, exact=1e-16) == {"bias": 1.0}
-    assert rest(ours=5e-8, exact=1e-10) == {"bias": 1.0}
+    assert rest(ours=-5e-8, plain=4e-8, exact=1e-16) == {}
+    assert rest(ours=1e-6, plain=4e-8, exact=1e-16) == {"bias": 1.0}
+    assert rest(ours=1.0001, plain=1.00001, exact=1.0) == {"bias": 1.0}
 
 
 def test_a_missing_sample_or_a_wrong_position_would_show() -> None:
