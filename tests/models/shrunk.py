@@ -16,6 +16,7 @@ _ORDINARY = 200
 """Special tokens from here on move into the small vocabulary."""
 
 _DEPTH = re.compile(r"^((num|n)_(hidden_|encoder_|decoder_)?(layers?|blocks)|(encoder_|decoder_)?layers|\w*depth)$")
+_KINDS = ("layers_block_type", "layer_types")
 _NUM_HEADS = re.compile(r"(^|_)(num|n|attention)_(\w+_)?heads?$")
 _TOKEN = re.compile(r"(_token|_start|_end|_pad|_placeholder)_(id|ids|index|idx)$")
 _RANDOM = re.compile(r"drop|jitter")
@@ -165,13 +166,18 @@ def _special_tokens(values: dict[str, Any]) -> Iterator[int]:
 
 
 def _cut_layers(small: dict[str, Any]) -> None:
-    """The first layers, up to the last one of a new kind; lists of a value per layer, and of layers, follow."""
-    for name in [name for name, value in small.items() if _DEPTH.match(name) and type(value) is int]:
-        depth = small[name]
+    """The first layers, up to the last one of a new kind; lists of a value per layer, and of layers, follow.
+
+    Where no number tells the depth, a list of the layers' kinds does.
+    """
+    for name in [name for name, value in small.items() if _DEPTH.match(name) and type(value) is int] or ["layers"]:
+        kinds_alone = next((small[key] for key in _KINDS if small.get(key)), [])
+        depth = small.get(name, len(kinds_alone))
         lists = {key: value for key, value in small.items() if isinstance(value, list) and len(value) == depth}
         kinds = [str(kind) for kind in zip(*lists.values(), strict=True)]
         kept = min(depth, _MOST_LAYERS, max([2, *(i + 1 for i, kind in enumerate(kinds) if kind not in kinds[:i])]))
-        small[name] = kept
+        if name in small:
+            small[name] = kept
         small |= {key: value[:kept] for key, value in lists.items()}
         if layers := small.get("per_layer_config"):
             small["per_layer_config"] = {key: value for key, value in layers.items() if int(key) < kept}
