@@ -21,6 +21,7 @@ from omnitrain.models.native.text_run import (
     attention_implementation,
     called_with,
     feature_hosts,
+    first_position,
     plain_ids,
     separate_decoder,
     text_arguments,
@@ -117,6 +118,7 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: 
     given = _text_call(model).get("position_ids")
     start = int(given.min()) if isinstance(given, Tensor) else 0
     if own_function(model) is None:
+        start = start if isinstance(given, Tensor) else first_position(model)
         return PositionFunction(type(model), None, start=start)
     function = PositionFunction(type(model), config_json(model.config), start=start)
     axes = given.size(0) if isinstance(given, Tensor) and given.ndim == 3 else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native.placeholders import MODALITY_CODES, extra_arguments, marks, special_ids
 from omnitrain.models.native.port import method_name
-from omnitrain.models.native.touch import ParameterReads
+from omnitrain.models.native.touch import ParameterReads, leaves
 
 MODALITIES = ("image", "video", "audio")
 
@@ -97,6 +98,33 @@ def text_arguments(model: PreTrainedModel, modality: str = "image", token: int |
         "attention_mask": torch.ones_like(ids),
         **dict.fromkeys(extra_arguments(type(model)), types),
     }
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """The position from which a model counts that is given none: its first layer is then called with the same.
+
+    Some count from behind their padding token. 0 for a model that takes no positions, or that no guess fits.
+    """
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return 0
+    layer = next((m[0] for m in text_core(model).modules() if isinstance(m, nn.ModuleList) and len(m)), None)
+    width = model.get_input_embeddings().weight.size(1)
+    rows = torch.zeros(1, 3, width, device=input_device(model), dtype=model.dtype)
+    behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
+    try:
+        expected = _floats(called_with(model, layer, {"inputs_embeds": rows}))
+        for start in dict.fromkeys((0, 1, 2, behind_padding)):
+            positions = torch.arange(start, start + rows.size(1), device=rows.device)[None]
+            got = _floats(called_with(model, layer, {"inputs_embeds": rows, "position_ids": positions}))
+            if all(torch.equal(one, other) for one, other in zip(expected, got, strict=True)):
+                return start
+    except Exception:  # whatever the model raises: it is not run like this
+        return 0
+    return 0
+
+
+def _floats(call: Any) -> list[Tensor]:
+    return [value for value in leaves(call) if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
