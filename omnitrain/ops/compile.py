@@ -82,8 +82,8 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     Blocks are the items of the module lists that transformers can recompute (``GradientCheckpointingLayer``). All sizes
-    are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to stay out. So a
-    block is two graphs, and blocks that are alike share them.
+    are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to stay out.
+    So a block is two graphs, and blocks that are alike share them.
 
     Args:
         model: on its device.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,23 +109,33 @@ def plain_step(pair: Pair, order: Sequence[int]) -> tuple[float, dict[str, Tenso
 
 
 def exact_step(pair: Pair) -> tuple[float, dict[str, Tensor]]:
-    """:func:`plain_step` in fp64 from first to last, for the same weights.
+    """:func:`plain_step` in fp64 from first to last, for the same weights."""
+    with _doubled(pair) as exact:
+        return plain_step(exact, range(len(exact.probes)))
 
-    Experts run one by one: torch's grouped matrix product has no fp64.
-    """
+
+def exact_logits(pair: Pair) -> dict[int, Tensor]:
+    """Sample index -> :func:`plain_logits` in fp64, ``[T, vocabulary]``."""
+    with _doubled(pair) as exact:
+        return {probe.sample.index: plain_logits(exact.plain, probe)[0] for probe in exact.probes}
+
+
+@contextmanager
+def _doubled(pair: Pair) -> Iterator[Pair]:
+    """The plain model and the samples in fp64. Experts run one by one: torch's grouped matrix product has no fp64."""
     plain = copy.deepcopy(pair.plain).double()
     for _, node in config_nodes(plain.config):
         node._experts_implementation_internal = "eager"
-    doubled = Pair(plain, pair.ours, [replace(probe, arguments=_doubled(probe.arguments)) for probe in pair.probes])
+    probes = [replace(probe, arguments=_as_double(probe.arguments)) for probe in pair.probes]
     torch.set_default_dtype(torch.float64)
     try:
         with _Doubling():
-            return plain_step(doubled, range(len(pair.probes)))
+            yield Pair(plain, pair.ours, probes)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _doubled(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 

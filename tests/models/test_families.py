@@ -27,8 +27,8 @@ from tests.models.plain import Pair, our_step, pair_of, plain_logits, plain_step
 
 QUICK = ("gpt_oss", "deepseek_v3", "qwen3_5", "gemma3", "qwen2_5_omni_thinker")
 CASES = [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in FAMILIES]
-# Its tower puts images of all sizes into one row. Plain transformers runs sdpa over that row with a block-diagonal mask,
-# we run each image's rows by themselves; sdpa adds in another order where a mask leaves keys out.
+# Its tower puts images of all sizes into one row. Plain transformers runs sdpa over that row with a block-diagonal
+# mask, we run each image's rows by themselves; sdpa adds in another order where a mask leaves keys out.
 ROUNDED = ("mistral3",)
 VIDEO = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", *AUDIO_FAMILIES)
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import inspect
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,8 +28,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MOST_PARAMETERS = 30_000_000
-PACKED, UNPACKED, REFUSED, NO_REFERENCE = (
+PACKED, PARTLY, UNPACKED, REFUSED, NO_REFERENCE = VERDICTS = (
     "exact",
+    "exact, a modality refused",
     "exact, one sample per row",
     "refused",
     "not small in plain transformers",
@@ -42,16 +42,14 @@ class Outcome:
     """What became of a family.
 
     Attributes:
-        verdict: one of the four above.
+        verdict: one of the five above.
         facts: what the contract check said beside "passed", or why there is no verdict on the numbers.
         wrong: what differs from plain transformers.
-        seconds: that it took.
     """
 
     verdict: str
     facts: tuple[str, ...] = ()
     wrong: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 def unnamed_families() -> list[str]:
@@ -69,9 +67,8 @@ def _files() -> Iterator[Path]:
     return (path for path in ROOT.rglob("*") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
 
 
-@lru_cache(maxsize=None)
+@cache
 def outcome(family: str) -> Outcome:
-    start = time.perf_counter()
     try:
         model = _smallest_that_runs(family)
         if isinstance(model, str):
@@ -81,8 +78,8 @@ def outcome(family: str) -> Outcome:
     except UserError as refusal:
         return Outcome(REFUSED, (str(refusal),))
     facts = tuple(f"{finding.check}: {finding.fact}" for finding in contract.findings if finding.outcome != "passed")
-    verdict = PACKED if contract.packs else UNPACKED
-    return Outcome(verdict, facts, differences(both), time.perf_counter() - start)
+    verdict = UNPACKED if not contract.packs else PARTLY if both.ours.runner.native.refused else PACKED
+    return Outcome(verdict, facts, differences(both))
 
 
 def _smallest_that_runs(family: str) -> PreTrainedModel | str:
@@ -139,7 +136,7 @@ def report(outcomes: dict[str, Outcome]) -> str:
     """How many families there are of each verdict, and a line per family that has facts."""
     numbers = Counter(found.verdict for found in outcomes.values())
     lines = [f"\n{len(outcomes)} families: " + "; ".join(f"{number} {name}" for name, number in numbers.items())]
-    for verdict in (PACKED, UNPACKED, REFUSED, NO_REFERENCE):
+    for verdict in VERDICTS:
         found = {family: each for family, each in outcomes.items() if each.verdict == verdict}
         lines += [f"{verdict}: {', '.join(family for family, each in found.items() if not each.facts)}"]
         lines += [f"  {family}: {'; '.join(each.facts)[:300]}" for family, each in found.items() if each.facts]
