@@ -20,6 +20,7 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
+from omnitrain.models.encoding import Share, encode
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Sampling
@@ -166,7 +167,7 @@ class _Foundation:
         encoded = []
         self.inserted: list[tuple[int, InsertedRows]] = []  # prompt, and rows at columns of the batch
         for number, (pack, pad) in enumerate(zip(packs, pads, strict=True)):
-            media, _, _ = model.encode(pack)
+            media = encode(model, pack, Share()).media
             self.inserted += [(number, InsertedRows(part.positions + pad, part.rows)) for part in media.inserted]
             encoded.append(media.native)
         self.native = self.runner.one_batch(encoded)

@@ -1,0 +1,138 @@
+"""From what every rank drew for an optimizer step to the plan that all of them follow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.gather import TableGather
+from omnitrain.plan import (
+    ItemFacts,
+    MicroBatchFacts,
+    PlannedComponent,
+    Port,
+    RankFacts,
+    StepPlan,
+    Topology,
+    decode_tables,
+    encode_table,
+    plan_step,
+    shape_key,
+)
+from omnitrain.plan.topology import Place
+from omnitrain.recipe.parallel import FOUNDATION
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One optimizer step of one rank.
+
+    Attributes:
+        packs: its micro-batches.
+        plan: of all ranks.
+    """
+
+    packs: tuple[Pack, ...]
+    plan: StepPlan
+
+
+def topology_of(
+    model: OmniModel,
+    world_size: int = 1,
+    *,
+    replicas: Mapping[str, int] | None = None,
+    places: Mapping[str, Place] | None = None,
+) -> Topology:
+    """What planning must know of a model and of the ranks it lies on.
+
+    Args:
+        model: with its parameters frozen as they will be.
+        world_size: number of ranks; all components live on all of them.
+        replicas: component -> copies of its parameters; absent: 1.
+        places: component -> who encodes its items; absent: the rank that drew them.
+    """
+    everyone = tuple(range(world_size))
+    trained = {name: any(p.requires_grad for p in own.values()) for name, own in model.components.items()}
+    copies = replicas or {}
+    components = [
+        PlannedComponent(
+            name=name,
+            ranks=everyone,
+            ports=tuple(Port(port) for port in model.ports.get(name, ())),
+            reads_packs=name == FOUNDATION,
+            head=name if name in model.decoder_names else None,
+            place=(places or {}).get(name, "local"),
+            num_replicas=copies.get(name, 1),
+            is_trained=trained[name],
+        )
+        for name in (*model.ports, FOUNDATION)
+    ]
+    return Topology(world_size, tuple(components), ("text", *model.decoder_names))
+
+
+def facts_of(pack: Pack, by_sample: Collection[str] = ()) -> MicroBatchFacts:
+    """What planning must know of a pack.
+
+    Args:
+        pack: a micro-batch.
+        by_sample: names of media of which no call may take the items of two samples.
+    """
+    return MicroBatchFacts(
+        counts=pack.loss_counts(),
+        lengths=pack.info.lengths,
+        items={
+            name: tuple(_items(batch, pack.info.indices if name in by_sample else None))
+            for name, batch in (*pack.inputs.items(), *pack.targets.items())
+        },
+    )
+
+
+def _items(batch: MediaBatch, apart: Sequence[int] | None) -> list[ItemFacts]:
+    """In the order in which the pack needs their rows; an item costs as much as it has numbers."""
+    facts: list[ItemFacts] = []
+    owners = iter(batch.samples)
+    for group in batch.groups:
+        key = tuple((name, str(t.dtype), tuple(t.shape[1:])) for name, t in sorted(group.features.items()))
+        per_row = {name: tensor[:1].numel() for name, tensor in group.features.items()}
+        for place, rows in enumerate(group.num_tokens):
+            owner = next(owners)
+            cost = sum(counts[place] * per_row[name] for name, counts in group.num_rows.items())
+            shape = shape_key(key, None if apart is None else apart[owner])
+            facts.append(ItemFacts(rows=rows, cost=cost, shape=shape))
+    return facts
+
+
+class StepPlanner:
+    """Plans steps where their packs are made: in a rank's data process. Can be pickled until it is first called.
+
+    Args:
+        topology: of the run.
+        by_sample: see :func:`facts_of`.
+        gather: brings the tables of all ranks together.
+    """
+
+    def __init__(self, topology: Topology, gather: TableGather, by_sample: Collection[str] = ()) -> None:
+        self.topology, self.gather, self.by_sample = topology, gather, frozenset(by_sample)
+
+    def __call__(self, packs: Sequence[Pack]) -> StepBatch:
+        """Plan the step of these packs; every rank calls it with its own."""
+        facts = RankFacts(tuple(facts_of(pack, self.by_sample) for pack in packs))
+        tables = self.gather(encode_table(self.topology, facts))
+        return StepBatch(tuple(packs), plan_step(self.topology, decode_tables(self.topology, tables)))
+
+
+def plan_of_all(topology: Topology, packs: Sequence[Sequence[Pack]], by_sample: Collection[str] = ()) -> StepPlan:
+    """The plan of a step whose packs, of all ranks, are at hand.
+
+    Args:
+        topology: of the run.
+        packs: of each rank, in order of ranks.
+        by_sample: see :func:`facts_of`.
+    """
+    facts = (RankFacts(tuple(facts_of(pack, by_sample) for pack in own)) for own in packs)
+    tables: list[np.ndarray] = [encode_table(topology, own) for own in facts]
+    return plan_step(topology, decode_tables(topology, tables))
