@@ -22,6 +22,13 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+def as_bytes(item: Any) -> bytes:
+    """``item`` for ``pickle.loads``; of a tensor that is a view, only what it shows."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(item)
+    return stream.getvalue()
+
+
 def send(connection: socket.socket, item: Any) -> None:
     """Send ``item``, any object that can be pickled; its tensors are on the CPU.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.pack import MediaBatch, Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.models.calls import MediaCall, media_calls
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
@@ -79,7 +79,12 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
             minimal += [_minimal(model, name) for _ in range(share.calls.get(name, 0) - len(calls))]
         idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
         if component in share.exchanges:
-            made = _exchanged(share.exchanges[component], pack, made, minimal)
+            own = [rows for parts in made.values() for rows in parts]
+            received = share.exchanges[component](*_joined(own or minimal[:1], is_empty=not own))
+            idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
+            made = _cut(
+                received, (own or minimal)[0], {name: pack.inputs[name] for name in names if name in pack.inputs}
+            )
         for name in names:
             if name in pack.targets:
                 rows, labels[name] = (torch.cat(part) for part in zip(*made[name], strict=True))
@@ -147,17 +152,16 @@ def _tensors(made: _Made) -> list[Tensor]:
     return [made] if isinstance(made, Tensor) else list(made)
 
 
-def _exchanged(
-    exchange: Exchange, pack: Pack, made: dict[str, list[_Made]], minimal: list[_Made]
-) -> dict[str, list[_Made]]:
-    """Rows for the own pack, where ranks encode for each other."""
-    own = [rows for parts in made.values() for rows in parts]
-    pattern = (own or minimal)[0]
-    tensors = [torch.cat(part) for part in zip(*map(_tensors, own), strict=True)]
-    received = exchange(*(tensors or [tensor[:0] for tensor in _tensors(pattern)]))
-    batches = {name: pack.inputs[name] for name in made if name in pack.inputs}
+def _joined(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
+    """Rows of several calls end to end; ``is_empty``: none of them."""
+    joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
+    return [tensor[:0] for tensor in joined] if is_empty else joined
+
+
+def _cut(received: Sequence[Tensor], pattern: _Made, batches: Mapping[str, MediaBatch]) -> dict[str, list[_Made]]:
+    """Rows from an exchange, name by name, in the form of ``pattern``."""
     sizes = [sum(batch.num_tokens) for batch in batches.values()]
-    pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True)
+    pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
     return {
         name: [piece[0] if isinstance(pattern, Tensor) else pattern.with_tensors(piece, batch.num_tokens)]
         for (name, batch), piece in zip(batches.items(), pieces, strict=True)

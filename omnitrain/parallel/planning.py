@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 
 from omnitrain.data.pack import MediaBatch, Pack
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.gather import TableGather
+from omnitrain.parallel.meeting import DataPeers
+from omnitrain.parallel.placing import StepBatch, placed
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
     Port,
     RankFacts,
-    StepPlan,
     Topology,
     decode_tables,
     encode_table,
@@ -25,19 +22,6 @@ from omnitrain.plan import (
 )
 from omnitrain.plan.topology import Place
 from omnitrain.recipe.parallel import FOUNDATION
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One optimizer step of one rank.
-
-    Attributes:
-        packs: its micro-batches.
-        plan: of all ranks.
-    """
-
-    packs: tuple[Pack, ...]
-    plan: StepPlan
 
 
 def topology_of(
@@ -111,28 +95,16 @@ class StepPlanner:
 
     Args:
         topology: of the run.
+        peers: the data processes of all ranks.
         by_sample: see :func:`facts_of`.
-        gather: brings the tables of all ranks together.
     """
 
-    def __init__(self, topology: Topology, gather: TableGather, by_sample: Collection[str] = ()) -> None:
-        self.topology, self.gather, self.by_sample = topology, gather, frozenset(by_sample)
+    def __init__(self, topology: Topology, peers: DataPeers, by_sample: Collection[str] = ()) -> None:
+        self.topology, self.peers, self.by_sample = topology, peers, frozenset(by_sample)
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
-        """Plan the step of these packs; every rank calls it with its own."""
+        """Plan the step of these packs, and bring media to the ranks that encode them; every rank calls it."""
         facts = RankFacts(tuple(facts_of(pack, self.by_sample) for pack in packs))
-        tables = self.gather(encode_table(self.topology, facts))
-        return StepBatch(tuple(packs), plan_step(self.topology, decode_tables(self.topology, tables)))
-
-
-def plan_of_all(topology: Topology, packs: Sequence[Sequence[Pack]], by_sample: Collection[str] = ()) -> StepPlan:
-    """The plan of a step whose packs, of all ranks, are at hand.
-
-    Args:
-        topology: of the run.
-        packs: of each rank, in order of ranks.
-        by_sample: see :func:`facts_of`.
-    """
-    facts = (RankFacts(tuple(facts_of(pack, by_sample) for pack in own)) for own in packs)
-    tables: list[np.ndarray] = [encode_table(topology, own) for own in facts]
-    return plan_step(topology, decode_tables(topology, tables))
+        tables = self.peers.tables(encode_table(self.topology, facts))
+        plan = plan_step(self.topology, decode_tables(self.topology, tables))
+        return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from omnitrain.data.pack import Pack
+from omnitrain.models.calls import MediaCall
 from omnitrain.models.encoding import Share
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
-from omnitrain.parallel.planning import StepBatch
-from omnitrain.plan import StepPlan
+from omnitrain.parallel.exchange import Exchange
+from omnitrain.parallel.placing import StepBatch
 
 Observe = Callable[[int, Pack, OmniOutput], Any]
 
@@ -42,7 +44,7 @@ def accumulate_gradients(
     total = torch.zeros((), device=model.device)
     for number, pack in enumerate(batch.packs):
         pack = pack.to(model.device)
-        output = model(pack, share_of(batch.plan, number))
+        output = model(pack, share_of(batch, number, model.device))
         terms = [weights.get(n, 1.0) * term.sum / counts[n] for n, term in output.losses.items() if counts[n]]
         if terms:  # the same on all ranks: the counts are those of all
             loss = torch.stack(terms).sum()
@@ -53,12 +55,22 @@ def accumulate_gradients(
     return total
 
 
-def share_of(plan: StepPlan, micro_batch: int) -> Share:
-    """What every rank does in a micro-batch, as the model takes it."""
-    calls, heads = {}, set()
+def share_of(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:
+    """What this rank does in a micro-batch, as the model takes it."""
+    plan, work = batch.plan, batch.work[micro_batch]
+    calls, heads, exchanges = {}, set(), {}
     for entrance, number in zip(plan.topology.entrances, plan.calls[micro_batch].tolist(), strict=True):
         if entrance.kind == "encode":
             calls[entrance.name] = number
         elif entrance.kind == "head" and number:
             heads.add(entrance.name)
-    return Share(calls=calls, heads=heads)
+    for component in plan.topology.components:
+        if component.place != "local" and plan.is_active(component.name, micro_batch):
+            made = [item for call in plan.calls_of(_rank(), component.name, micro_batch) for item in call.items]
+            exchanges[component.name] = Exchange(plan.routes(component.name, micro_batch), made=made)
+    there = {name: [MediaCall(c.items.to(device), c.samples) for c in made] for name, made in work.items()}
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

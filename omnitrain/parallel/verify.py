@@ -27,7 +27,8 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf_samples import idle_sample, to_samples
 from omnitrain.models.native import special_ids
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.planning import StepBatch, plan_of_all, topology_of
+from omnitrain.parallel.meeting import DataPeers, open_meeting
+from omnitrain.parallel.planning import StepPlanner, topology_of
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.shard import Sharding, shard
@@ -281,7 +282,8 @@ def _trained(model: OmniModel, table: list[list[Pack]], rank: int) -> _Outcome:
     """Three steps on the packs of ``rank``, knowing those of all others."""
     topology = topology_of(model, len(table))
     by_sample = [f"{NATIVE_PREFIX}{modality}" for modality in model.runner.contract.by_sample]
-    step = StepBatch(tuple(table[rank]), plan_of_all(topology, table, by_sample))
+    meeting, _store = open_meeting()
+    step = StepPlanner(topology, DataPeers(meeting), by_sample)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
     gradients: dict[str, Tensor] = {}

@@ -1,11 +1,13 @@
-"""Small tables of all ranks, brought together on the CPU, beside whatever the devices do."""
+"""The data processes of all ranks, talking to each other on the CPU beside whatever the ranks do."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,18 +46,18 @@ def open_meeting() -> tuple[Meeting, dist.Store | None]:
     return Meeting(host, int(port), rank, world_size), store
 
 
-class TableGather:
-    """Gathers a table of every rank, to every rank. Can be pickled until it is first called.
+class DataPeers:
+    """What the data processes of all ranks tell each other. Can be pickled until it is first used.
 
     Args:
-        meeting: where the processes that call it find each other; every rank has one of them.
+        meeting: where they find each other.
     """
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self._capacity = _FIRST_CAPACITY
 
-    def __call__(self, table: np.ndarray) -> list[np.ndarray]:
+    def tables(self, table: np.ndarray) -> list[np.ndarray]:
         """The tables of all ranks, in order of ranks.
 
         Args:
@@ -72,15 +74,35 @@ class TableGather:
             gathered = self._gathered(table)
         return gathered
 
+    def swap(self, parcels: Sequence[bytes]) -> list[bytes]:
+        """Send ``parcels[r]`` to rank r; what each rank sent to this one.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self.meeting.world_size == 1:
+            return list(parcels)
+        sent = [len(parcel) for parcel in parcels]
+        lengths = torch.empty(len(sent), dtype=torch.int64)
+        self._swapped(lengths, torch.tensor(sent), [], [])
+        received = lengths.tolist()
+        out = torch.empty(sum(received), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
+        self._swapped(out, content, received, sent)
+        return [part.numpy().tobytes() for part in out.split(received)]
+
     def _gathered(self, table: np.ndarray) -> list[np.ndarray]:
         own = torch.from_numpy(padded(table, self._capacity))
         tables = [torch.empty_like(own) for _ in range(self.meeting.world_size)]
-        self._group.allgather([tables], [own]).wait()  # type: ignore[attr-defined]
+        self._group.allgather([tables], [own]).wait()
         return [words.numpy() for words in tables]
 
+    def _swapped(self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
+        self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()).wait()
+
     @cached_property
-    def _group(self) -> dist.ProcessGroupGloo:
-        """Apart from torch's default group: that belongs to the rank, this to the process that calls."""
+    def _group(self) -> Any:
+        """Apart from torch's default group: that belongs to the rank, this to its data process."""
         meeting = self.meeting
         store = dist.TCPStore(meeting.host, meeting.port, is_master=False)
         return dist.ProcessGroupGloo(store, meeting.rank, meeting.world_size, _PATIENCE)
