@@ -23,6 +23,7 @@ from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data
 
 _PACKS_AHEAD = 4
+_DEAD_WORKER = "DataLoader worker (pid"  # how torch begins to say that one is gone
 _ROWS_PER_MESSAGE = 32  # rows that a decoding process prepares per message
 
 
@@ -139,7 +140,20 @@ class _Packer:
         self.rejected: list[Rejected] = []  # since the last pack
 
     def packs(self) -> Generator[_Packed, None, None]:
-        """Packs without end."""
+        """Packs without end.
+
+        Raises:
+            UserError: data of no use to the model.
+            TrainingError: a process that prepares rows was killed.
+        """
+        try:
+            yield from self._packs()
+        except RuntimeError as error:
+            if not str(error).startswith(_DEAD_WORKER):
+                raise
+            raise TrainingError(f"a process that prepares rows ended (out of memory?): {error}") from error
+
+    def _packs(self) -> Generator[_Packed, None, None]:
         with contextlib.closing(self._samples()) as samples:
             for _ in self.draws.held:
                 self._draw(samples)
@@ -184,11 +198,8 @@ class _Packer:
             prefetch_factor=8 if helpers else None,
             generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
         )
-        try:
-            for batch in loader:
-                yield from batch
-        except RuntimeError as error:
-            raise TrainingError(f"a data worker ended: {error}") from error
+        for batch in loader:
+            yield from batch
 
 
 class _Draws(Sampler[Draw]):

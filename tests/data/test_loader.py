@@ -101,6 +101,31 @@ def test_a_killed_worker_is_one_clear_error(processor: OmniProcessor, tmp_path: 
         list(packs)
 
 
+def children(pid: int) -> list[int]:
+    """Process ids, from Linux's /proc."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_killed_helper_is_one_clear_error_and_leaves_no_process(processor: OmniProcessor, tmp_path: Path) -> None:
+    packs = iter(build_dataloader(data(tmp_path, rows(), workers=3, pack_tokens=20_000), processor))
+    next(packs)
+    (packer,) = [process for process in multiprocessing.active_children() if process.name == "run_ahead"]
+    helpers = children(packer.pid)
+    assert len(helpers) == 2
+    time.sleep(1)  # the packer has made all the packs it may, and is in the middle of sending one
+    os.kill(helpers[0], signal.SIGKILL)
+    with pytest.raises(TrainingError, match=r"^a process that prepares rows ended .*: DataLoader worker"):
+        list(packs)
+    time.sleep(0.5)
+    assert not any(is_running(pid) for pid in (packer.pid, *helpers))
+
+
 def test_a_loader_can_travel_to_a_process_that_shares_no_memory(processor: OmniProcessor, tmp_path: Path) -> None:
     loader = build_dataloader(data(tmp_path, rows()), processor)
     there = pickle.loads(pickle.dumps(_Packer(loader.data, loader.order, loader.rows, 0, ())))
