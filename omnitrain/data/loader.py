@@ -24,7 +24,9 @@ from omnitrain.recipe import Data
 
 _PACKS_AHEAD = 4
 _DEAD_WORKER = "DataLoader worker (pid"  # how torch begins to say that one is gone
-_ROWS_PER_MESSAGE = 32  # rows that a decoding process prepares per message
+_ROWS_PER_MESSAGE = 8  # rows that a helper prepares per message
+_MESSAGES_AHEAD = 4  # messages that a helper prepares at the most before they are drawn: rows with video are large
+_MOST_FAILURES = 1000  # rows rejected in a row, in an order that is shuffled: nothing else is to be expected
 
 
 class _PreparedRows(Dataset[Any]):
@@ -135,7 +137,7 @@ class _Packer:
         self.next_index = next_index
         self.held: list[Sample] = []
         self.held_tokens = 0
-        self.num_rows = sum(order.lengths)
+        self.most_failures = min(sum(order.lengths), _MOST_FAILURES)
         self.failures = 0  # rows rejected since the last good one
         self.rejected: list[Rejected] = []  # since the last pack
 
@@ -182,8 +184,8 @@ class _Packer:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self.rejected.append(drawn)
         self.failures += 1
-        if self.failures >= self.num_rows:
-            raise DataError(f"every row was rejected; the last, {drawn.id!r}: {drawn.reason}")
+        if self.failures >= self.most_failures:
+            raise DataError(f"all of {self.failures} rows were rejected; the last, {drawn.id!r}: {drawn.reason}")
 
     def _samples(self) -> Generator[Sample | Rejected | UserError, None, None]:
         """Prepared rows. Of ``data.workers`` processes one makes the packs, and the others prepare rows for it."""
@@ -195,7 +197,7 @@ class _Packer:
             num_workers=helpers,
             collate_fn=list,
             worker_init_fn=_start_helper,
-            prefetch_factor=8 if helpers else None,
+            prefetch_factor=_MESSAGES_AHEAD if helpers else None,
             generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
         )
         for batch in loader:

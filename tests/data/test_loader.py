@@ -13,6 +13,7 @@ from omnitrain.data.loader import _Packer, build_dataloader
 from omnitrain.data.packing import fill_pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
+from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data
 from tests.tiny import CHAT, TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples, write_parquet
@@ -187,8 +188,37 @@ def test_a_data_set_of_nothing_but_damage_ends_with_an_error(
         )
         for i in range(4)
     ]
-    with pytest.raises(DataError, match="every row was rejected"):
+    with pytest.raises(DataError, match="all of 4 rows were rejected"):
         next(iter(build_dataloader(data(tmp_path, bad), processor)))
+
+
+def test_hopeless_data_are_given_up_long_before_they_end(processor: OmniProcessor, tmp_path: Path) -> None:
+    lots = [tiny_row("text", i) for i in range(1500)]
+    loader = build_dataloader(data(tmp_path, lots, pack_tokens=1), processor)
+    with pytest.raises(DataError, match=r"all of 1000 rows were rejected; the last, .* at most 1 fit into a pack"):
+        next(iter(loader))
+
+
+class CountingProcessor:
+    """Counts the rows that it is given, in any process."""
+
+    def __init__(self, processor: OmniProcessor) -> None:
+        self.processor, self.count = processor, multiprocessing.Value("i")
+
+    def sample(self, row: Row, **options: object) -> Sample | Rejected:
+        with self.count.get_lock():
+            self.count.value += 1
+        return self.processor.sample(row, **options)
+
+
+def test_helpers_hold_no_more_rows_than_they_must(processor: OmniProcessor, tmp_path: Path) -> None:
+    counting = CountingProcessor(processor)
+    loader = build_dataloader(data(tmp_path, rows(), workers=3), counting)
+    samples = _Packer(loader.data, loader.order, loader.rows, 0, ())._samples()
+    next(samples)
+    time.sleep(1)
+    samples.close()
+    assert counting.count.value <= 2 * 4 * 8 + 8  # two helpers, four messages of eight rows each; one more was drawn
 
 
 @pytest.mark.parametrize("workers", [0, 1])
