@@ -61,9 +61,14 @@ class _Steps:
     then: Callable[[Packs], Any] | None
 
     def make(self) -> Generator[_Made, None, None]:
-        """Steps without end. Of ``data.workers`` processes one runs this, and the others prepare rows for it."""
+        """Steps without end. Of ``data.workers`` processes one runs this, and the others prepare rows for it.
+
+        Raises:
+            UserError: data of no use to the model.
+            TrainingError: a process that prepares rows was killed.
+        """
         draws = {slot: self._draws(state) for slot, state in self.slots.items()}
-        with contextlib.closing(SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1))) as rows:
+        with SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
             packers = {slot: self._packer(state, partial(rows.take, slot)) for slot, state in self.slots.items()}
             while True:
                 packs = tuple(self._pack(packer.choose()) for packer in packers.values())
@@ -75,8 +80,7 @@ class _Steps:
         return chain((self.order[index] for index in state.held), self.order.draws(state.next_index))
 
     def _packer(self, state: SlotState, take: Callable[[], Sample | Rejected]) -> SlotPacker:
-        num_rows = sum(self.order.lengths)
-        return SlotPacker(self.data, take, state, slots=self.order.slots, num_rows=num_rows, alone=self.alone)
+        return SlotPacker(self.data, self.order, take, state, self.alone)
 
     def _pack(self, chosen: list[Sample]) -> Pack:
         own = balanced_shares(chosen, self.share.num_shares)[self.share.share]

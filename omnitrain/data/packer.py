@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from omnitrain.data.order import SampleOrder
 from omnitrain.data.packing import fill_pack, num_tokens
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.slots import SlotState
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data
+
+_MOST_FAILURES = 1000  # rows rejected in a row, in an order that is shuffled: nothing else is to be expected
 
 
 class SlotPacker:
@@ -17,28 +20,26 @@ class SlotPacker:
     def __init__(
         self,
         data: Data,
+        order: SampleOrder,
         take: Callable[[], Sample | Rejected],
         state: SlotState,
-        *,
-        slots: int,
-        num_rows: int,
         alone: bool,
     ) -> None:
         """Continue at ``state``.
 
         Args:
             data: the recipe's ``data`` node.
+            order: of the samples, over all slots of the run.
             take: the slot's next row; those that ``state`` holds back come first.
             state: where the slot stands.
-            slots: of the run: the distance between two indices of a slot.
-            num_rows: of all data sets together; as many failures one after the other are too many.
             alone: one sample per pack.
         """
-        self._data, self._take, self._slots, self._num_rows, self._alone = data, take, slots, num_rows, alone
+        self._data, self._order, self._take, self._alone = data, order, take, alone
         self._next_index, self._num_unread = state.next_index, len(state.held)
         self._held: list[Sample] = []
         self._held_tokens = 0
         self._failures = 0  # rows rejected since the last good one
+        self._failed: set[tuple[int, int]] = set()  # source and row of these
         self._rejected: list[Rejected] = []  # since they were last taken
 
     @property
@@ -70,17 +71,17 @@ class SlotPacker:
 
     def _draw(self) -> None:
         drawn = self._take()
-        self._next_index = max(self._next_index, drawn.index + self._slots)
+        self._next_index = max(self._next_index, drawn.index + self._order.slots)
         if isinstance(drawn, Sample):
             self._held.append(drawn)
             self._held_tokens += len(drawn)
             self._failures = 0
+            self._failed.clear()
             return
         if self._data.overlong == "error" and drawn.is_overlong:
             raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
         self._rejected.append(drawn)
         self._failures += 1
-        if self._failures >= self._num_rows:
-            raise DataError(
-                f"every one of {self._failures} rows in turn was rejected; the last, {drawn.id!r}: {drawn.reason}"
-            )
+        self._failed.add(self._order[drawn.index][1:])
+        if self._failures >= _MOST_FAILURES or len(self._failed) == sum(self._order.lengths):
+            raise DataError(f"all of {self._failures} rows were rejected; the last, {drawn.id!r}: {drawn.reason}")

@@ -19,7 +19,9 @@ from omnitrain.data.rows import RowSource
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import TrainingError, UserError
 
-_ROWS_PER_MESSAGE = 32  # rows that a decoding process prepares per message
+_DEAD_WORKER = "DataLoader worker (pid"  # how torch begins to say that one is gone
+_ROWS_PER_MESSAGE = 8  # rows that a helper prepares per message
+_MESSAGES_AHEAD = 4  # messages that a helper prepares at the most before they are drawn: rows with video are large
 
 
 class PreparedRows(Dataset[Any]):
@@ -53,6 +55,11 @@ class SlotRows:
 
     Without helpers a row is prepared when it is taken. With them, rows are asked for ahead, always for the slot that
     has least ahead: so what waits for slots that take little stays bounded.
+
+    Use it in a ``with`` block, which ends the helpers.
+
+    Raises:
+        TrainingError: out of the block, where a helper was killed: torch tells of that wherever the main thread is.
     """
 
     def __init__(self, rows: PreparedRows, draws: Mapping[int, Iterator[Draw]], helpers: int) -> None:
@@ -68,7 +75,6 @@ class SlotRows:
 
         Raises:
             UserError: it asks for something that the model cannot do.
-            TrainingError: a process that prepares rows was killed.
         """
         self._ahead[slot] -= 1  # first: without helpers the batch asked for now is the one that comes
         while not self._ready[slot]:
@@ -79,9 +85,13 @@ class SlotRows:
             raise row
         return row
 
-    def close(self) -> None:
-        """End the helpers."""
+    def __enter__(self) -> SlotRows:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._batches.close()
+        if isinstance(error, RuntimeError) and str(error).startswith(_DEAD_WORKER):
+            raise TrainingError(f"a process that prepares rows ended (out of memory?): {error}") from error
 
     def _requests(self) -> Iterator[list[Draw]]:
         size = _ROWS_PER_MESSAGE if self._helpers else 1
@@ -99,13 +109,10 @@ class SlotRows:
             num_workers=self._helpers,
             collate_fn=list,
             worker_init_fn=_start_helper,
-            prefetch_factor=8 if self._helpers else None,
+            prefetch_factor=_MESSAGES_AHEAD if self._helpers else None,
             generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
         )
-        try:
-            yield from loader
-        except RuntimeError as error:
-            raise TrainingError(f"a data worker ended: {error}") from error
+        yield from loader
 
 
 def _start_helper(_: int) -> None:

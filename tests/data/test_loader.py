@@ -12,8 +12,10 @@ import pytest
 from omnitrain.data.loader import StepLoader, build_dataloader
 from omnitrain.data.pack import Pack
 from omnitrain.data.packing import fill_pack
+from omnitrain.data.prepared import SlotRows
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
+from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data
 from tests.tiny import CHAT, TASKS, tiny_model, tiny_processor, tiny_row, tiny_samples, write_parquet
@@ -107,6 +109,31 @@ def test_a_killed_worker_is_one_clear_error(processor: OmniProcessor, tmp_path: 
         list(packs)
 
 
+def children(pid: int) -> list[int]:
+    """Process ids, from Linux's /proc."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_killed_helper_is_one_clear_error_and_leaves_no_process(processor: OmniProcessor, tmp_path: Path) -> None:
+    packs = iter(build_dataloader(data(tmp_path, rows(), workers=3, pack_tokens=20_000), processor))
+    next(packs)
+    (packer,) = [process for process in multiprocessing.active_children() if process.name == "run_ahead"]
+    helpers = children(packer.pid)
+    assert len(helpers) == 2
+    time.sleep(1)  # the packer has made all the packs it may, and is in the middle of sending one
+    os.kill(helpers[0], signal.SIGKILL)
+    with pytest.raises(TrainingError, match=r"^a process that prepares rows ended .*: DataLoader worker"):
+        list(packs)
+    time.sleep(0.5)
+    assert not any(is_running(pid) for pid in (packer.pid, *helpers))
+
+
 def test_a_loader_can_travel_to_a_process_that_shares_no_memory(processor: OmniProcessor, tmp_path: Path) -> None:
     loader = build_dataloader(data(tmp_path, rows()), processor)
     there = pickle.loads(pickle.dumps(loader))
@@ -160,8 +187,36 @@ def test_a_data_set_of_nothing_but_damage_ends_with_an_error(
         )
         for i in range(4)
     ]
-    with pytest.raises(DataError, match="every one of 4 rows in turn was rejected"):
+    with pytest.raises(DataError, match="all of 4 rows were rejected"):
         next(iter(build_dataloader(data(tmp_path, bad), processor)))
+
+
+def test_hopeless_data_are_given_up_long_before_they_end(processor: OmniProcessor, tmp_path: Path) -> None:
+    lots = [tiny_row("text", i) for i in range(1500)]
+    loader = build_dataloader(data(tmp_path, lots, pack_tokens=1), processor)
+    with pytest.raises(DataError, match=r"all of 1000 rows were rejected; the last, .* at most 1 fit into a pack"):
+        next(iter(loader))
+
+
+class CountingProcessor:
+    """Counts the rows that it is given, in any process."""
+
+    def __init__(self, processor: OmniProcessor) -> None:
+        self.processor, self.count = processor, multiprocessing.Value("i")
+
+    def sample(self, row: Row, **options: object) -> Sample | Rejected:
+        with self.count.get_lock():
+            self.count.value += 1
+        return self.processor.sample(row, **options)
+
+
+def test_helpers_hold_no_more_rows_than_they_must(processor: OmniProcessor, tmp_path: Path) -> None:
+    counting = CountingProcessor(processor)
+    loader = build_dataloader(data(tmp_path, rows()), counting)
+    with SlotRows(loader.rows, {0: loader.order.draws()}, helpers=2) as samples:
+        samples.take(0)
+        time.sleep(1)
+    assert counting.count.value <= 2 * 4 * 8 + 8  # two helpers, four messages of eight rows each; one more was drawn
 
 
 @pytest.mark.parametrize("workers", [0, 1])
