@@ -6,14 +6,18 @@ less often than the others would leave them waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from omnitrain.data.pack import MediaBatch, MediaGroup, Pack
-from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.data.sample import NATIVE_PREFIX, Sample
+from omnitrain.models.hf_samples import idle_sample
+from omnitrain.models.native import special_ids
+from omnitrain.models.peers import Peers
 
 
 def num_calls(model: Any, pack: Pack) -> dict[str, int]:
@@ -31,6 +35,35 @@ def _calls(model: Any, name: str, batch: MediaBatch) -> Sequence[MediaGroup]:
     if name.startswith(NATIVE_PREFIX):
         return model.runner.calls(name.removeprefix(NATIVE_PREFIX), batch)
     return batch.groups
+
+
+def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[Pack, dict[str, int]]]:
+    """This rank's packs and, behind them, idle ones, until there are as many as on the rank with the most.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.OmniModel`.
+        packs: of this rank; may be none.
+        peers: all of them call this, and run each pack before they ask for the next.
+
+    Yields:
+        A pack, and how often each component is to be called beside it.
+    """
+    made = [num_calls(model, pack) for pack in packs]
+    rounds = peers.most({"packs": len(packs)})["packs"]
+    most = peers.most({(number, name): calls for number, one in enumerate(made) for name, calls in one.items()})
+    for number in range(rounds):
+        calls = {name: times for (where, name), times in most.items() if where == number}
+        yield (packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])), calls
+
+
+def idle_prompt(model: Any) -> Sample:
+    """Two ordinary tokens, for a rank that has no sample.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.OmniModel`.
+    """
+    special = special_ids(model.foundation.config)
+    return idle_sample(model.runner.native, next(token for token in count() if token not in special))
 
 
 def idle_rows(model: Any, name: str) -> list[Tensor]:
