@@ -139,8 +139,7 @@ def _decode(
         hidden, text_logits = step.last()
         next_embeds = text_embedding.weight.new_zeros(len(hidden), text_embedding.weight.size(1))
         next_tokens = [processor.end_token] * len(hidden)
-        for mode in sorted({s.mode for s in sequences if not s.answer.is_finished}):
-            rows = [i for i, s in enumerate(sequences) if s.mode == mode and not s.answer.is_finished]
+        for mode, rows in _rows_by_mode(sequences):
             index = torch.tensor(rows, device=hidden.device)
             sample = partial(samplers[mode], partial(uniform.next, rows))
             if mode == "text":
@@ -156,6 +155,15 @@ def _decode(
             break
         step.append(next_tokens, next_embeds)
     return sequences
+
+
+def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
+    """Unfinished rows by what draws their next token, before any of them changes its mode by drawing it."""
+    rows: dict[str, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        if not sequence.answer.is_finished:
+            rows.setdefault(sequence.mode, []).append(row)
+    return sorted(rows.items())
 
 
 class _Foundation:

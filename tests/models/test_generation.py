@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ from PIL import Image
 from omnitrain.data.media import Waveform
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
-from omnitrain.models.generation import generate
+from omnitrain.models.generation import _sampler, generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Sampling
 from tests.families import FAMILIES
@@ -42,12 +43,37 @@ def test_with_and_without_cache_the_same_tokens(
     assert all(answer.tokens for answer in cached)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_batch_answers_as_each_prompt_alone(
-    model: OmniModel, processor: OmniProcessor, prompts: list[Sample]
+    model: OmniModel,
+    processor: OmniProcessor,
+    prompts: list[Sample],
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
 ) -> None:
-    together = generate(model, processor, prompts, max_new_tokens=30)
-    alone = [generate(model, processor, [prompt], max_new_tokens=30)[0] for prompt in prompts]
-    assert [a.tokens for a in together] == [a.tokens for a in alone]
+    # Tokens that this model does draw: items start and end at another step in every row.
+    monkeypatch.setattr(processor, "start_tokens", {"image": 74, "audio": 41})
+    sampling = {name: Sampling(temperature=temperature) for name in ("text", "image_decoder", "audio_decoder")}
+
+    def tokens(numbers: Sequence[int]) -> list:
+        some = [prompts[number] for number in numbers]
+        answers = generate(model, processor, some, max_new_tokens=30, sampling=sampling, numbers=numbers)
+        return [answer.tokens for answer in answers]
+
+    together = tokens(range(len(prompts)))
+    assert together == [tokens([number])[0] for number in range(len(prompts))]
+    items = [[mode for mode, _ in answer] for answer in together]
+    assert any(modes.count("image_decoder") >= 16 and modes[-1] == "text" for modes in items)
+    assert {len(modes) for modes in items} == {30}
+
+
+def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
+    logits = torch.tensor([0.1, 0.6, 0.0, 0.3]).log().expand(1000, -1)
+    grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    drawn = _sampler(Sampling(temperature=1.0))(lambda: grid, logits)
+    assert drawn.bincount(minlength=4).tolist() == [100, 600, 0, 300]
+    ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
+    assert _sampler(Sampling(temperature=1.0, top_k=2))(lambda: ends, logits[:2]).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("modality", ["image", "audio"])
