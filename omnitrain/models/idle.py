@@ -34,7 +34,7 @@ def _calls(model: Any, name: str, batch: MediaBatch) -> Sequence[MediaGroup]:
 
 
 def idle_rows(model: Any, name: str) -> list[Tensor]:
-    """Everything that a component makes of its smallest input.
+    """The rows that a component makes of its smallest input.
 
     Args:
         model: an :class:`omnitrain.models.omni.OmniModel`.
@@ -47,10 +47,19 @@ def idle_rows(model: Any, name: str) -> list[Tensor]:
     features, num_tokens = model.get_submodule(name).minimal_input()
     moved = {key: value.to(model.device) for key, value in features.items()}
     encoded = model.get_submodule(name).lm_encode(moved, num_tokens)
-    if name not in model.decoder_names:
-        return [encoded]
-    embeds, labels = encoded
-    return [embeds, model.get_submodule(name).lm_head(embeds, labels).sum]
+    return [encoded[0] if name in model.decoder_names else encoded]
+
+
+def idle_loss(model: Any, name: str, hidden: Tensor) -> Tensor:
+    """What a decoder's head makes of one row, for a rank without targets for it.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.OmniModel`.
+        name: of the decoder.
+        hidden: ``[1, T, hidden]``, of which the row has the size and type.
+    """
+    row = torch.zeros_like(hidden[0, :1])
+    return model.get_submodule(name).lm_head(row, row.new_zeros(1, dtype=torch.long)).sum
 
 
 def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:

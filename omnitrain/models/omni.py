@@ -21,7 +21,7 @@ from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
-from omnitrain.models.idle import idle_rows, num_calls, tied
+from omnitrain.models.idle import idle_loss, idle_rows, num_calls, tied
 from omnitrain.models.native import NativeRows, config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
@@ -141,13 +141,20 @@ class OmniModel(PreTrainedModel):
         """
         media, labels, idle = self.encode(pack, calls)
         text, hidden = self.runner.text_loss(pack, media)
-        losses = {"text": replace(text, sum=tied(text.sum, idle))}
-        for name, target in labels.items():
+        losses = {}
+        called = {name for name, number in (calls or {}).items() if number and name in self.decoder_names}
+        for name in sorted({*labels, *called}):  # in one order on all ranks, with targets or without
             if hidden is None:
                 hidden_by = type(self.foundation).__name__
                 raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
-            losses[name] = self.decoders[name].lm_head(hidden[0, pack.targets[name].positions - 1], target)
-        return OmniOutput(losses, None if hidden is None else hidden.detach())
+            if name in labels:
+                rows = hidden[0, pack.targets[name].positions - 1]
+                losses[name] = self.decoders[name].lm_head(rows, labels[name])
+            else:
+                idle.append(idle_loss(self, name, hidden))
+        return OmniOutput(
+            {"text": replace(text, sum=tied(text.sum, idle)), **losses}, None if hidden is None else hidden.detach()
+        )
 
     def encode(
         self, pack: Pack, calls: Mapping[str, int] | None = None
