@@ -62,7 +62,7 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
         how: of each component; the root's own parameters lie as the foundation's.
     """
     whole = kept_whole(model)
-    for component, found in units.items():
+    for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in found.all:
             inner = how[component]
             if name in found.fp32:
