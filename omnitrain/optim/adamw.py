@@ -42,9 +42,7 @@ def build_optimizer(
         {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    make = partial(
-        torch.optim.AdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True
-    )
+    make = partial(torch.optim.AdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return OffloadedOptimizer(make, groups, with_copy) if with_copy else make(groups)
 
 

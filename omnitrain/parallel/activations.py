@@ -86,9 +86,7 @@ class ActivationOffload:
 class _Block:
     """One call of a block: the tensors it saved, and the call before it."""
 
-    def __init__(
-        self, offload: ActivationOffload, parameters: set[int], previous: weakref.ref[_Block] | None
-    ) -> None:
+    def __init__(self, offload: ActivationOffload, parameters: set[int], previous: weakref.ref[_Block] | None) -> None:
         self.offload = offload
         self._parameters = parameters
         self._previous = previous

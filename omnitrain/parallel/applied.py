@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +13,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import CompiledBlocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
+from omnitrain.recipe.parallel import ComponentPlan
 
 _ATTRIBUTE = "_applied_layout"
 

@@ -6,7 +6,7 @@ import importlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.freeze import freeze
 from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.outcome import Outcome, micro_batches, train
@@ -166,10 +167,12 @@ def verify(
     try:
         model = _built(model_factory)
         batch = to_samples(model.runner.native, samples)
-        reference = _in_one_process(model, batch)
-        rounding = _rounding_of(model_factory, batch, reference)
-        run = partial(_row, own, model_factory, batch, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
-        rows = [run(case, reference, rounding) for case in cases]
+        reference = cache(partial(_in_one_process, model_factory, batch))
+        rows = []
+        for case in cases:
+            frozen = frozenset(name for name in model.components if case.plan.of(name).freeze)
+            run = partial(_row, own, model_factory, batch, case, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
+            rows.append(run(partial(reference, frozen)))
         return VerifyReport(tuple(rows), sum(p.numel() for p in model.parameters()))
     finally:
         if pool is None:
@@ -188,7 +191,9 @@ def _shown(plan: ParallelPlan) -> str:
     """A plan in a line: what it sets."""
     fields = plan.model_dump(exclude_none=True, exclude_defaults=True)
     parts = {"default": fields.pop("default", {}), **fields.pop("components", {}), **fields}
-    shown = (f"{name}({', '.join(f'{key}={value}' for key, value in own.items())})" for name, own in parts.items() if own)
+    shown = (
+        f"{name}({', '.join(f'{key}={value}' for key, value in own.items())})" for name, own in parts.items() if own
+    )
     return " ".join(shown) or "plan()"
 
 
@@ -207,8 +212,7 @@ def _row(
     factory: Factory,
     batch: list[Sample],
     case: _Case,
-    reference: Outcome,
-    rounding: _Rounding,
+    reference: Callable[[], tuple[Outcome, _Rounding]],
     *,
     nproc: int,
     tolerance: float,
@@ -222,7 +226,7 @@ def _row(
         return VerifyRow(case.name, "different", str(error))
     if isinstance(outcome, str):
         return VerifyRow(case.name, "refused", outcome)
-    return _compared(case.name, outcome, reference, rounding, tolerance)
+    return _compared(case.name, outcome, *reference(), tolerance)
 
 
 def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Rounding, tolerance: float) -> VerifyRow:
@@ -281,21 +285,24 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _in_one_process(model: OmniModel, batch: list[Sample]) -> Outcome:
-    """The reference: every sample in a pack of its own."""
-    return train(model, [[Pack.from_samples([sample]) for sample in batch]], rank=0)
+def _in_one_process(factory: Factory, batch: list[Sample], frozen: frozenset[str]) -> tuple[Outcome, _Rounding]:
+    """The reference, every sample in a pack of its own, and what rounding leaves open in it.
 
-
-def _rounding_of(factory: Factory, batch: list[Sample], reference: Outcome) -> _Rounding:
-    """The reference with its samples in another order, and with every weight moved to a neighbouring number.
-
-    The second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about
-    as little as the weights.
+    For that it is run with its samples in another order, and with every weight moved to a neighbouring number. The
+    second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
+    little as the weights.
     """
-    turned = _in_one_process(_built(factory), batch[::-1])
-    moved = _in_one_process(_moved(_built(factory)), batch)
+
+    def trained(change: Callable[[OmniModel], OmniModel], samples: list[Sample]) -> Outcome:
+        model = _built(factory)
+        freeze(model, sorted(frozen))
+        return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0)
+
+    reference = trained(lambda model: model, batch)
+    turned = trained(lambda model: model, batch[::-1])
+    moved = trained(_moved, batch)
     change = _errors(moved.gradients, reference.gradients)
-    return _Rounding(
+    return reference, _Rounding(
         _errors(turned.gradients, reference.gradients),
         _errors(turned.weights, reference.weights),
         frozenset(name for name, error in change.items() if error > _NO_DIGITS),
