@@ -162,8 +162,8 @@ class _Ranks:
                 return code
             raise TrainingError(f"rank {rank} {_how_it_ended(code)}; the others were ended")
         if self.killed:
-            ranks = ", ".join(map(str, self.killed))
-            raise TrainingError(f"ranks {ranks} did not stop within {self.stop_seconds:g} s (train.stop_seconds)")
+            ranks = f"rank{'s' * (len(self.killed) > 1)} {', '.join(map(str, self.killed))}"
+            raise TrainingError(f"{ranks} did not stop within {self.stop_seconds:g} s (train.stop_seconds); killed")
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in self.codes.values() else 0
 
     def _hand_on(self, number: int) -> None:
