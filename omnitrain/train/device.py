@@ -36,7 +36,7 @@ def use_device(settings: Train) -> torch.device:
 def _own_device(asked: torch.device) -> torch.device:
     """The CUDA device of this one of several ranks."""
     ranks, devices = local_world_size(), torch.cuda.device_count()
-    if asked.index is not None:
+    if ":" in str(asked):
         raise UserError(f"train.device: '{asked}' asked for by {ranks} ranks; expected cuda, which is one for each")
     if ranks > devices:
         raise UserError(

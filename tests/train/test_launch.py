@@ -115,7 +115,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(capfd: pytest.CaptureFix
         raise ValueError("no such thing")
     time.sleep(600)
     """)
-    with pytest.raises(TrainingError, match="^rank 1 ended with exit code 1; the others were ended$"):
+    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the others were ended$"):
         launch(script, 3, stop_seconds=60)
     assert_gone(process_ids(3), within_s=0)
     shown = capfd.readouterr()
@@ -125,10 +125,11 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(capfd: pytest.CaptureFix
 
 
 def test_a_killed_rank_is_named_and_no_process_is_left() -> None:
+    script = program("announce()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     sender = send_when_up(3, rank=2, number=signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(TrainingError, match=r"^rank 2 was killed by SIGKILL \(exit code -9\); the others were ended$"):
-        launch(program("announce()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"), 3, stop_seconds=60)
+        launch(script, 3, stop_seconds=60)
     assert time.monotonic() - began < 20
     sender.join()
     assert_gone(process_ids(3), within_s=0)
