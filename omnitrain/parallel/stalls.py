@@ -17,13 +17,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 from omnitrain.errors import EXIT_FAILED
 from omnitrain.parallel.follow import follow_components
 from omnitrain.parallel.stall_board import StallBoard
-from omnitrain.parallel.stall_report import Answer, Collectives, Phase, Place, report
+from omnitrain.parallel.stall_report import Answer, Collectives, Phase, Place, described, report
 
 _TICK_SECONDS = 1.0
 _FIRST_STEP = 3.0  # times the limit: kernels are compiled, data workers start
@@ -88,7 +90,7 @@ class Watch:
         component: str | None = None,
         samples: Sequence[str] | None = None,
     ) -> None:
-        """This rank is at another place.
+        """This rank is at another place. A profiler, where one runs, gets a mark with its description.
 
         What is not given stays as it was, but what lies within something new is new: a step begins without a
         micro-batch, a micro-batch without samples, a phase without a component. Phases other than ``encode``,
@@ -117,6 +119,9 @@ class Watch:
             last.samples if samples is None else samples,
         )
         self._moves += 1
+        if torch.autograd._profiler_enabled():
+            with record_function(described(self._place)):
+                pass
 
     def follow(self, model: nn.Module) -> None:
         """Note every component of ``model`` when its forward or its backward begins.

@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+from omnitrain.data.pack import Pack
 from omnitrain.parallel.follow import follow_components
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.shard import shard
 from omnitrain.parallel.stall_report import Answer, Collectives, Place, behind, described, report
 from omnitrain.parallel.stalls import Watch
 from omnitrain.parallel.state import init_parallel_state
+from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 
 class Small(nn.Module):
@@ -169,6 +172,29 @@ def test_every_component_is_noted_when_its_forward_and_its_backward_begin() -> N
     seen.clear()
     loss.backward()
     assert [name for name, _ in groupby(seen)] == ["foundation", "image_encoder"]
+
+
+def test_components_of_an_omni_model_are_noted_however_they_are_called() -> None:
+    model, seen = tiny_model(), list[str]()
+    follow_components(model, seen.append)
+    output = model(Pack.from_samples(tiny_samples(tiny_processor(model))))
+    order = ["audio_decoder", "audio_encoder", "image_decoder", "image_encoder", "foundation"]
+    assert [name for name, _ in groupby(seen)] == order
+    seen.clear()
+    torch.stack([term.sum for term in output.losses.values()]).sum().backward()
+    assert sorted({*seen}) == sorted(order)
+
+
+def test_a_trace_shows_where_the_run_was() -> None:
+    watch = Watch(dist.HashStore(), 0, 1, None)
+    watch.at(step=1, phase="data")
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        watch.at(micro_batch=0, phase="backward")
+        watch.at(component="image_encoder")
+    assert [event.name for event in trace.events()] == [
+        "backward, step 1, micro-batch 0",
+        "backward of image_encoder, step 1, micro-batch 0",
+    ]
 
 
 def test_a_rank_that_sleeps_in_the_encoder_is_named_and_the_run_ends(ranks: RankPool, tmp_path: Path) -> None:
