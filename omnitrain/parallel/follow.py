@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from omnitrain.parallel.shard import is_block
+from omnitrain.parallel.units import blocks_of
 
 
 def follow_components(model: Any, note: Callable[[str], object]) -> None:
@@ -23,11 +23,12 @@ def follow_components(model: Any, note: Callable[[str], object]) -> None:
         model: an :class:`omnitrain.models.omni.OmniModel`.
         note: must not wait for a device.
     """
+    blocks = {path for paths in blocks_of(model).values() for path in paths}
     owners = {id(weight): name for name, weights in model.components.items() for weight in weights.values()}
     for path, name in _parts(model, owners, ""):
         part = model.get_submodule(path)
         for module_path in (path, *(f"{path}.{child}" for child, _ in part.named_children())):
-            if not is_block(model, module_path):
+            if module_path not in blocks:
                 _follow(model.get_submodule(module_path), name, note)
 
 
