@@ -13,8 +13,10 @@ from omnitrain.models.calls import MediaCall
 from omnitrain.models.encoding import Share
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
+from omnitrain.parallel.applied import layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.placing import StepBatch
+from omnitrain.plan import StepPlan
 
 Observe = Callable[[int, Pack, OmniOutput], Any]
 
@@ -44,6 +46,7 @@ def accumulate_gradients(
     total = torch.zeros((), device=model.device)
     for number, pack in enumerate(batch.packs):
         pack = pack.to(model.device)
+        reduce_on_last(model, batch.plan, number)
         output = model(pack, share_of(batch, number, model.device))
         terms = [weights.get(n, 1.0) * term.sum / counts[n] for n, term in output.losses.items() if counts[n]]
         if terms:  # the same on all ranks: the counts are those of all
@@ -53,6 +56,12 @@ def accumulate_gradients(
         if observe is not None:
             observe(number, pack, output)
     return total
+
+
+def reduce_on_last(model: OmniModel, plan: StepPlan, micro_batch: int) -> None:
+    """Let each component add its gradients over its replicas in the last micro-batch in which it runs, only there."""
+    if layout_of(model) is not None:
+        reduce_replicas(model, {c.name: plan.last_active(c.name) == micro_batch for c in plan.topology.components})
 
 
 def share_of(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:

@@ -28,7 +28,7 @@ def gradients_on_ranks(table: Sequence[Sequence[Sequence[Sample]]], place: Place
     idle = idle_sample(model.runner.native, 9)
     packs = [Pack.from_samples(samples or [idle]) for samples in table[rank]]
     meeting, _store = open_meeting()
-    topology = topology_of(model, meeting.world_size, places=dict.fromkeys(ENCODERS, place))
+    topology = topology_of(model, dict.fromkeys(ENCODERS, place))
     batch = StepPlanner(topology, DataPeers(meeting))(packs)
     loss = accumulate_gradients(model, batch)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
