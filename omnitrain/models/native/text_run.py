@@ -107,7 +107,8 @@ def first_position(model: PreTrainedModel) -> int:
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0
-    layer = next((m[0] for m in text_core(model).modules() if isinstance(m, nn.ModuleList) and len(m)), None)
+    layers = [m[0] for m in text_core(model).modules() if isinstance(m, nn.ModuleList) and len(m)]
+    layer = layers[0] if layers else model
     width = model.get_input_embeddings().weight.size(1)
     rows = torch.zeros(1, 3, width, device=input_device(model), dtype=model.dtype)
     behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
