@@ -140,7 +140,9 @@ _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM
 
 def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     known = [getattr(transformers, name, None) for name in config.architectures or ()]
-    named = [cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    named: list[type[PreTrainedModel]] = [
+        cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    ]
     mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
     own = [cls for cls in [*named, *mapped] if cls.config_class is type(config)]
     # A config without a model of its own is built by another's; that of one of its parts would leave out the rest.
