@@ -59,7 +59,8 @@ def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]
         return ", ".join(sorted({".".join(path.split(".")[1:3]) for path in parameters}))
     module = model.get_submodule(name)
     inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
-    return type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else "")
+    names = [type(part).__name__.removeprefix("FSDP") for part in (module, inner) if part is not None]  # if sharded
+    return names[0] + (f" ({names[1]})" if names[1:] else "")
 
 
 def _fused(fused: Mapping[str, FusedOp]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,6 +62,8 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
         units: of each component.
         how: of each component; the root's own parameters lie as the foundation's.
     """
+    # What the foundation returns (hidden states, a view in most models) is written to by nobody.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     whole = kept_whole(model)
     for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in found.all:
