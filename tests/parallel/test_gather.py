@@ -68,7 +68,7 @@ def use_outside_of_forward(keep_unsharded: bool) -> dict[str, Any]:
 def test_inside_only_blocks_are_sharded_and_one_rank_alone_may_use_the_rest(
     ranks: RankPool, keep_unsharded: bool
 ) -> None:
-    for seen in ranks.run(use_outside_of_forward, keep_unsharded, world=2, timeout_s=60):
+    for seen in ranks.run(use_outside_of_forward, keep_unsharded, world=2, timeout_s=120):
         blocks = 0 if keep_unsharded else seen["in blocks"]
         assert seen["in blocks"] > 30 and seen["elsewhere"] > 30
         assert seen["at first"] == seen["after a forward"] == (blocks, 0)
@@ -97,5 +97,5 @@ def _fail(*_: Any) -> None:
 
 
 def test_an_error_inside_leaves_a_model_that_is_sharded_and_trains(ranks: RankPool) -> None:
-    for seen in ranks.run(fail_inside, world=2, timeout_s=60):
+    for seen in ranks.run(fail_inside, world=2, timeout_s=120):
         assert seen == ["'inside'", True, True, True]
