@@ -22,8 +22,9 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
+from omnitrain.models.encoding import encode
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
-from omnitrain.models.idle import idle_prompt, in_step
+from omnitrain.models.in_step import idle_prompt, in_step
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.peers import ALONE, Peers
 from omnitrain.recipe import Sampling
@@ -194,8 +195,8 @@ class _Foundation:
         self.text_token = text_token
         encoded = []
         self.inserted: list[tuple[int, InsertedRows]] = []  # prompt, and rows at columns of the batch
-        for number, (pack, calls) in enumerate(in_step(model, packs, peers)):
-            media, _, _ = model.encode(pack.to(model.device), calls)
+        for number, (pack, share) in enumerate(in_step(model, packs, peers)):
+            media = encode(model, pack.to(model.device), share).media
             if number < len(packs):
                 where = pads[number]
                 self.inserted += [(number, InsertedRows(part.positions + where, part.rows)) for part in media.inserted]

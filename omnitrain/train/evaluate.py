@@ -19,7 +19,7 @@ from omnitrain.data.rows import Row, RowSource
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.generation import Answer, generate
-from omnitrain.models.idle import in_step
+from omnitrain.models.in_step import in_step
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.peers import ALONE, Peers, agreed
 from omnitrain.parallel.gather import gathered
@@ -171,9 +171,9 @@ def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
 def heldout_loss(model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE) -> dict[str, Any]:
     """Mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
     meter = LossMeter()
-    for number, (pack, calls) in enumerate(in_step(model, packs, peers)):
+    for number, (pack, share) in enumerate(in_step(model, packs, peers)):
         there = pack.to(model.device)
-        losses = model(there, calls).losses
+        losses = model(there, share).losses
         if number < len(packs):
             meter.add(there, losses)
     return meter.read(peers)

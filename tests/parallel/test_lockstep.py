@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import yaml
-from torch.distributed.device_mesh import init_device_mesh
 
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row, open_sources
@@ -22,9 +21,10 @@ from omnitrain.models.generation import Answer, generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.peers import ALONE
 from omnitrain.parallel.gather import gathered
+from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.peers import GlooPeers
 from omnitrain.parallel.ranks import RankPool
-from omnitrain.parallel.shard import shard
+from omnitrain.parallel.state import init_parallel_state
 from omnitrain.recipe import Recipe, Sampling
 from omnitrain.train.evaluate import Answered, Evaluation, evaluate
 from tests.parallel.factories import qwen3_vl
@@ -65,7 +65,7 @@ def answers_of_rank(
     """For each way of sampling: number -> answer, for the prompts of this rank's share."""
     model, processor, prompts = make()
     peers, own = GlooPeers(), shares[dist.get_rank()]
-    shard(model, init_device_mesh("cpu", (peers.size,)))
+    build_parallelize_model(model, parallel_state=init_parallel_state(), enable_mixed_precision=False)
     some = [prompts[number] for number in own]
     answers = []
     for sampling in samplings:
@@ -125,7 +125,7 @@ def evaluated(path: Path, scorer: str) -> Evaluation:
     peers = ALONE
     if dist.is_initialized():
         peers = GlooPeers()
-        shard(model, init_device_mesh("cpu", (peers.size,)))
+        build_parallelize_model(model, parallel_state=init_parallel_state(), enable_mixed_precision=False)
     return evaluate(model, processor, open_sources(recipe.data.heldout), recipe, peers=peers)
 
 
