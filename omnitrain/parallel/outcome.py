@@ -132,7 +132,8 @@ class _Collectives(TorchDispatchMode):
 def _backward(output: OmniOutput, counts: Mapping[str, int]) -> float:
     terms = [term.sum / counts[name] for name, term in output.losses.items() if counts[name]]
     loss = torch.stack(terms).sum()
-    loss.backward()
+    if loss.requires_grad:  # not where all that trains is a tower, and this pack has text alone
+        loss.backward()
     return loss.item()
 
 

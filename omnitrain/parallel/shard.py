@@ -160,5 +160,4 @@ def _give_gradients_a_way(model: OmniModel) -> None:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-    return torch.device(mesh.device_type, index)
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
