@@ -91,7 +91,8 @@ def test_low_precision_weights_near_one_all_move_at_a_small_learning_rate() -> N
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     master = optimizer.state_dict()["masters"][0]
-    assert master.dtype == torch.float32 and (master - (1 - 100 * 1e-5)).abs().max() < 1e-6
+    rounding = 100 * 2**-25  # half a step of fp32 below 1, each time
+    assert master.dtype == torch.float32 and (master - (1 - 100 * 1e-5)).abs().max() <= rounding
     for _ in range(300):
         weight.grad = torch.ones_like(weight)
         optimizer.step()

@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 import omnitrain as ot
 from omnitrain.parallel.applied import reduce_replicas
 from omnitrain.parallel.ranks import RankPool
-from tests.parallel.laid_out import counted, full, gradients, laid_out, pack, total
+from tests.parallel.factories import any_to_any
+from tests.parallel.laid_out import counted, full, gradients, laid_out, pack, samples, total
 
 
 def placed_by_component() -> dict[str, Any]:
@@ -269,8 +270,6 @@ def test_replicas_reduce_once_per_step_in_the_last_micro_batch_that_runs_the_com
 
 
 def gradients_of_one_process(tasks: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    from tests.parallel.factories import any_to_any
-
     model = any_to_any().train()
     for task in tasks:
         total(model(pack(task))).backward()
@@ -299,8 +298,6 @@ def test_components_on_different_meshes_train_as_one_process_does(ranks: RankPoo
 
 def test_a_frozen_foundation_never_hangs_on_ranks_without_media(ranks: RankPool) -> None:
     """Only the image tower trains: on a rank with text alone nothing before the loss has a gradient."""
-    from tests.parallel.laid_out import samples
-
     every = ("foundation", "audio_encoder", "image_decoder", "audio_decoder")
     plan = ot.ParallelPlan(components={name: ot.ComponentPlan(freeze=True) for name in every})
     batch = [*samples("image_to_text"), *samples("text")]

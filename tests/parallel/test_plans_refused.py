@@ -77,7 +77,7 @@ def test_what_a_plan_and_the_call_say_differently_is_refused(
 def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
     model = any_to_any()
     model.image_encoder.requires_grad_(False)
-    with pytest.raises(UserError, match="components.image_encoder.optimizer_offload: found true, but what is frozen"):
+    with pytest.raises(UserError, match=r"image_encoder.optimizer_offload: found true, but what is frozen"):
         resolve(model, plan(optimizer_offload=True))
     assert not resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(optimizer_offload=True)))[
         "image_encoder"
