@@ -73,7 +73,8 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
                 inner,
                 whole,
                 casts_inputs=name in found.fp32 or (name in found.rest and name != FOUNDATION and not is_attached),
-                keeps_unsharded=name == FOUNDATION,  # its backward begins with what its forward ended with
+                keeps_unsharded=name
+                == FOUNDATION,  # the loss is made inside it: no output tells when its backward begins
             )
             if is_attached:
                 _call_as_one(model, component, inner.compute_dtype)

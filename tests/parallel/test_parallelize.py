@@ -269,7 +269,7 @@ def test_replicas_reduce_once_per_step_in_the_last_micro_batch_that_runs_the_com
         assert error < 1e-5, name
 
 
-def gradients_of_one_process(tasks: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def gradients_of_one_process(tasks: tuple[str | None, ...]) -> dict[str, torch.Tensor]:
     model = any_to_any().train()
     for task in tasks:
         total(model(pack(task))).backward()
@@ -288,8 +288,6 @@ def mixed_layout() -> Any:
 
 
 def test_components_on_different_meshes_train_as_one_process_does(ranks: RankPool) -> None:
-    from tests.parallel.laid_out import samples
-
     report = ot.verify(
         "tests.parallel.factories:any_to_any", samples() * 2, [mixed_layout()], pool=ranks, timeout_s=120
     )
@@ -333,3 +331,27 @@ def test_the_table_says_what_was_applied_where(ranks: RankPool) -> None:
     assert (foundation.mode, foundation.mesh, foundation.units, foundation.recompute) == ("fsdp2", "1 x 2", 3, "full")
     assert (image.mode, image.mesh, image.trainable) == ("replicate", "2 x 1", 0) and image.parameters == 7008
     assert rows["audio_decoder"].offload == "none" and foundation.dtypes == "float32 / float32 / float32"
+
+
+def compiled(run: bool) -> dict[str, Any]:
+    model = laid_out(components={"foundation": {"compile": True}})
+    layers = model.foundation.model.layers
+    found = {"layers": [layer._compiled_call_impl is not None for layer in layers]}
+    component = ot.layout_of(model).components["foundation"]
+    if run:
+        total(model(pack())).backward()
+        found |= {"compilations": len(component.compiled.compilations), "gradients": gradients(model)}
+    return found | {"tower": model.image_encoder.tower.encoder.layers[0]._compiled_call_impl is not None}
+
+
+def test_compile_is_of_the_blocks_of_the_foundation(ranks: RankPool) -> None:
+    assert ranks.run(compiled, False, timeout_s=60, world=2)[0] == {"layers": [True, True], "tower": False}
+
+
+@pytest.mark.slow
+def test_compiled_blocks_on_ranks_have_the_gradients_of_one_process(ranks: RankPool) -> None:
+    found = ranks.run(compiled, True, timeout_s=300, world=2)[0]
+    assert found["compilations"] > 0
+    for name, gradient in gradients_of_one_process((None,)).items():
+        if "k_proj.bias" not in name:  # zero but for rounding
+            assert (found["gradients"][name] - 2 * gradient).abs().max() < 1e-4 * gradient.abs().max(), name
