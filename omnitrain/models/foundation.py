@@ -166,7 +166,7 @@ class FoundationRunner:
             bias = getattr(lm_head, "bias", None)
             backend = self.loss_backend
             losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
-            return hidden
+            return hidden.detach()  # nobody asks for these logits, and no hook on the output must wait for a gradient
 
         borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
         output = self.run_pack(pack, media or EncodedMedia(), head, borders)
