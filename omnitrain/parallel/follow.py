@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
-
-from omnitrain.parallel.shard import is_block
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def follow_components(model: Any, note: Callable[[str], object]) -> None:
@@ -26,9 +25,9 @@ def follow_components(model: Any, note: Callable[[str], object]) -> None:
     owners = {id(weight): name for name, weights in model.components.items() for weight in weights.values()}
     for path, name in _parts(model, owners, ""):
         part = model.get_submodule(path)
-        for module_path in (path, *(f"{path}.{child}" for child, _ in part.named_children())):
-            if not is_block(model, module_path):
-                _follow(model.get_submodule(module_path), name, note)
+        for module in (part, *part.children()):
+            if not isinstance(module, GradientCheckpointingLayer):
+                _follow(module, name, note)
 
 
 def _parts(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[tuple[str, str]]:

@@ -256,7 +256,7 @@ class Train(Strict):
     stop_seconds: float = Field(
         600,
         gt=0,
-        description="After Ctrl-C, ranks of `--nproc` have so long to finish the step and save; then they die.",
+        description="After Ctrl-C, ranks of `--nproc` have so long to finish the step and save.",
     )
     stall_seconds: float | None = Field(
         600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
