@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.pack import Pack
-from omnitrain.data.sample import NATIVE_PREFIX, Sample
+from omnitrain.data.sample import Sample
 from omnitrain.models.hf_samples import idle_sample
 from omnitrain.models.native import special_ids
 from omnitrain.models.omni import OmniModel
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.applied import layout_of
-from omnitrain.parallel.meeting import DataPeers, open_meeting
-from omnitrain.parallel.planning import StepPlanner, topology_of
+from omnitrain.parallel.meeting import open_meeting
+from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 
 _STEPS = 3
@@ -66,9 +66,8 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 
 def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
     """Three steps on the packs of ``rank``, knowing those of all others."""
-    by_sample = [f"{NATIVE_PREFIX}{modality}" for modality in model.runner.contract.by_sample]
     meeting, _store = open_meeting()
-    batch = StepPlanner(topology_of(model), DataPeers(meeting), by_sample)(table[rank])
+    batch = step_planner(model, meeting)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
     optimizer = _optimizer(model, list(trained.values()))

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch.distributed as dist
 
+from omnitrain.data.native import component_key
 from omnitrain.data.pack import MediaBatch, Pack
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.applied import layout_of
-from omnitrain.parallel.meeting import DataPeers
+from omnitrain.parallel.meeting import DataPeers, Meeting
 from omnitrain.parallel.placing import StepBatch, placed
 from omnitrain.plan import (
     ItemFacts,
@@ -109,3 +110,9 @@ class StepPlanner:
         tables = self.peers.tables(encode_table(self.topology, facts))
         plan = plan_step(self.topology, decode_tables(self.topology, tables))
         return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)
+
+
+def step_planner(model: OmniModel, meeting: Meeting, places: Mapping[str, Place] | None = None) -> StepPlanner:
+    """What plans the steps of a model; arguments as in :func:`topology_of` and :class:`DataPeers`."""
+    by_sample = [component_key(modality) for modality in model.runner.contract.by_sample]
+    return StepPlanner(topology_of(model, places), DataPeers(meeting), by_sample)
