@@ -24,10 +24,9 @@ from omnitrain.models.native.text_run import (
     plain_ids,
     separate_decoder,
     text_arguments,
-    typed,
     undisturbed,
 )
-from omnitrain.models.native.touch import ParameterReads, leaves
+from omnitrain.models.native.touch import leaves
 
 FOUNDATION = "foundation"
 
@@ -128,14 +127,11 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: 
 
 
 def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativePort, extras: TokenExtras) -> int:
-    item = port.minimal_input()
-    with ParameterReads(model):
-        rows = port.encode(model, typed(model, item)).main.size(0)
     plain = plain_ids(model, 4)
     opening, closing = marks(model.config, port.modality) or (plain[1], plain[2])
-    ids = np.array([plain[0], opening, *[port.token_id] * rows, closing, plain[3]])
+    ids = np.array([plain[0], opening, *[port.token_id] * port.minimal_rows, closing, plain[3]])
     try:
-        positions = function(ids, item, extras(ids))
+        positions = function(ids, port.minimal_input(), extras(ids))
     except UserError:
         return 0
     return positions.shape[0] if positions.ndim == 2 else 0

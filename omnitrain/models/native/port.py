@@ -35,6 +35,7 @@ class NativePort:
         parameters: names of all that the feature method reads, in the model.
         items_are_independent: rows of an item are the same whether encoded alone or beside others (of its size, unless
             ``sizes_may_differ``).
+        minimal_rows: that the tower makes of :meth:`minimal_input`; 0: it refuses that, alone.
     """
 
     modality: str
@@ -50,6 +51,7 @@ class NativePort:
     probe: ProbeInput
     parameters: tuple[str, ...]
     items_are_independent: bool
+    minimal_rows: int
 
     @property
     def method(self) -> str:

@@ -92,8 +92,9 @@ class _Search:
             probe=probe,
             parameters=tuple(sorted(reads.names)),
             items_are_independent=True,
+            minimal_rows=0,
         )
-        return self._with_independence(self._with_trigger(port, features, output))
+        return self._with_independence(self._with_trigger(port, features, output), output)
 
     # What the method is called with -----------------------------------------------------------------------------------
 
@@ -226,21 +227,27 @@ class _Search:
                     return replace(port, trigger={name: value.cpu() for name, value in given.items()})
         raise WrongGuessError("no argument makes the forward take rows made before")
 
-    def _with_independence(self, port: NativePort) -> NativePort:
-        """Items of any sizes are independent, or those of equal sizes, or none."""
-        if self._independent(port):
-            return port
-        equal = replace(port, probe=replace(port.probe, variable=False))
-        return replace(equal, items_are_independent=port.probe.variable and self._independent(equal))
+    def _with_independence(self, port: NativePort, output: Any) -> NativePort:
+        """Items of any sizes are independent, or those of equal sizes, or none.
 
-    def _independent(self, port: NativePort) -> bool:
+        Args:
+            port: without this fact and the rows of its minimal input.
+            output: of the feature method for the port's first two items.
+        """
+        apart, together = self._encoded(port, port.probe_items(2)), [flatten(output, port.layout)]
+        if port.probe.variable and not _same_rows(apart, together):
+            port = replace(port, probe=replace(port.probe, variable=False))
+            apart, together = self._encoded(port, port.probe_items(2)), self._encoded(port, [port.probe_batch(2)])
+        minimal_rows = apart[0].main.size(0) if apart else 0
+        return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
+
+    def _encoded(self, port: NativePort, inputs: Sequence[Mapping[str, Tensor]]) -> list[NativeRows]:
+        """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""
         try:
             with _guess(""), ParameterReads(self.model):
-                together = port.encode(self.model, typed(self.model, port.probe_batch(2)))
-                apart = NativeRows.cat([port.encode(self.model, typed(self.model, i)) for i in port.probe_items(2)])
-        except WrongGuessError:  # a size that only passes beside a larger one
-            return False
-        return all(_close(a, b) for a, b in zip(apart.tensors(), together.tensors(), strict=True))
+                return [port.encode(self.model, typed(self.model, features)) for features in inputs]
+        except WrongGuessError:
+            return []
 
 
 @contextmanager
@@ -276,6 +283,13 @@ def _source(value: Tensor, features: Mapping[str, Tensor]) -> tuple[str, bool] |
 
 def _same(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
     return len(expected) == len(got) and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def _same_rows(apart: Sequence[NativeRows], together: Sequence[NativeRows]) -> bool:
+    if not apart or not together:
+        return False
+    pairs = zip(NativeRows.cat(apart).tensors(), NativeRows.cat(together).tensors(), strict=True)
+    return all(_close(a, b) for a, b in pairs)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
     """Ids of ordinary text: those that the config gives no meaning to."""
     used = special_ids(model.config)
     size = model.get_input_embeddings().weight.size(0)
-    return [token for token in range(size) if token not in used][:number]
+    return list(islice((token for token in range(size) if token not in used), number))
 
 
 def typed(model: PreTrainedModel, features: dict[str, Tensor]) -> dict[str, Tensor]:
