@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -46,20 +47,28 @@ def contract_of(model: PreTrainedModel) -> Contract:
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
-    """Check ``model_class`` on a small twin of ``config``: same widths, few layers, peaked weights.
+    """Check ``model_class`` on a small twin of ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
 
-    Where towers do not work with fewer layers (a config may tie other numbers to their depth), they keep them.
+    A config may tie other numbers to what the twin cuts. So where not everything passes, towers are kept whole, and
+    where a model would be refused, MLPs, too.
 
     Returns:
         The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
     """
-    small, tall = twin_config(config), twin_config(config, cut_towers=False)
+    twins = [twin_config(config), twin_config(config, cut_towers=False)]
+    twins.append(twin_config(config, cut_towers=False, cut_mlps=False))
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        if small.to_dict() != tall.to_dict():
-            contract = attempt(lambda: _checked(Trial(model_class, small)))
-            if isinstance(contract, Contract) and all(f.outcome == "passed" for f in contract.findings):
+        for (small, larger), accepted in zip(pairwise(twins), ({"passed"}, {"passed", "fallback"}), strict=True):
+            if small.to_dict() == larger.to_dict():
+                continue
+            contract = attempt(partial(_contract_on, model_class, small))
+            if isinstance(contract, Contract) and {finding.outcome for finding in contract.findings} <= accepted:
                 return contract
-        return _checked(Trial(model_class, tall))
+        return _contract_on(model_class, twins[-1])
+
+
+def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> Contract:
+    return _checked(Trial(model_class, twin))
 
 
 def _checked(trial: Trial) -> Contract:
