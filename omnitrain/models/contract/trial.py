@@ -18,7 +18,7 @@ from omnitrain.models.contract.findings import Contract, Outcome
 from omnitrain.models.contract.probes import Probe, ordinary_words, reworded
 from omnitrain.models.contract.twin import build_twin
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
-from omnitrain.models.native import discover
+from omnitrain.models.native import discover, failure_of_model
 
 _T = TypeVar("_T")
 
@@ -28,11 +28,11 @@ class Failure(str):
 
 
 def attempt(measure: Callable[[], _T]) -> _T | Failure:
-    """What ``measure`` returns; a failure of the model's own code is a fact about it."""
+    """What ``measure`` returns, or how the model's own code failed in it; other failures are raised."""
     try:
         return measure()
     except Exception as error:
-        return Failure(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+        return Failure(failure_of_model(error))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
+from omnitrain.models.native.failure import raise_if_ours
 from omnitrain.models.native.placeholders import TokenExtras, extra_arguments, marks, video_marks
 from omnitrain.models.native.port import NativePort
 from omnitrain.models.native.positions import PositionFunction, config_json, own_function
@@ -107,7 +108,8 @@ def _text_call(model: PreTrainedModel) -> dict[str, Any]:
         return {}
     try:
         return called_with(model, decoder, text_arguments(model))[1]
-    except Exception:  # a forward that cannot do without an image
+    except Exception as error:  # a forward that cannot do without an image
+        raise_if_ours(error)
         return {}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from omnitrain.models.native.failure import failure_of_model
 from omnitrain.models.native.placeholders import token_ids
 from omnitrain.models.native.port import NativePort, method_name
 from omnitrain.models.native.probe import MAIN_ARGUMENTS, ProbeInput, candidates
@@ -241,7 +242,7 @@ class _Search:
         minimal_rows = apart[0].main.size(0) if apart else 0
         return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
 
-    def _encoded(self, port: NativePort, inputs: Sequence[Mapping[str, Tensor]]) -> list[NativeRows]:
+    def _encoded(self, port: NativePort, inputs: Sequence[dict[str, Tensor]]) -> list[NativeRows]:
         """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""
         try:
             with _guess(""), ParameterReads(self.model):
@@ -258,8 +259,7 @@ def _guess(where: str) -> Iterator[None]:
     except WrongGuessError:
         raise
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else ""
-        raise WrongGuessError(f"{where}{type(error).__name__}: {first}"[:200]) from error
+        raise WrongGuessError(f"{where}{failure_of_model(error)}") from error
 
 
 def _values(output: Any) -> dict[str, Any]:

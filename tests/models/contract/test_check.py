@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ from transformers import PreTrainedModel
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import MediaItem, MediaSpan
 from omnitrain.errors import UserError
+from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.contract.findings import Contract
+from omnitrain.models.contract.twin import twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import peaked_
+from omnitrain.models.native import NativeRows, peaked_
 from omnitrain.ops.attention import entry, packed
 from omnitrain.ops.attention.mask_spec import plain_spec
 from tests.families import FAMILIES
@@ -100,6 +104,37 @@ def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
 def test_a_model_whose_forward_fails_is_refused_with_its_own_words() -> None:
     contract = checked(broken.Refusing)
     assert "text: ValueError: rows must be a multiple of 128" in contract.refusals[0].fact
+
+
+def test_a_model_that_ties_its_mlps_to_another_width_is_checked_with_wide_ones() -> None:
+    config = FAMILIES["qwen3"]()
+    config.hidden_size, config.intermediate_size = 128, 512
+    contract = check_contract(broken.TiedWidths, config)
+    assert contract.findings and {finding.outcome for finding in contract.findings} == {"passed"}
+    with pytest.raises(ValueError, match="four times the hidden width"):
+        broken.TiedWidths(twin_config(config))
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("8 GiB")
+
+
+def _assertion_of_our_own(*_: object) -> None:
+    NativeRows.cat([])
+
+
+@pytest.mark.parametrize("failing", [_out_of_memory, _assertion_of_our_own])
+def test_a_failure_of_the_check_itself_is_not_taken_for_one_of_the_model(
+    failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "packing_fact", failing)
+    with pytest.raises((torch.OutOfMemoryError, AssertionError)):
+        checked(foundation_class(FAMILIES["qwen3"]()))
+
+
+def test_an_assertion_of_the_model_is_a_fact_with_its_place() -> None:
+    contract = checked(broken.Asserting)
+    assert re.search(r"text: AssertionError: rows come in pairs \(broken.py:\d+\)", contract.refusals[0].fact)
 
 
 def test_random_draws_in_training_are_off_in_the_check() -> None:
