@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.contract.findings import Contract, Outcome
 from omnitrain.models.contract.probes import Probe, ordinary_words, reworded
@@ -96,6 +96,12 @@ class Trial:
         """What plain transformers makes of a probe."""
         logits, losses = self._plain(probe)
         return Case(probe, logits, losses)
+
+    def own_loss(self, probe: Probe, **asked: Any) -> float:
+        """The model's own mean loss of a probe's tokens, with what it adds to that."""
+        trained = torch.from_numpy(probe.sample.loss_mask)[None]
+        labels = probe.arguments["input_ids"].where(trained, IGNORED)
+        return float(self.plain(**probe.arguments, labels=labels, use_cache=False, **asked).loss)
 
     def start_gradients(self, cases: Sequence[Case]) -> None:
         """Gradients of these cases by plain transformers, negated, so that ours add up to the error in their place."""

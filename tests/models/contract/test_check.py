@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import MediaItem, MediaSpan
@@ -104,6 +104,25 @@ def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
 def test_a_model_whose_forward_fails_is_refused_with_its_own_words() -> None:
     contract = checked(broken.Refusing)
     assert "text: ValueError: rows must be a multiple of 128" in contract.refusals[0].fact
+
+
+def test_a_loss_of_the_router_that_transformers_would_add_is_said_to_be_left_out() -> None:
+    config = FAMILIES["qwen3_moe"]()
+    config.router_aux_loss_coef = 0.02
+    silent, asking = (check_contract(foundation_class(config), _asking(config, flag)) for flag in (False, True))
+    for contract, when in ((silent, " where output_router_logits is set"), (asking, "")):
+        (left_out,) = [finding for finding in contract.findings if finding.outcome == "left out"]
+        added, tokens = map(float, re.findall(r"adds (\S+) to a sample's loss of (\S+?)(?: |$)", left_out.fact)[0])
+        assert left_out.fact.split(f"{tokens:.2f}")[1].startswith(f"{when} (router_aux_loss_coef 0.02)")
+        assert 0.02 <= added < 0.02 * config.num_experts
+    config.router_aux_loss_coef = 0.0
+    assert "own loss" not in {finding.check for finding in check_contract(foundation_class(config), config).findings}
+
+
+def _asking(config: PreTrainedConfig, flag: bool) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.output_router_logits = flag
+    return config
 
 
 def test_a_model_that_ties_its_mlps_to_another_width_is_checked_with_wide_ones() -> None:
