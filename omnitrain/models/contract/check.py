@@ -25,7 +25,8 @@ from omnitrain.models.contract.measure import (
 )
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.trial import Failure, Trial, attempt
-from omnitrain.models.contract.twin import twin_config
+from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.kernels import kernels_of, torch_kernels
 
 _MOST_SEGMENTED_CLASSES = 3
 
@@ -69,7 +70,13 @@ def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig)
 
 
 def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> Contract:
-    return _checked(Trial(model_class, twin))
+    plain = build_twin(model_class, twin)
+    with torch_kernels(plain):
+        contract = _checked(Trial(plain))
+    if kernels := kernels_of(plain):
+        replaced = "; the check ran torch code in its place" if any(kernel.is_used for kernel in kernels) else ""
+        contract = contract.noting("kernels", "passed", ", ".join(map(str, kernels)) + replaced)
+    return contract
 
 
 def _checked(trial: Trial) -> Contract:

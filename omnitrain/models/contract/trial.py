@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.contract.findings import Contract, Outcome
 from omnitrain.models.contract.probes import Probe, ordinary_words, reworded
-from omnitrain.models.contract.twin import build_twin
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.native import discover, failure_of_model
 
@@ -63,9 +62,9 @@ class Trial:
         runner: runs it by the contract.
     """
 
-    def __init__(self, model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> None:
-        """Build both; ``twin``: what :func:`twin_config` made of the model's config."""
-        self.plain = build_twin(model_class, twin).train()
+    def __init__(self, twin: PreTrainedModel) -> None:
+        """Set the other one beside ``twin``, which :func:`build_twin` made."""
+        self.plain = twin.train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
         self.scales: dict[str, float] = {}
