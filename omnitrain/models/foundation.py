@@ -141,6 +141,8 @@ class FoundationRunner:
 
     def calls(self, modality: str, batch: MediaBatch) -> Sequence[MediaGroup]:
         """The items of a batch, as the tower gets them: those that stack together in one call."""
+        if not self.native.ports[modality].items_stack:
+            return [one for group in batch.groups for one in group.split([1] * len(group.num_tokens))]
         return _by_sample(batch) if modality in self.contract.by_sample else batch.groups
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:

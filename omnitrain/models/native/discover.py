@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.native.failure import raise_if_ours
 from omnitrain.models.native.placeholders import TokenExtras, extra_arguments, marks, video_marks
-from omnitrain.models.native.port import NativePort
+from omnitrain.models.native.port import NativePort, method_name
 from omnitrain.models.native.positions import PositionFunction, config_json, own_function
+from omnitrain.models.native.probe import MAIN_ARGUMENTS
 from omnitrain.models.native.search import find_port
 from omnitrain.models.native.text_run import (
     MODALITIES,
@@ -75,6 +77,8 @@ def discover(model: PreTrainedModel) -> Discovery:
         text = _text_parameters(model)
         for modality in MODALITIES:
             if not feature_hosts(model, modality):
+                if taken := _media_arguments(model, modality):
+                    refused[modality] = f"its forward takes {taken}, but no {method_name(modality)} makes rows of it"
                 continue
             found = find_port(model, modality)
             if isinstance(found, str):
@@ -84,6 +88,11 @@ def discover(model: PreTrainedModel) -> Discovery:
         extras = _extras(model, ports)
         positions = _positions(model, ports, extras)
     return _grouped(model, ports, refused, text, positions, extras)
+
+
+def _media_arguments(model: PreTrainedModel, modality: str) -> str:
+    parameters = inspect.signature(type(model).forward).parameters
+    return ", ".join(name for name in MAIN_ARGUMENTS[modality] if name in parameters)
 
 
 def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExtras:

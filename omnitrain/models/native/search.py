@@ -93,6 +93,7 @@ class _Search:
             probe=probe,
             parameters=tuple(sorted(reads.names)),
             items_are_independent=True,
+            items_stack=_stacks(replace(probe, variable=False)),
             minimal_rows=0,
         )
         return self._with_independence(self._with_trigger(port, features, output), output)
@@ -283,6 +284,11 @@ def _source(value: Tensor, features: Mapping[str, Tensor]) -> tuple[str, bool] |
 
 def _same(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
     return len(expected) == len(got) and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def _stacks(probe: ProbeInput) -> bool:
+    one, other, both = probe.make([0]), probe.make([1]), probe.make([0, 1])
+    return all(_same([torch.cat([one[name], other[name]])], [value]) for name, value in both.items())
 
 
 def _same_rows(apart: Sequence[NativeRows], together: Sequence[NativeRows]) -> bool:

@@ -96,6 +96,13 @@ class TiedWidths(Qwen3ForCausalLM):
         super().__init__(config)
 
 
+class CrossAttending(Qwen3ForCausalLM):
+    """Takes images by another way than rows in the place of tokens."""
+
+    def forward(self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
 class _Flat(Qwen3VLTextModel):
     def _deepstack_process(self, hidden_states: Tensor, *args: Any) -> Tensor:
         return hidden_states

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import MediaItem, MediaSpan
@@ -95,6 +95,29 @@ def test_a_tower_that_mixes_images_encodes_one_sample_at_a_time() -> None:
     assert contract.by_sample == ("image",) and contract.packs
     assert facts(contract, "packing") == "passed: packed samples equal each alone"
     assert facts(contract, "gradients").startswith("passed")
+
+
+def test_images_in_one_strip_are_encoded_item_by_item_and_so_can_be_packed() -> None:
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "minicpmv4_6",
+        text_config=FAMILIES["qwen3"]().to_dict(),
+        vision_config=tower | {"image_size": 448, "patch_size": 14},
+        image_token_id=190,
+        video_token_id=191,
+    )
+    assert facts(check_contract(foundation_class(config), config), "packing").startswith("passed")
+    both = pair_of(config)
+    assert not both.ours.runner.native.ports["image"].items_stack
+    image = next(probe.sample for probe in both.probes if probe.modalities == ("image",))
+    with torch.no_grad():
+        one, two = (both.ours(Pack.from_samples([image] * number)).losses["text"].sum for number in (1, 2))
+    torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=0)
+
+
+def test_images_that_no_feature_method_makes_rows_of_are_said_to_be_refused() -> None:
+    fact = facts(checked(broken.CrossAttending), "modality image")
+    assert fact.endswith("its forward takes pixel_values, but no get_image_features makes rows of it")
 
 
 def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
