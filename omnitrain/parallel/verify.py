@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import resource
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +25,14 @@ from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf_samples import idle_sample, to_samples
-from omnitrain.models.idle import num_calls
 from omnitrain.models.native import special_ids
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.outputs import OmniOutput
+from omnitrain.parallel.meeting import DataPeers, open_meeting
+from omnitrain.parallel.planning import StepPlanner, topology_of
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.shard import Sharding, shard
+from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe.layout import Layout, parse_layout
 
 Factory = Callable[[], PreTrainedModel] | str
@@ -280,21 +280,17 @@ def _micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulati
 
 def _trained(model: OmniModel, table: list[list[Pack]], rank: int) -> _Outcome:
     """Three steps on the packs of ``rank``, knowing those of all others."""
-    counts = Counter[str]()
-    for pack in (pack for packs in table for pack in packs):
-        counts.update(pack.loss_counts())
-    calls = []
-    for packs in zip(*table, strict=True):
-        made = [num_calls(model, pack) for pack in packs]
-        calls.append({name: max(m.get(name, 0) for m in made) for name in {name for m in made for name in m}})
+    topology = topology_of(model, len(table))
+    meeting, _store = open_meeting()
+    step = StepPlanner(topology, DataPeers(meeting), model.runner.apart)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
     gradients: dict[str, Tensor] = {}
     first_loss, collectives = 0.0, 0
-    for step in range(_STEPS):
+    for number in range(_STEPS):
         with _Collectives() as communication:
-            loss = sum(_backward(model(pack, called), counts) for pack, called in zip(table[rank], calls, strict=True))
-        if step == 0:
+            loss = accumulate_gradients(model, step).item()
+        if number == 0:
             first_loss, collectives = _summed(loss), communication.count
             gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
         optimizer.step()
@@ -314,13 +310,6 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.namespace in ("c10d", "_c10d_functional")
         return func(*args, **(kwargs or {}))
-
-
-def _backward(output: OmniOutput, counts: Mapping[str, int]) -> float:
-    terms = [term.sum / counts[name] for name, term in output.losses.items() if counts[name]]
-    loss = torch.stack(terms).sum()
-    loss.backward()
-    return loss.item()
 
 
 def _summed(value: float) -> float:

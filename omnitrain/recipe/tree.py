@@ -242,7 +242,7 @@ class Train(Strict):
     """The loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
-    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step (gradient accumulation).")
+    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, over all ranks.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
     cpu_threads: int | None = Field(None, ge=1, description="Threads of one operation on CPU. Unset: torch's default.")
