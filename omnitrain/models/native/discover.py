@@ -24,6 +24,7 @@ from omnitrain.models.native.text_run import (
     attention_implementation,
     called_with,
     feature_hosts,
+    first_position,
     plain_ids,
     separate_decoder,
     text_arguments,
@@ -125,7 +126,7 @@ def _text_call(model: PreTrainedModel) -> dict[str, Any]:
 def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: TokenExtras) -> PositionFunction:
     """The model's own function where it has one, and how it counts where it has none."""
     given = _text_call(model).get("position_ids")
-    start = int(given.min()) if isinstance(given, Tensor) else 0
+    start = int(given.min()) if isinstance(given, Tensor) else _looked_up_first(model)
     if own_function(model) is None:
         return PositionFunction(type(model), None, start=start)
     function = PositionFunction(type(model), config_json(model.config), start=start)
@@ -135,6 +136,14 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: 
         if port is not None and not axes:
             axes = _axes_with(model, function, port, extras)
     return replace(function, axes=axes)
+
+
+def _looked_up_first(model: PreTrainedModel) -> int:
+    try:
+        return first_position(model)
+    except Exception as error:  # as in _text_call
+        raise_if_ours(error)
+        return 0
 
 
 def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativePort, extras: TokenExtras) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, RobertaForCausalLM
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import MediaItem, MediaSpan
@@ -20,7 +20,7 @@ from omnitrain.models.contract.findings import Contract
 from omnitrain.models.contract.twin import twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import NativeRows, peaked_
+from omnitrain.models.native import NativeRows, discover, peaked_
 from omnitrain.ops.attention import entry, packed
 from omnitrain.ops.attention.mask_spec import plain_spec
 from tests.families import FAMILIES
@@ -113,6 +113,19 @@ def test_images_in_one_strip_are_encoded_item_by_item_and_so_can_be_packed() -> 
     with torch.no_grad():
         one, two = (both.ours(Pack.from_samples([image] * number)).losses["text"].sum for number in (1, 2))
     torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=0)
+
+
+def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "roberta", **sizes, vocab_size=200, max_position_embeddings=64, pad_token_id=1, is_decoder=True
+    )
+    model = RobertaForCausalLM(config)
+    with torch.device("meta"):
+        empty = RobertaForCausalLM(config)
+    assert [discover(each).positions.start for each in (model, empty)] == [2, 2]  # behind that of padding
+    contract = check_contract(RobertaForCausalLM, config)
+    assert contract.packs and not contract.refusals
 
 
 def test_images_that_no_feature_method_makes_rows_of_are_said_to_be_refused() -> None:
