@@ -162,7 +162,7 @@ class OmniModel(PreTrainedModel):
                 losses[name] = decoder.lm_head(hidden[0, pack.targets[name].positions - 1], labels[name])
             else:
                 idle.append(idle_head(decoder, hidden))
-        losses["text"] = replace(text, sum=tied(text.sum, idle))
+        losses = {"text": replace(text, sum=tied(text.sum, idle))} | losses
         return OmniOutput(losses, None if hidden is None else hidden.detach())
 
 

@@ -26,6 +26,10 @@ class Peers(Protocol):
         """Whether ``flag`` is set on any rank."""
         ...
 
+    def sum(self, value: float) -> float:
+        """The sum of the values of all ranks."""
+        ...
+
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
         """The largest count of every key over all ranks; a key may be missing on some."""
         ...
@@ -44,6 +48,10 @@ class Alone:
     def any(self, flag: bool) -> bool:
         """``flag`` itself."""
         return flag
+
+    def sum(self, value: float) -> float:
+        """``value`` itself."""
+        return value
 
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
         """``counts`` themselves."""
@@ -74,11 +82,13 @@ def agreed(peers: Peers, make: Callable[[], T]) -> T:
         made.append(make())
     except Exception as error:
         failed = error
-    is_users, what = isinstance(failed, UserError), failed and f"{type(failed).__name__}: {failed}"
-    told = peers.gather((is_users, what))
+    is_users = isinstance(failed, UserError)
+    told = peers.gather((is_users, failed and (str(failed) if is_users else f"{type(failed).__name__}: {failed}")))
     if failed is not None:
         raise failed
     for rank, (is_users, what) in enumerate(told):
+        if what is not None and is_users and rank == 0:
+            raise UserError(what)  # word for word: what two ranks say alike is shown once
         if what is not None:
             raise (UserError if is_users else TrainingError)(f"rank {rank} failed: {what}")
     return made[0]

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.shard import is_block
+from omnitrain.parallel.units import blocks_of
 
 
 @contextmanager
@@ -25,8 +25,10 @@ def gathered(model: OmniModel) -> Iterator[None]:
         model: sharded or not; nothing happens to one that is not.
     """
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
-    decoders = tuple(f"{name}." for name in model.decoder_names)
-    kept = [unit for name, unit in units.items() if f"{name}.".startswith(decoders) or not is_block(model, name)]
+    blocks = {
+        name for component, found in blocks_of(model).items() if component not in model.decoder_names for name in found
+    }
+    kept = [unit for name, unit in units.items() if name not in blocks]
     groups = [group for group in map(_parameter_group, kept) if group is not None]
     before = [group.post_forward_mesh_info for group in groups]
     try:

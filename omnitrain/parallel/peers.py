@@ -31,6 +31,12 @@ class GlooPeers:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flags.item())
 
+    def sum(self, value: float) -> float:
+        """The sum of the values of all ranks, in fp64."""
+        total = torch.tensor(value, dtype=torch.float64, device="cpu")
+        dist.all_reduce(total, group=self._group)
+        return total.item()
+
     def most(self, counts: Mapping[Key, int]) -> dict[Key, int]:
         """The largest count of every key over all ranks; a key may be missing on some."""
         largest: dict[Key, int] = {}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch.distributed as dist
+
 from omnitrain.data.pack import MediaBatch, Pack
 from omnitrain.models.calls import Apart
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.meeting import DataPeers
+from omnitrain.parallel.applied import layout_of
+from omnitrain.parallel.meeting import DataPeers, Meeting
 from omnitrain.parallel.placing import StepBatch, placed
 from omnitrain.plan import (
     ItemFacts,
@@ -25,24 +28,22 @@ from omnitrain.plan.topology import Place
 from omnitrain.recipe.parallel import FOUNDATION
 
 
-def topology_of(
-    model: OmniModel,
-    world_size: int = 1,
-    *,
-    replicas: Mapping[str, int] | None = None,
-    places: Mapping[str, Place] | None = None,
-) -> Topology:
+def topology_of(model: OmniModel, places: Mapping[str, Place] | None = None) -> Topology:
     """What planning must know of a model and of the ranks it lies on.
 
     Args:
-        model: with its parameters frozen as they will be.
-        world_size: number of ranks; all components live on all of them.
-        replicas: component -> copies of its parameters; absent: 1.
-        places: component -> who encodes its items; absent: the rank that drew them.
+        model: as :func:`omnitrain.parallel.parallelize.build_parallelize_model` laid it out; else a copy on every rank.
+        places: component -> who encodes its items; absent: as its plan says, or the rank that drew them.
     """
-    everyone = tuple(range(world_size))
+    layout = layout_of(model)
+    everyone = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
     trained = {name: any(p.requires_grad for p in own.values()) for name, own in model.components.items()}
-    copies = replicas or {}
+    copies = {name: len(everyone) for name in trained}
+    planned: dict[str, Place] = {}
+    if layout is not None:
+        copies = {name: component.num_replicas for name, component in layout.components.items()}
+        planned = {name: component.plan.place or "local" for name, component in layout.components.items()}
+    planned |= places or {}
     components = [
         PlannedComponent(
             name=name,
@@ -50,13 +51,13 @@ def topology_of(
             ports=tuple(Port(port) for port in model.ports.get(name, ())),
             reads_packs=name == FOUNDATION,
             head=name if name in model.decoder_names else None,
-            place=(places or {}).get(name, "local"),
-            num_replicas=copies.get(name, 1),
+            place=planned.get(name, "local"),
+            num_replicas=copies[name],
             is_trained=trained[name],
         )
         for name in (*model.ports, FOUNDATION)
     ]
-    return Topology(world_size, tuple(components), ("text", *model.decoder_names))
+    return Topology(len(everyone), tuple(components), ("text", *model.decoder_names))
 
 
 def facts_of(pack: Pack, apart: Mapping[str, Apart] | None = None) -> MicroBatchFacts:
@@ -110,3 +111,8 @@ class StepPlanner:
         tables = self.peers.tables(encode_table(self.topology, facts))
         plan = plan_step(self.topology, decode_tables(self.topology, tables))
         return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)
+
+
+def step_planner(model: OmniModel, meeting: Meeting, places: Mapping[str, Place] | None = None) -> StepPlanner:
+    """What plans the steps of a model; arguments as in :func:`topology_of` and :class:`DataPeers`."""
+    return StepPlanner(topology_of(model, places), DataPeers(meeting), model.runner.apart)

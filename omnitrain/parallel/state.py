@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from omnitrain.errors import UserError
 from omnitrain.plan.mesh import MeshShape, fit_mesh
+from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 DpMode = Literal["fsdp2", "hsdp", "replicate"]
 
@@ -205,6 +206,25 @@ def init_parallel_state(
     global _default
     _default = _state(shape, dp_mode)
     return _default
+
+
+def init_state_of(plan: ParallelPlan) -> ParallelState:
+    """:func:`init_parallel_state` with the degrees that a plan has for the foundation.
+
+    Raises:
+        UserError: degrees that do not fit the ranks, with those that would.
+    """
+    own = plan.of(FOUNDATION)
+    return init_parallel_state(
+        dp_replicate_size=own.dp_replicate or (None if own.mode == "replicate" else 1),
+        dp_shard_size=own.dp_shard,
+        tp_size=own.tp or 1,
+        ep_size=own.ep or 1,
+        pp_size=own.pp or 1,
+        cp_size=own.cp or 1,
+        ulysses_size=own.ulysses or 1,
+        dp_mode=own.mode or "fsdp2",
+    )
 
 
 def get_parallel_state() -> ParallelState:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,23 @@ from omnitrain.models.calls import MediaCall
 from omnitrain.models.encoding import Share
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
+from omnitrain.parallel.applied import layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.stall_report import Phase
+from omnitrain.plan import StepPlan
 
-Observe = Callable[[int, Pack, OmniOutput], Any]
+Observe = Callable[[Pack, OmniOutput], Any]
+
+
+class Note(Protocol):
+    """Told where a rank is in a step."""
+
+    def __call__(
+        self, *, micro_batch: int | None = None, phase: Phase | None = None, samples: Sequence[str] | None = None
+    ) -> object:
+        """What is not given stays as it was."""
+        ...
 
 
 def accumulate_gradients(
@@ -25,6 +38,7 @@ def accumulate_gradients(
     *,
     loss_weights: Mapping[str, float] | None = None,
     observe: Observe | None = None,
+    note: Note | None = None,
 ) -> torch.Tensor:
     """Forward and backward of this rank's part of a step.
 
@@ -35,7 +49,8 @@ def accumulate_gradients(
         model: parallelised, or on one process.
         batch: packs of this rank, and the plan of all.
         loss_weights: ``text`` or a decoder's name -> weight of its mean loss; absent: 1.
-        observe: called with number, pack and output of each micro-batch.
+        observe: called with pack and output of each micro-batch.
+        note: told what comes next (:meth:`omnitrain.parallel.stalls.Watch.at`).
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
@@ -44,15 +59,26 @@ def accumulate_gradients(
     total = torch.zeros((), device=model.device)
     for number, pack in enumerate(batch.packs):
         pack = pack.to(model.device)
+        if note is not None:
+            note(micro_batch=number, phase="forward", samples=pack.info.ids)
+        reduce_on_last(model, batch.plan, number)
         output = model(pack, share_of(batch, number, model.device))
         terms = [weights.get(n, 1.0) * term.sum / counts[n] for n, term in output.losses.items() if counts[n]]
         if terms:  # the same on all ranks: the counts are those of all
             loss = torch.stack(terms).sum()
+            if note is not None:
+                note(phase="backward")
             loss.backward()
             total += loss.detach()
         if observe is not None:
-            observe(number, pack, output)
+            observe(pack, output)
     return total
+
+
+def reduce_on_last(model: OmniModel, plan: StepPlan, micro_batch: int) -> None:
+    """Let each component add its gradients over its replicas in the last micro-batch in which it runs, only there."""
+    if layout_of(model) is not None:
+        reduce_replicas(model, {c.name: plan.last_active(c.name) == micro_batch for c in plan.topology.components})
 
 
 def share_of(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:

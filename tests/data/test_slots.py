@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from functools import partial
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def merged(packs: Packs) -> list[tuple[int, ...]]:
 
 def world(ranks: int, **options: Any) -> list[StepLoader]:
     return [loader(rank, ranks, **options) for rank in range(ranks)]
+
+
+def data_processes() -> list[BaseProcess]:
+    return [child for child in multiprocessing.active_children() if child.name == "run_ahead"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 12])
@@ -176,7 +181,7 @@ def test_one_good_row_among_few_is_enough_for_every_slot() -> None:
 def test_background_processes_change_nothing(workers: int) -> None:
     helped = [loader(rank, 2, data=settings(workers=workers)) for rank in range(2)]
     assert content(helped, 10) == content(world(1), 10)
-    assert multiprocessing.active_children() == []
+    assert data_processes() == []
 
 
 def tagged(packs: Packs, folder: Path) -> tuple[int, list[int]]:
@@ -205,7 +210,7 @@ def test_a_mistake_found_after_packing_arrives_as_it_is(workers: int) -> None:
 def test_a_killed_data_process_ends_its_rank_alone_and_leaves_none_behind() -> None:
     killed = iter(loader(0, 2, data=settings(workers=3)))
     next(killed)
-    (process,) = [child for child in multiprocessing.active_children() if child.name == "run_ahead"]
+    (process,) = data_processes()
     other = iter(loader(1, 2, data=settings(workers=3)))
     next(other)
     assert process.pid is not None
@@ -214,7 +219,7 @@ def test_a_killed_data_process_ends_its_rank_alone_and_leaves_none_behind() -> N
         list(killed)
     assert len(list(islice(other, 5))) == 5
     other.close()
-    assert multiprocessing.active_children() == []
+    assert data_processes() == []
 
 
 def test_shares_hold_every_sample_once_and_are_balanced() -> None:

@@ -11,14 +11,14 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share, num_calls
 from omnitrain.models.hf_samples import idle_sample
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.meeting import DataPeers, Meeting, open_meeting
-from omnitrain.parallel.planning import StepPlanner, topology_of
+from omnitrain.parallel.meeting import Meeting, open_meeting
+from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.plan.topology import Place
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
-ALONE = DataPeers(Meeting("", 0, 0, 1))
+ALONE = Meeting("", 0, 0, 1)
 ENCODERS = ("image_encoder", "audio_encoder")
 
 
@@ -28,8 +28,7 @@ def gradients_on_ranks(table: Sequence[Sequence[Sequence[Sample]]], place: Place
     idle = idle_sample(model.runner.native, 9)
     packs = [Pack.from_samples(samples or [idle]) for samples in table[rank]]
     meeting, _store = open_meeting()
-    topology = topology_of(model, meeting.world_size, places=dict.fromkeys(ENCODERS, place))
-    batch = StepPlanner(topology, DataPeers(meeting))(packs)
+    batch = step_planner(model, meeting, dict.fromkeys(ENCODERS, place))(packs)
     loss = accumulate_gradients(model, batch)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     loads = {name: batch.plan.loads(name).tolist() for name in ENCODERS}
@@ -48,7 +47,7 @@ def samples(model: OmniModel) -> list[Sample]:
 
 def reference(model: OmniModel, samples: Sequence[Sample]) -> tuple[float, dict[str, torch.Tensor]]:
     model.zero_grad()
-    loss = accumulate_gradients(model, StepPlanner(topology_of(model), ALONE)([Pack.from_samples(samples)]))
+    loss = accumulate_gradients(model, step_planner(model, ALONE)([Pack.from_samples(samples)]))
     return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -69,7 +68,7 @@ def summed(results: Sequence[tuple[float, dict, dict]]) -> tuple[float, dict[str
 
 def test_a_step_of_one_process_plans_the_calls_that_its_packs_need(model: OmniModel, samples: list[Sample]) -> None:
     packs = [Pack.from_samples(samples[:7]), Pack.from_samples([samples[0]])]
-    plan = StepPlanner(topology_of(model), ALONE)(packs).plan
+    plan = step_planner(model, ALONE)(packs).plan
     names = [entrance.name for entrance in plan.topology.entrances if entrance.kind == "encode"]
     for micro_batch, pack in enumerate(packs):
         planned = dict(zip(names, plan.calls[micro_batch].tolist(), strict=False))
