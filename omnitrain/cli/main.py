@@ -113,7 +113,7 @@ def check(
 
     problems = check_recipe(resolved)
     if problems:
-        raise UserError("\n  ".join([f"{model_or_recipe}: problems", *problems]))
+        raise UserError("\n".join([f"{model_or_recipe}: problems", *problems]).replace("\n", "\n  "))
 
 
 def names_a_model(name: str) -> bool:
