@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.errors import RecipeError, TrainingError, UserError
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -99,14 +99,21 @@ def check(
     overrides: OverridesArgument = None,
 ) -> None:
     """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
-    if names_a_model(model_or_recipe) and not overrides:
+    if names_a_model(model_or_recipe):
+        if overrides:
+            raise UserError(f"{model_or_recipe}: overrides such as `{overrides[0]}` are for recipes, and this is a model")
+
         from omnitrain.train.check import check_model
 
         check_model(model_or_recipe)
         return
 
-    from omnitrain.recipe import load_recipe
+    from omnitrain.recipe import find_recipe, load_recipe
 
+    try:
+        find_recipe(model_or_recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{error}; nor is there the folder of a model") from None
     resolved = load_recipe(model_or_recipe, overrides)
 
     from omnitrain.train.check import check_recipe
