@@ -101,7 +101,9 @@ def check(
     """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
     if names_a_model(model_or_recipe):
         if overrides:
-            raise UserError(f"{model_or_recipe}: overrides such as `{overrides[0]}` are for recipes, and this is a model")
+            raise UserError(
+                f"{model_or_recipe}: overrides such as `{overrides[0]}` are for recipes, and this is a model"
+            )
 
         from omnitrain.train.check import check_model
 
@@ -176,7 +178,9 @@ def generate(
     image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image to read; may be repeated.")] = None,
     audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio to read; may be repeated.")] = None,
     video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video to read; may be repeated.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for generated media.")] = Path("generated"),
+    output: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")] = Path(
+        "generated"
+    ),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,

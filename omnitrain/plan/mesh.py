@@ -165,7 +165,9 @@ def fit_mesh(
     given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
     given |= {"cp": cp, "sp": sp, "tp": tp, "ep": ep}
     key = {axis: keys.get(axis, axis) for axis in given}
-    problems = [f"{key[axis]} is {n}; a degree is a whole number from 1" for axis, n in given.items() if not _is_degree(n)]
+    problems = [
+        f"{key[axis]} is {n}; a degree is a whole number from 1" for axis, n in given.items() if not _is_degree(n)
+    ]
     if not problems:
         model = {"pp": pp, "cp": cp, "sp": sp, "tp": tp}
         problems = _model_problems(world_size, {key[axis]: degree for axis, degree in model.items()})

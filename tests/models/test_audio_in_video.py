@@ -70,7 +70,7 @@ def by_transformers(processor: ProcessorMixin, row: Row) -> dict[str, Any]:
         video_metadata=[
             [
                 {"total_num_frames": len(f), "fps": c.rate, "frames_indices": list(range(len(f)))}
-                for f, c in zip(frames, clips)
+                for f, c in zip(frames, clips, strict=True)
             ]
         ],
         audio=heard,
