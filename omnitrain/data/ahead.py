@@ -125,7 +125,10 @@ def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, o
 
 
 class _Sender:
-    """A thread that sends items. The main thread makes them: signal handlers that raise must not cut a message short."""
+    """A thread that sends items.
+
+    The main thread makes them: there signal handlers may raise, and must not cut a message short.
+    """
 
     def __init__(self, out: socket.socket, depth: int) -> None:
         """``depth``: items that wait at the most."""

@@ -142,6 +142,17 @@ def test_check_of_a_model_takes_no_overrides(shipped: Path) -> None:
     )
 
 
+def test_generate_refuses_a_model_that_is_not_omni_and_an_output_that_is_a_file(tmp_path: Path) -> None:
+    vq = "tasks/quickstart/tokenizers/image_vq"
+    other = call("generate", str(Path(__file__).parents[2] / vq), "--prompt", "hi")
+    assert other.exit_code == 2
+    assert "image_vq': its config is of type 'janus_vqgan', not 'omnitrain'" in other.stderr
+    (tmp_path / "file").touch()
+    refused = call("generate", str(tmp_path), "--prompt", "hi", "--output", str(tmp_path / "file"))
+    assert refused.exit_code == 2
+    assert "is a file" in refused.stderr
+
+
 def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: [])
     assert call("check", "small").exit_code == 0

@@ -57,7 +57,7 @@ def test_columns_of_another_type_are_refused_when_the_data_are_opened(tmp_path: 
 @pytest.mark.parametrize("medium", [None, "", {"bytes": None, "path": None}])
 def test_a_medium_without_content_is_a_damaged_one(medium: Any) -> None:
     row = Row("r", "s", [], {"image": [medium]}, {})
-    with pytest.raises(ValueError, match="^image 1 has neither bytes nor a path$"):
+    with pytest.raises(ValueError, match=r"^image 1 has neither bytes nor a path$"):
         row.media_bytes("image", 0)
 
 

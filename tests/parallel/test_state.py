@@ -122,7 +122,7 @@ def test_the_default_is_asked_for_too_early() -> None:
     [
         (
             {"ep_size": 3},
-            r"do not fit 4 ranks:\nep_size is 3 and must divide dp_shard_size x cp_size x ulysses_size = 4; 1, 2, 4 would",
+            r"4 ranks:\nep_size is 3 and must divide dp_shard_size x cp_size x ulysses_size = 4; 1, 2, 4 would",
         ),
         ({"dp_mode": "fsdp1"}, "dp_mode is 'fsdp1'; expected one of fsdp2, hsdp, replicate"),
         ({"dp_mode": "replicate", "dp_shard_size": 2}, "dp_shard_size is 2, expected 1"),
