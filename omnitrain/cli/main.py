@@ -11,11 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.errors import RecipeError, TrainingError, UserError
-
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RecipeError, TrainingError, UserError
 
 
 class _Verbs(TyperGroup):
@@ -25,14 +21,21 @@ class _Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            typer.echo(f"omnitrain: {error}", err=True)
+            _say(str(error))
             raise typer.Exit(EXIT_USER_ERROR) from None
         except TrainingError as error:
-            typer.echo(f"omnitrain: {error}", err=True)
+            _say(str(error))
             raise typer.Exit(EXIT_FAILED) from None
         except KeyboardInterrupt:
-            typer.echo("omnitrain: interrupted", err=True)
+            _say("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _say(message: str) -> None:
+    from omnitrain.train.rank import own_words
+
+    if (words := own_words(message)) is not None:
+        typer.echo(f"omnitrain: {words}", err=True)
 
 
 app = typer.Typer(
@@ -136,11 +139,19 @@ def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 1,
 ) -> None:
     """Train."""
     from omnitrain.recipe import load_recipe
+    from omnitrain.train.rank import end_with_launcher
 
+    end_with_launcher()
     resolved = load_recipe(recipe, overrides)
+    if nproc > 1:
+        from omnitrain.train.launch import launch
+
+        command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
+        raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
 
     from omnitrain.train import Trainer
 

@@ -83,6 +83,12 @@ def _hang_up(connection: socket.socket) -> None:
     connection.close()
 
 
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends (on Linux), however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def follow_main_process() -> None:
     """Leave signals to the process that started this one, take one thread, and end when that process ends.
 
@@ -90,8 +96,7 @@ def follow_main_process() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it ended before the line above
         os._exit(1)
@@ -125,10 +130,7 @@ def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, o
 
 
 class _Sender:
-    """A thread that sends items.
-
-    The main thread makes them: there signal handlers may raise, and must not cut a message short.
-    """
+    """A thread that sends items; the main thread makes them. A signal handler that raises must not cut a message."""
 
     def __init__(self, out: socket.socket, depth: int) -> None:
         """``depth``: items that wait at the most."""

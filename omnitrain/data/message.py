@@ -24,6 +24,13 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+def as_bytes(item: Any) -> bytes:
+    """``item`` for ``pickle.loads``; of a tensor that is a view, only what it shows."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(item)
+    return stream.getvalue()
+
+
 def encode(item: Any) -> Message:
     """``item`` as the runs of bytes that stand for it. Its arrays are not copied: leave them alone until they are sent.
 

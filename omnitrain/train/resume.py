@@ -28,6 +28,8 @@ _MAY_CHANGE = (
     "train.log_every",
     "train.save_every",
     "train.keep_checkpoints",
+    "train.stop_seconds",
+    "train.stall_seconds",
 )
 
 

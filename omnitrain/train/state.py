@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.loader import LoaderState
 from omnitrain.data.sample import Rejected
+from omnitrain.data.slots import LoaderState, SlotState
 from omnitrain.errors import UserError
 
 _FILE = "trainer.pt"
@@ -23,7 +23,7 @@ class TrainingState:
         step: optimizer steps done.
         seconds: spent so far, over all starts.
         steps_without_targets: steps in which nothing was to be predicted.
-        data: where its loader stands.
+        data: where its data stand, over all ranks.
         rows: rows of each training data set.
     """
 
@@ -67,8 +67,10 @@ def read_state(
     return TrainingState(**(saved["state"] | {"data": _loader_state(**saved["state"]["data"])}))
 
 
-def _loader_state(next_index: int, held: tuple[int, ...], rejected: tuple[dict[str, Any], ...]) -> LoaderState:
-    return LoaderState(next_index, tuple(held), tuple(Rejected(**row) for row in rejected))
+def _loader_state(slots: dict[int, dict[str, Any]], rejected: tuple[dict[str, Any], ...]) -> LoaderState:
+    return LoaderState(
+        {slot: SlotState(**state) for slot, state in slots.items()}, tuple(Rejected(**row) for row in rejected)
+    )
 
 
 def _trainable(model: torch.nn.Module) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omnitrain.data.loader import PackLoader, build_dataloader, require_usable
+from omnitrain.data.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
@@ -65,7 +65,7 @@ class Trainer:
         folder: where the run writes.
         model: the model, in place.
         processor: rows -> samples.
-        loader: packs of training data.
+        loader: training data, step by step.
         heldout: the held-out data sets.
         optimizer: AdamW.
         step: optimizer steps done.
@@ -114,7 +114,7 @@ class Trainer:
             return None
         return compile_blocks(self.model.foundation, max_recompiles=settings.max_recompiles)
 
-    def _open_data(self, state: TrainingState) -> tuple[PackLoader, list[RowSource]]:
+    def _open_data(self, state: TrainingState) -> tuple[StepLoader, list[RowSource]]:
         data = self.recipe.data
         loader = build_dataloader(
             data,
@@ -122,6 +122,7 @@ class Trainer:
             seed=self.recipe.train.seed,
             state=state.data,
             alone=not self.model.runner.contract.packs,
+            slots=self.recipe.train.micro_batches,
         )
         if self.resumed:
             require_same_rows(state.rows, loader.order.lengths, self.folder.path)
@@ -149,10 +150,10 @@ class Trainer:
             _settled_objects_uncollected(),
             Interrupt() as interrupt,
             StepProgress(train.steps, self.step) as progress,
-            contextlib.closing(iter(self.loader)) as packs,
+            contextlib.closing(iter(self.loader)) as steps,
         ):
             while self.step < train.steps and not interrupt.requested:
-                batch = self._next_batch(packs)
+                batch = self._next_batch(steps)
                 loss, norm = self.train_step(batch)
                 self.data_state = self.loader.state()
                 progress.update(self.step)
@@ -170,11 +171,11 @@ class Trainer:
             return RunSummary(self.step, True, checkpoint, {})
         return RunSummary(self.step, False, checkpoint, self._evaluate())
 
-    def _next_batch(self, packs: Iterator[Pack]) -> list[Pack]:
+    def _next_batch(self, steps: Iterator[tuple[Pack, ...]]) -> tuple[Pack, ...]:
         """The packs of a step. Where the data fail, the steps done are saved first."""
         waiting = time.perf_counter()
         try:
-            batch = [next(packs) for _ in range(self.recipe.train.micro_batches)]
+            batch = next(steps)
         except (UserError, TrainingError):
             if self.step:
                 console.print(f"the data failed at step {self.step + 1}; saved {self._save()}")
@@ -182,7 +183,7 @@ class Trainer:
         self.stopwatch.add(sum(pack.num_tokens for pack in batch), time.perf_counter() - waiting)
         return batch
 
-    def train_step(self, batch: list[Pack]) -> tuple[float, float]:
+    def train_step(self, batch: Sequence[Pack]) -> tuple[float, float]:
         """One optimizer step over ``batch``.
 
         Every head's loss is its sum over the whole batch, divided once by the batch's number of predicted tokens: how
@@ -280,7 +281,7 @@ def _settled_objects_uncollected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _total_counts(batch: list[Pack]) -> dict[str, int]:
+def _total_counts(batch: Sequence[Pack]) -> dict[str, int]:
     """Predicted tokens per head over all packs of a step."""
     totals: dict[str, int] = {}
     for pack in batch:

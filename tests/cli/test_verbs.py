@@ -185,6 +185,21 @@ def test_run_ends_with_the_code_of_its_outcome(
     assert (ended.exit_code, ended.stderr) == (code, message)
 
 
+def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def launch(arguments: list[str], nproc: int, *, stop_seconds: float) -> int:
+        given.extend([arguments, nproc, stop_seconds])
+        return 130
+
+    stand_in(monkeypatch, "omnitrain.train.launch", launch=launch)
+    assert call("run", "small", "train.stop_seconds=7", "--resume", "--nproc", "3").exit_code == 130
+    assert given == [["-m", "omnitrain", "run", "small", "train.stop_seconds=7", "--resume"], 3, 7.0]
+    assert call("run", "small", "train.stps=7", "--nproc", "3").exit_code == 2  # found before ranks are started
+
+
 def test_an_unexpected_error_keeps_its_traceback(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "outcome", ZeroDivisionError("a bug"))
     stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)

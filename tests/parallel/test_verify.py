@@ -7,7 +7,6 @@ from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.native import discover
 from omnitrain.parallel.ranks import RankPool
-from omnitrain.parallel.shard import Sharding
 from omnitrain.parallel.verify import verify
 from tests.parallel import factories
 from tests.tiny import tiny_processor, tiny_samples
@@ -49,7 +48,10 @@ def test_a_layout_that_is_not_there_yet_or_too_large_is_refused_with_the_reason(
     samples = tiny_samples(tiny_processor(factories.any_to_any()), 2)
     report = verify("tests.parallel.factories:any_to_any", samples, ["tp2.dp2", "dp8"], pool=ranks)
     assert [row.status for row in report.rows] == ["refused", "refused"] and report.ok
-    assert "tp: not available yet" in report.rows[0].reason and "needs 8 ranks, 4 may run" in report.rows[1].reason
+    assert (
+        "tp 2, but tensor parallelism is not available yet" in report.rows[0].reason
+        and "needs 8 ranks, 4 may run" in report.rows[1].reason
+    )
 
 
 def test_a_gradient_that_is_divided_by_the_ranks_is_found(ranks: RankPool) -> None:
@@ -69,7 +71,3 @@ def test_a_factory_that_is_not_there_is_named(factory: str) -> None:
 def test_a_word_that_no_layout_has_is_named() -> None:
     with pytest.raises(UserError, match="`zp2`"):
         verify("tests.parallel.factories:any_to_any", [], ["zp2"])
-
-
-def test_defaults_of_sharding_reduce_in_fp32() -> None:
-    assert Sharding().reduce_dtype is torch.float32 and Sharding().compute_dtype is None

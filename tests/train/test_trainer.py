@@ -42,7 +42,7 @@ def fail_on_interrupt_after(trainer: Trainer, step: int) -> None:
     """Send ourselves Ctrl-C at the end of ``step``."""
     inner = trainer.train_step
 
-    def train_step(batch: list[Pack]) -> Any:
+    def train_step(batch: tuple[Pack, ...]) -> Any:
         result = inner(batch)
         if trainer.step == step:
             os.kill(os.getpid(), signal.SIGINT)
@@ -116,7 +116,7 @@ def test_ops_and_compile_are_chosen_in_the_recipe_and_shown(tmp_path: Path, monk
 
 def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -> None:
     trainer = Trainer(load(tiny_recipe(tmp_path)))
-    pack = next(iter(trainer.loader))
+    (pack,) = next(iter(trainer.loader))
     none = torch.zeros(0, dtype=torch.long)
     empty = Pack(**{**vars(pack), "text_rows": none, "text_labels": none, "targets": {}})
     trainer.train_step([pack])
@@ -128,7 +128,7 @@ def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -
 
 def test_a_non_finite_loss_stops_before_the_update_and_names_the_samples(tmp_path: Path) -> None:
     trainer = Trainer(load(tiny_recipe(tmp_path)))
-    pack = next(iter(trainer.loader))
+    (pack,) = next(iter(trainer.loader))
     with torch.no_grad():
         trainer.model.foundation.model.norm.weight[0] = float("nan")
     before = trainer.model.image_encoder.projector.layers[1].weight.clone()
@@ -263,18 +263,18 @@ def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_
     recipe = tiny_recipe(tmp_path, steps=6, micro_batches=2)
     Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
     failing = Trainer(load(recipe))
-    packs = iter(failing.loader)
+    steps = iter(failing.loader)
 
-    class FailsWithinAStep:
-        def __iter__(self) -> Iterator[Pack]:
-            yield from islice(packs, 7)
+    class FailsAfterThreeSteps:
+        def __iter__(self) -> Iterator[tuple[Pack, ...]]:
+            yield from islice(steps, 3)
             raise TrainingError("the data process ended")
 
         def __getattr__(self, name: str) -> Any:
             return getattr(inner, name)
 
     inner = failing.loader
-    failing.loader = FailsWithinAStep()  # type: ignore[assignment]
+    failing.loader = FailsAfterThreeSteps()  # type: ignore[assignment]
     with pytest.raises(TrainingError, match="the data process ended"):
         failing.fit()
     assert failing.step == 3
