@@ -109,9 +109,12 @@ def _from_checkpoint(
 ) -> OmniModel:
     folder = config_path or weights_path
     try:
-        config = OmniConfig.from_pretrained(folder)
+        found = OmniConfig.get_config_dict(folder)[0].get("model_type")
+        config = OmniConfig.from_pretrained(folder) if found == OmniConfig.model_type else None
     except (OSError, ValueError) as error:
         raise UserError(f"no omni model at {folder!r}: {str(error).splitlines()[0]}") from None
+    if config is None:
+        raise UserError(f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}")
     if weights_path and init_device != "meta":
         model = cast(OmniModel, load_strictly(OmniModel, weights_path, torch_dtype, config=config))
         return model.to(init_device)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omnitrain.data.native import component_key
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
@@ -110,8 +109,8 @@ class FoundationRunner:
     @property
     def apart(self) -> dict[str, Apart]:
         """Modalities (``foundation.image``, ...) whose calls may not have two samples or two items; often none."""
-        samples: dict[str, Apart] = {component_key(modality): "samples" for modality in self.contract.by_sample}
-        return samples | {component_key(m): "items" for m, port in self.native.ports.items() if not port.items_stack}
+        samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
+        return samples | {NATIVE_PREFIX + m: "items" for m, port in self.native.ports.items() if not port.items_stack}
 
     def encode_call(self, name: str, call: MediaCall) -> NativeRows:
         """Rows of one call of a modality (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
