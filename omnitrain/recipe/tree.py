@@ -254,10 +254,12 @@ class Train(Strict):
     save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
     stop_seconds: float = Field(
-        600, gt=0, description="After Ctrl-C, `--nproc` ranks get this long to finish the step and save; then they die."
+        600,
+        gt=0,
+        description="After Ctrl-C, ranks of `--nproc` have so long to finish the step and save.",
     )
-    stall_seconds: float = Field(
-        600, gt=0, description="A rank that stays this long at one place of a step ends the run, and is named."
+    stall_seconds: float | None = Field(
+        600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
