@@ -48,7 +48,7 @@ def unpacked_errors(both: Pair) -> dict[str, float]:
 
 def pack_of_one_errors(both: Pair) -> dict[str, float]:
     """The same for packed rows of one sample, whose attention is another backend's."""
-    return _bitwise_errors(both, packed=True)
+    return _bitwise_errors(both)
 
 
 def _bitwise_errors(both: Pair, *, packed: bool) -> dict[str, float]:
@@ -70,7 +70,7 @@ def packed_errors(both: Pair) -> dict[str, float]:
 
     A sample beyond that is held against fp64, as in :func:`gradient_errors`.
     """
-    got = our_logits(both.ours, both.pack(), packed=True)
+    got = our_logits(both.ours, both.pack())
     plain = {probe.sample.index: plain_logits(both.plain, probe)[0] for probe in both.probes}
     wrong = {index: error for index in got if not (error := _relative(got[index], plain[index])) <= TOLERANCE}
     if wrong:
