@@ -48,7 +48,7 @@ def unpacked_errors(both: Pair) -> dict[str, float]:
 
 def pack_of_one_errors(both: Pair) -> dict[str, float]:
     """The same for packed rows of one sample, whose attention is another backend's."""
-    return _bitwise_errors(both)
+    return _bitwise_errors(both, packed=True)
 
 
 def _bitwise_errors(both: Pair, *, packed: bool) -> dict[str, float]:
