@@ -50,7 +50,7 @@ class Ranks:
         made = self.first(make)
         return agreed(self.peers, lambda: make() if made is None else made)
 
-    def watch(self, limit_s: float) -> Watch:
+    def watch(self, limit_s: float | None) -> Watch:
         """Ends the run when no rank moves on for ``limit_s`` seconds; a process alone is not watched."""
         if self.meeting.world_size == 1:
             return Watch(dist.HashStore(), 0, 1, None)
