@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
-from omnitrain.models.calls import MediaCall, media_calls
+from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
 from omnitrain.models.segments import run_by_segment
@@ -104,8 +104,13 @@ class FoundationRunner:
         """The calls that the items of a modality (``foundation.image``, ...) in a pack ask for; often one, or none."""
         if name not in pack.inputs:
             return []
-        by_sample = name.removeprefix(NATIVE_PREFIX) in self.contract.by_sample
-        return list(media_calls(pack.inputs[name], pack.info.ids, by_sample=by_sample))
+        return list(media_calls(pack.inputs[name], pack.info.ids, apart=self.apart.get(name)))
+
+    @property
+    def apart(self) -> dict[str, Apart]:
+        """Modalities (``foundation.image``, ...) whose calls may not have two samples or two items; often none."""
+        samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
+        return samples | {NATIVE_PREFIX + m: "items" for m, port in self.native.ports.items() if not port.items_stack}
 
     def encode_call(self, name: str, call: MediaCall) -> NativeRows:
         """Rows of one call of a modality (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
@@ -155,26 +160,45 @@ class FoundationRunner:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
-        labels, states, losses = pack.text_labels, [], []
-        count = labels.numel()
+        run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
+        return run(pack, media or EncodedMedia())
+
+    def _loss_in_head(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor]:
+        """Logits of the supervised rows only, chunk by chunk."""
+        made: list[tuple[LossTerm, Tensor]] = []
+
+        def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            term = linear_cross_entropy(
+                hidden[0, pack.text_rows],
+                lm_head.weight,
+                pack.text_labels,
+                getattr(lm_head, "bias", None),
+                count=pack.text_labels.numel(),
+                backend=self.loss_backend,
+            )
+            made.append((term, hidden))
+            return hidden.detach()  # nobody asks for these logits, and no hook on the output must wait for a gradient
+
+        self.run_pack(pack, media, head, self._borders(pack))
+        (result,) = made
+        return result
+
+    def _loss_on_logits(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor | None]:
+        """What the model makes of the supervised rows' logits; of all logits where it does not call its head."""
+        states: list[Tensor] = []
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
-            rows = hidden[0, pack.text_rows]
-            if self.contract.head == "plain":
-                return type(lm_head).forward(lm_head, rows[None])
-            bias = getattr(lm_head, "bias", None)
-            backend = self.loss_backend
-            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
-            return hidden
+            return type(lm_head).forward(lm_head, hidden[:, pack.text_rows])
 
-        borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
-        output = self.run_pack(pack, media or EncodedMedia(), head, borders)
-        hidden = states[0] if states else None
-        if losses:
-            return losses[0], hidden
-        logits = output.logits[0]
-        return cross_entropy_rows(logits if states else logits[pack.text_rows], labels), hidden
+        logits = self.run_pack(pack, media, head, self._borders(pack)).logits[0]
+        supervised = logits if states else logits[pack.text_rows]
+        term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
+        return term, states[0] if states else None
+
+    def _borders(self, pack: Pack) -> tuple[int, ...] | None:
+        """Of the samples, where they share a row; from the host's side, so that no device is waited for."""
+        return (0, *accumulate(pack.info.lengths)) if self.contract.packs else None
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, borders: tuple[int, ...] | None = None) -> Any:
         """One forward over a pack; see :meth:`run`."""

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
-from omnitrain.models.hf_samples import idle_sample
-from omnitrain.models.native import special_ids
+from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.applied import layout_of
@@ -53,8 +52,7 @@ class Outcome:
 def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
     """The packs of every rank, equally many; a rank that runs out of samples gets idle ones."""
     runner = model.runner
-    words = set(range(model.foundation.get_input_embeddings().weight.size(0))) - special_ids(model.foundation.config)
-    idle = [idle_sample(runner.native, min(words))]
+    idle = [idle_prompt(model)]
     table = []
     for rank in range(ranks):
         parts = [batch[rank::ranks][part::accumulation] or idle for part in range(accumulation)]

@@ -47,8 +47,9 @@ def recompute_blocks(
     kept = None if saved_ops is None else [found for op in saved_ops if (found := find_op(op)) is not None]
     for block in blocks:
         context = partial(around, block) if around is not None else nullcontext
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept))
+        layer: Any = block
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept))
 
 
 def find_op(name: str) -> Any:

@@ -64,7 +64,7 @@ def test_a_batch_answers_as_each_prompt_alone(
     assert together == [tokens([number])[0] for number in range(len(prompts))]
     items = [[mode for mode, _ in answer] for answer in together]
     assert any(modes.count("image_decoder") >= 16 and modes[-1] == "text" for modes in items)
-    assert {len(modes) for modes in items} == {30}
+    assert max(len(modes) for modes in items) == 30
 
 
 def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
