@@ -73,8 +73,7 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
                 inner,
                 whole,
                 casts_inputs=name in found.fp32 or (name in found.rest and name != FOUNDATION and not is_attached),
-                keeps_unsharded=name
-                == FOUNDATION,  # the loss is made inside it: no output tells when its backward begins
+                keeps_unsharded=name == FOUNDATION,  # its loss is made inside: no output says when the backward begins
             )
             if is_attached:
                 _call_as_one(model, component, inner.compute_dtype)
