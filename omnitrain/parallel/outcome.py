@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
-from omnitrain.models.hf_samples import idle_sample
-from omnitrain.models.idle import num_calls
-from omnitrain.models.native import special_ids
+from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.outputs import OmniOutput
 from omnitrain.optim.offload import OffloadedOptimizer
-from omnitrain.parallel.applied import layout_of, reduce_replicas
+from omnitrain.parallel.applied import layout_of
+from omnitrain.parallel.meeting import open_meeting
+from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.step import accumulate_gradients
 
 _STEPS = 3
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
@@ -53,8 +52,7 @@ class Outcome:
 def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
     """The packs of every rank, equally many; a rank that runs out of samples gets idle ones."""
     runner = model.runner
-    words = set(range(model.foundation.get_input_embeddings().weight.size(0))) - special_ids(model.foundation.config)
-    idle = [idle_sample(runner.native, min(words))]
+    idle = [idle_prompt(model)]
     table = []
     for rank in range(ranks):
         parts = [batch[rank::ranks][part::accumulation] or idle for part in range(accumulation)]
@@ -66,23 +64,16 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 
 def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
     """Three steps on the packs of ``rank``, knowing those of all others."""
-    counts = Counter[str]()
-    for pack in (pack for packs in table for pack in packs):
-        counts.update(pack.loss_counts())
-    calls = _calls(model, table)
-    last = {name: index for index, called in enumerate(calls) for name in _components(model, called)}
+    meeting, _store = open_meeting()
+    batch = step_planner(model, meeting)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
     optimizer = _optimizer(model, list(trained.values()))
     gradients: dict[str, Tensor] = {}
     first_loss, collectives = 0.0, 0
     for step in range(_STEPS):
-        loss = 0.0
         with _Collectives() as communication:
-            for index, (pack, called) in enumerate(zip(table[rank], calls, strict=True)):
-                if layout_of(model) is not None:
-                    reduce_replicas(model, {name: index == final for name, final in last.items()})
-                loss += _backward(model(pack, called), counts)
+            loss = accumulate_gradients(model, batch).item()
         if step == 0:
             first_loss, collectives = _summed(loss), communication.count
             gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
@@ -92,21 +83,6 @@ def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
     moved = {name: weight - before[name] for name, weight in weights.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Outcome(first_loss, gradients, weights, moved, peak, collectives)
-
-
-def _calls(model: OmniModel, table: list[list[Pack]]) -> list[dict[str, int]]:
-    """Per micro-batch, how often every rank calls each port."""
-    calls = []
-    for packs in zip(*table, strict=True):
-        made = [num_calls(model, pack) for pack in packs]
-        calls.append({name: max(m.get(name, 0) for m in made) for name in {name for m in made for name in m}})
-    return calls
-
-
-def _components(model: OmniModel, called: Mapping[str, int]) -> set[str]:
-    """Components that run in a micro-batch with these calls."""
-    ports = {f"foundation.{modality}": port.component for modality, port in model.runner.native.ports.items()}
-    return {"foundation"} | {ports.get(name, name) for name, number in called.items() if number}
 
 
 def _optimizer(model: OmniModel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -127,14 +103,6 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.namespace in ("c10d", "_c10d_functional")
         return func(*args, **(kwargs or {}))
-
-
-def _backward(output: OmniOutput, counts: Mapping[str, int]) -> float:
-    terms = [term.sum / counts[name] for name, term in output.losses.items() if counts[name]]
-    loss = torch.stack(terms).sum()
-    if loss.requires_grad:  # not where all that trains is a tower, and this pack has text alone
-        loss.backward()
-    return loss.item()
 
 
 def _summed(value: float) -> float:

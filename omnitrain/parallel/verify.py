@@ -27,7 +27,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.outcome import Outcome, micro_batches, train
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankError, RankPool
-from omnitrain.parallel.state import init_parallel_state
+from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
@@ -333,18 +333,8 @@ def _built(factory: Factory) -> OmniModel:
 def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcome | str | None:
     """The part of one rank; the outcome, or why the layout is refused, comes back from rank 0."""
     model = _built(factory)
-    foundation = case.plan.of(FOUNDATION)
     try:
-        init_parallel_state(
-            dp_replicate_size=foundation.dp_replicate or (None if foundation.mode == "replicate" else 1),
-            dp_shard_size=foundation.dp_shard,
-            tp_size=foundation.tp or 1,
-            ep_size=foundation.ep or 1,
-            pp_size=foundation.pp or 1,
-            cp_size=foundation.cp or 1,
-            ulysses_size=foundation.ulysses or 1,
-            dp_mode=foundation.mode or "fsdp2",
-        )
+        init_state_of(case.plan)
         table = micro_batches(model, batch, case.ranks, case.accumulation)
         build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
     except UserError as error:

@@ -14,12 +14,13 @@ from transformers.utils import logging as hf_logging
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.table import ComponentRow
 from omnitrain.parallel.applied import LayoutRow
+from omnitrain.train.rank import global_rank
 
 _NARROW = 120  # columns where no terminal says how many
 
-console = Console(highlight=False)
+console = Console(highlight=False, quiet=global_rank() > 0)
 if not console.is_terminal:
-    console = Console(highlight=False, width=_NARROW)
+    console = Console(highlight=False, quiet=global_rank() > 0, width=_NARROW)
 
 
 def quiet_libraries() -> None:

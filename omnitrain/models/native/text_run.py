@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native.placeholders import MODALITY_CODES, extra_arguments, marks, special_ids
 from omnitrain.models.native.port import method_name
-from omnitrain.models.native.touch import ParameterReads
+from omnitrain.models.native.touch import ParameterReads, leaves
 
 MODALITIES = ("image", "video", "audio")
 
@@ -40,8 +41,11 @@ def text_core(model: PreTrainedModel) -> nn.Module:
     if decoder is not None:
         return decoder
     towers = {id(inner) for tower in _towers(model) for inner in tower.modules()}
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in towers]
-    return max(stacks, key=len)[0]
+    return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)[0]
+
+
+def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
+    return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
 
 
 def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -74,6 +78,36 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
     return caught[0]
 
 
+def first_position(model: PreTrainedModel) -> int:
+    """Position of a text's first token, as the model looks it up in a table; 0 where it has no table.
+
+    A table of positions is an embedding that is called, before the first layer, with consecutive numbers. Whatever the
+    model raises before is passed on.
+    """
+    decoder, arguments = separate_decoder(model) or model, text_arguments(model)
+    tokens = model.get_input_embeddings()
+    tables = [m for m in decoder.modules() if isinstance(m, nn.Embedding) and m is not tokens]
+    if not tables:
+        return 0
+    expected = torch.arange(arguments["input_ids"].numel())
+    first: list[int] = []
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for value in leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.numel() == expected.numel() and not value.is_floating_point():
+                numbers = value.flatten().cpu()
+                if torch.equal(numbers - numbers[0], expected):
+                    first.append(int(numbers[0]))
+
+    handles = [table.register_forward_pre_hook(note, with_kwargs=True) for table in tables]
+    try:
+        called_with(model, max(_stacks(decoder), key=len)[0], arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return first[0] if first else 0
+
+
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
     """Arguments of a forward: ids with ``rows`` placeholders between text, and what it asks for beside them.
 
@@ -103,7 +137,7 @@ def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
     """Ids of ordinary text: those that the config gives no meaning to."""
     used = special_ids(model.config)
     size = model.get_input_embeddings().weight.size(0)
-    return [token for token in range(size) if token not in used][:number]
+    return list(islice((token for token in range(size) if token not in used), number))
 
 
 def typed(model: PreTrainedModel, features: dict[str, Tensor]) -> dict[str, Tensor]:
