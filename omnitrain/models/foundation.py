@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from omnitrain.models.native import Discovery, NativeRows, check_rows, discover,
 from omnitrain.models.segments import run_by_segment
 from omnitrain.ops.attention import packed, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
 Head = Callable[[Tensor, nn.Module], Tensor]
 
@@ -84,6 +86,14 @@ class FoundationRunner:
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
 
+    def skip_unread_rows(self) -> Counter[str]:
+        """From now on, what the contract calls row-local computes only rows that a loss reads.
+
+        Returns:
+            Class name -> number of such modules.
+        """
+        return skip_unread_rows(self.model, self.contract.row_local)
+
     def encode(self, pack: Pack) -> dict[str, NativeRows]:
         """Rows of all media of a pack that the model reads by itself, made by its own feature methods.
 
@@ -146,7 +156,8 @@ class FoundationRunner:
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
 
-        Hidden states are None for a model that does not call its head as a module.
+        Hidden states are None for a model that does not call its head as a module. After :meth:`skip_unread_rows`,
+        those of rows that no head of this pack reads are not the model's.
 
         Raises:
             UserError: several samples in a pack of a model that cannot keep them apart.
@@ -169,7 +180,8 @@ class FoundationRunner:
             return hidden
 
         borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
-        output = self.run_pack(pack, media or EncodedMedia(), head, borders)
+        with reading(ReadRows(pack.read_rows, pack.num_tokens)):
+            output = self.run_pack(pack, media or EncodedMedia(), head, borders)
         hidden = states[0] if states else None
         if losses:
             return losses[0], hidden

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from omnitrain.ops.attention import packed, packed_borders
+from omnitrain.ops.attention.packing import Borders
+from omnitrain.ops.unread_rows import ReadRows, reading, rows_read
 
 
 def recompute_blocks(model: nn.Module) -> None:
@@ -28,5 +31,11 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For forward and recompute: the latter happens after the packed row's context was left."""
-    return nullcontext(), packed(packed_borders())
+    """For forward and recompute: the latter happens after the contexts of the row were left."""
+    return nullcontext(), _again(packed_borders(), rows_read())
+
+
+@contextmanager
+def _again(borders: Borders | None, read: ReadRows | None) -> Iterator[None]:
+    with packed(borders), reading(read):
+        yield

@@ -22,6 +22,7 @@ from omnitrain.models.contract.measure import (
     without_gradient,
 )
 from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.contract.twin import twin_config
 
@@ -63,7 +64,7 @@ def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig)
 
 
 def _checked(trial: Trial) -> Contract:
-    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _gradients):
+    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _last_rows, _gradients):
         check(trial)
         if trial.contract.refusals:
             break
@@ -150,9 +151,21 @@ def _packing(trial: Trial) -> None:
         trial.note("packing", "passed", "packed samples equal each alone")
 
 
+def _last_rows(trial: Trial) -> None:
+    """Modules that need not compute the rows which no loss reads; gradients are then checked without those rows."""
+    found = attempt(partial(row_local_modules, trial))
+    if found and not isinstance(found, Failure):
+        trial.use(row_local=found)
+        trial.note("last rows", "passed", f"rows that no loss reads can be left out of {', '.join(found)}")
+
+
 def _gradients(trial: Trial) -> None:
     """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
     fact = attempt(partial(gradient_fact, trial))
+    if fact is not None and trial.contract.row_local:
+        trial.use(row_local=())
+        trial.note("last rows", "fallback", f"{fact} without the rows that no loss reads; all are computed")
+        fact = attempt(partial(gradient_fact, trial))
     if fact is not None and trial.contract.packs:
         _unpack(trial, fact)
         fact = attempt(partial(gradient_fact, trial))
