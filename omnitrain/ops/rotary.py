@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864), for query and key in one pass."""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and the function of a model's file that computes them."""
 
 from __future__ import annotations
 
@@ -37,54 +37,6 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
 
 
-def fused_rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`rotary`, bit for bit, over query and key at once, with a backward of its own: the turn back."""
-    turned: tuple[torch.Tensor, torch.Tensor] = _FusedRotary.apply(query, key, cos, sin)
-    return turned
-
-
-class _FusedRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _turn(query, key, cos, torch.cat((_first(sin).neg(), _second(sin)), dim=-1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """``d first = cos1 g1 + sin2 g2``, ``d second = cos2 g2 - sin1 g1``."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("fused_rotary has no second derivative (create_graph=True); use backend 'torch'")
-        cos, sin = ctx.saved_tensors
-        return (*_turn(*grads, cos, torch.cat((_second(sin), _first(sin).neg()), dim=-1)), None, None)
-
-
-def _turn(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x * cos + swapped(x) * sin``, where ``swapped`` exchanges the halves of the turning features.
-
-    Tokens come first in memory, as projections write them: one row of all heads of a token.
-    """
-    rows_BTHD = torch.cat((query.transpose(1, 2), key.transpose(1, 2)), dim=2)
-    turning = rows_BTHD[..., : cos.size(-1)]
-    swapped = torch.cat((_second(turning), _first(turning)), dim=-1)
-    turning.mul_(cos[:, :, None]).add_(swapped.mul_(sin[:, :, None]))
-    turned = rows_BTHD.transpose(1, 2)
-    return turned[:, : query.size(1)], turned[:, query.size(1) :]
-
-
-def _first(x: torch.Tensor) -> torch.Tensor:
-    return x[..., : x.size(-1) // 2]
-
-
-def _second(x: torch.Tensor) -> torch.Tensor:
-    return x[..., x.size(-1) // 2 :]
-
-
 def _liger_rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,11 +48,8 @@ def _liger_rotary(
     return turned
 
 
-ROTARY = (
-    Backend("fused", fused_rotary, automatic=("cpu",)),
-    Backend("torch", rotary),
-    Backend("liger", _liger_rotary, liger_missing, automatic=()),
-)
+# On CPU a hand-written backward, over query and key at once or apart, was not faster than autograd's.
+ROTARY = (Backend("torch", rotary), Backend("liger", _liger_rotary, liger_missing, automatic=()))
 
 
 def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:

@@ -91,9 +91,7 @@ class Ops(Strict):
         "auto", description="RMSNorm. `fused`: a backward of its own, same bits forward; `auto` takes it on CPU."
     )
     swiglu: Literal["auto", "torch", "liger"] = Field("auto", description="The product in a gated MLP with SiLU.")
-    rotary: Literal["auto", "torch", "fused", "liger"] = Field(
-        "auto", description="Rotary positions. `fused`: query and key at once, same bits forward; `auto` takes it on CPU."
-    )
+    rotary: Literal["auto", "torch", "liger"] = Field("auto", description="Rotary positions of query and key.")
     patch_embed: Literal["auto", "torch", "linear"] = Field(
         "auto", description="Convolutions whose kernel is their stride. `linear`: as one matrix product."
     )
