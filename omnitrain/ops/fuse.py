@@ -83,8 +83,8 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str]) -> dict[str, FusedOp
 
     Args:
         model: on the device where it will run.
-        backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's own code) or
-            another backend's name.
+        backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
+            own code) or another backend's name.
 
     Returns:
         What was done, per operation asked for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -67,7 +67,7 @@ def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:
     return _with_rotary(type(module).forward, run)
 
 
-@lru_cache(maxsize=None)  # one function for all layers of a class
+@cache  # one function for all layers of a class
 def _with_rotary(forward: FunctionType, run: Rotary) -> Callable[..., Any] | None:
     named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     found = {name: f for name, f in named.items() if isinstance(f, FunctionType) and is_rotary(f)}
@@ -98,7 +98,7 @@ def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
     return turning == width or (partial and turning < width)
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
     """Whether ``function(query, key, cos, sin)`` is :func:`rotary` on random numbers in fp32 and bf16.
 
@@ -110,7 +110,9 @@ def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
     shapes = [(2, 6, 5, 16), (2, 3, 5, 16), *[(2, 5, 8 if partial else 16)] * 2]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         values = [torch.randn(shape, generator=generator) for shape in shapes]
-        return all(_behaves_as_rotary(function, [x.to(dtype) for x in values]) for dtype in (torch.float32, torch.bfloat16))
+        return all(
+            _behaves_as_rotary(function, [x.to(dtype) for x in values]) for dtype in (torch.float32, torch.bfloat16)
+        )
 
 
 def _behaves_as_rotary(function: Callable[..., Any], values: list[torch.Tensor]) -> bool:

@@ -74,7 +74,9 @@ def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
     modules = [submodule(model, name) for name in names]
     for module in modules:
         forward = vars(module).get("forward")  # that of an operation put in from outside
-        module.forward = MethodType(_on_read_rows(type(module).forward if forward is None else forward.__func__), module)
+        module.forward = MethodType(
+            _on_read_rows(type(module).forward if forward is None else forward.__func__), module
+        )
     return Counter(type(module).__name__ for module in modules)
 
 

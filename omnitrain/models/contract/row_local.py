@@ -1,5 +1,4 @@
-"""Which modules of the last block are read row by row: a row of their output reaches the same row of the last hidden
-states, and no other."""
+"""Modules behind the last mixing of rows: a row of their output reaches that row of the last hidden states only."""
 
 from __future__ import annotations
 

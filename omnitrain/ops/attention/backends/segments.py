@@ -83,8 +83,10 @@ class Batch:
 
 
 class _FillUp(torch.autograd.Function):
-    """Rows by index, with a backward that only picks: what was filled up gets no gradient, since its output is dropped
-    and no real token attends to it. (Autograd's own would add row by row.)"""
+    """Rows by index, with a backward that only picks, where autograd's would add row by row.
+
+    What was filled up has no gradient: its output is dropped, and no real token attends to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, padded_rows: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
