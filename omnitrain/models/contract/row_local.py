@@ -46,7 +46,7 @@ def row_local_modules(trial: Trial) -> tuple[str, ...]:
     return tuple(name_from_end(model, name) for name in names if name in local)
 
 
-def _candidates(model: nn.Module) -> Iterator[str]:
+def _candidates(model: Any) -> Iterator[str]:
     """Outermost modules that work row by row, by what they are or compute, of last blocks and outside of blocks."""
     head, last = model.get_output_embeddings(), None
     for name, module in model.named_modules():
@@ -59,7 +59,7 @@ def _candidates(model: nn.Module) -> Iterator[str]:
 
 def _is_earlier(model: nn.Module, name: str) -> bool:
     """Whether it is in an item of a module list that is not the last one."""
-    return any(part.lstrip("-").isdigit() and part != "-1" for part in name_from_end(model, name).split("."))
+    return any(part.startswith("-") and part != "-1" for part in name_from_end(model, name).split("."))
 
 
 def _noting(seen: list[Tensor]) -> Any:
