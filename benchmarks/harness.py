@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.loader import PackLoader
+from omnitrain.data.loader import StepLoader
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = "recipes/quickstart.yaml"
@@ -53,7 +53,7 @@ def in_turn(sides: tuple[str, ...], index: int) -> tuple[str, ...]:
 class Around:
     """Stands in for a trainer's loader: a subclass iterates in its own way, everything else is the loader's."""
 
-    def __init__(self, loader: PackLoader) -> None:
+    def __init__(self, loader: StepLoader) -> None:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:

@@ -40,7 +40,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from omnitrain.data.loader import LoaderState, PackLoader
+from omnitrain.data.loader import StepLoader
 from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.rows import RowSource
 from omnitrain.data.sample import Rejected, Sample
@@ -87,28 +87,28 @@ class ReadySamples:
 
 
 class Marked(Around):
-    """Notes when the trainer asks for each pack (it has then finished the step before) and how long that pack is."""
+    """Notes when the trainer asks for each step (it has then finished the one before) and how long its packs are."""
 
-    def __init__(self, loader: PackLoader) -> None:
+    def __init__(self, loader: StepLoader) -> None:
         super().__init__(loader)
         self.asked: list[float] = []
         self.tokens: list[int] = []
 
-    def __iter__(self) -> Iterator[Pack]:
-        packs = iter(self.loader)
+    def __iter__(self) -> Iterator[tuple[Pack, ...]]:
+        steps = iter(self.loader)
         while True:
             self.asked.append(time.perf_counter())
-            pack = next(packs)
-            self.tokens.append(pack.num_tokens)
-            yield pack
+            step = next(steps)
+            self.tokens.append(sum(pack.num_tokens for pack in step))
+            yield step
 
 
 def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) -> float:
     """Tokens per second of ``fit``."""
-    # One step more than is measured: the clock stops when its pack is asked for.
+    # One step more than is measured: the clock stops when it is asked for.
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
-    marked = Marked(PackLoader([samples], ReadySamples(), recipe.data, seed, LoaderState()))  # type: ignore[list-item,arg-type]
+    marked = Marked(StepLoader([samples], ReadySamples(), recipe.data, seed=seed))  # type: ignore[list-item,arg-type]
     trainer.loader = marked  # type: ignore[assignment]
     trainer.fit()
     seconds = marked.asked[WARM_UP + steps] - marked.asked[WARM_UP]

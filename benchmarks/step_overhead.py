@@ -1,7 +1,7 @@
 """What a step of ``Trainer.fit`` costs over a bare loop on the same packs.
 
 ``trainer`` is ``fit`` itself, on the quickstart's recipe: packs from the loader and its worker, ``train_step``, metrics
-and progress. Its loader is wrapped, so that the clock runs from the moment ``fit`` asks for a round's first pack to the
+and progress. Its loader is wrapped, so that the clock runs from the moment ``fit`` asks for a round's first step to the
 moment it asks for the next round's: nothing that happens per step is left out. ``bare`` runs in between, on a copy of
 the model: forward, backward, clipping, AdamW, over the same packs, already in memory. ``cpu_overhead`` is the same
 ratio of processor seconds of the main process: on a busy machine it tells work from waiting for a core. An epoch of
@@ -27,6 +27,7 @@ from omnitrain.data.loader import build_dataloader
 from omnitrain.data.pack import Pack
 from omnitrain.models.omni import OmniModel
 from omnitrain.optim.adamw import build_optimizer
+from omnitrain.parallel.placing import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 
@@ -66,7 +67,7 @@ class Clock:
 
 
 class Rounds(Around):
-    """Hands the trainer its packs, and lets the bare loop run between the trainer's rounds."""
+    """Hands the trainer its steps, and lets the bare loop run between the trainer's rounds."""
 
     def __init__(self, trainer: Trainer, bare: BareLoop, rounds: int, steps: int, first: int) -> None:
         super().__init__(trainer.loader)
@@ -76,26 +77,26 @@ class Rounds(Around):
         self.waited: list[float] = []
         self.ids: list[tuple[str, ...]] = []
 
-    def __iter__(self) -> Iterator[Pack]:
-        packs = islice(iter(self.loader), self.first, None)
+    def __iter__(self) -> Iterator[StepBatch]:
+        steps = islice(iter(self.loader), self.first, None)
         for index in range(self.rounds):
             for side in in_turn(("trainer", "bare"), index):
                 clock = Clock()
                 if side == "bare":
                     self.bare.run(index * self.steps, self.steps)
                 else:
-                    yield from self._steps(packs)
+                    yield from self._steps(steps)
                 self.readings[side].append(clock.read())
-        yield next(packs)
+        yield next(steps)
 
-    def _steps(self, packs: Iterator[Pack]) -> Iterator[Pack]:
+    def _steps(self, steps: Iterator[StepBatch]) -> Iterator[StepBatch]:
         waited = 0.0
         for _ in range(self.steps):
             asked = time.perf_counter()
-            pack = next(packs)
+            step = next(steps)
             waited += time.perf_counter() - asked
-            self.ids.append(pack.info.ids)
-            yield pack
+            self.ids += [pack.info.ids for pack in step.packs]
+            yield step
         self.waited.append(waited)
 
 
@@ -103,12 +104,12 @@ def measure(rounds: int, steps: int, skipped: int, folder: str) -> Result:
     """Both sides in turn; the warm-up rounds are dropped."""
     total = (WARM_UP + rounds) * steps
     changes = ["train.optimizer.warmup_steps=0", "train.optimizer.schedule=constant", "evaluation=null"]
-    # One step more than is measured: the clock of the last round stops when its packs are asked for.
+    # One step more than is measured: the clock of the last round stops when it is asked for.
     recipe = Recipe.load(QUICKSTART, [*changes, f"train.steps={total + 1}", f"output_dir={folder}/run"])
     trainer = Trainer(recipe)
     in_process = recipe.data.model_copy(update={"workers": 0})
     drawn = build_dataloader(in_process, trainer.processor, seed=recipe.train.seed)
-    packs = list(islice(drawn, skipped, skipped + total))
+    packs = [pack for (pack,) in islice(drawn, skipped, skipped + total)]
     bare = BareLoop(trainer.model, packs, recipe)
     watched = Rounds(trainer, bare, WARM_UP + rounds, steps, skipped)
     trainer.loader = watched  # type: ignore[assignment]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
+    from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of
+    from omnitrain.parallel.parallelize import build_parallelize_model
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
     from omnitrain.parallel.verify import VerifyReport, VerifyRow, verify
     from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AppliedComponent": "omnitrain.parallel.applied",
+    "AppliedLayout": "omnitrain.parallel.applied",
     "ChatRenderer": "omnitrain.data.chat_renderer",
     "ComponentPlan": "omnitrain.recipe",
     "Layout": "omnitrain.recipe",
@@ -50,13 +54,17 @@ _HOMES = {
     "build_dataloader": "omnitrain.data.loader",
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
+    "build_parallelize_model": "omnitrain.parallel.parallelize",
     "get_parallel_state": "omnitrain.parallel.state",
     "init_parallel_state": "omnitrain.parallel.state",
+    "layout_of": "omnitrain.parallel.applied",
     "parse_layout": "omnitrain.recipe",
     "verify": "omnitrain.parallel.verify",
 }
 
 __all__ = [
+    "AppliedComponent",
+    "AppliedLayout",
     "ChatRenderer",
     "ComponentPlan",
     "Layout",
@@ -79,8 +87,10 @@ __all__ = [
     "build_dataloader",
     "build_foundation_model",
     "build_omni_model",
+    "build_parallelize_model",
     "get_parallel_state",
     "init_parallel_state",
+    "layout_of",
     "parse_layout",
     "verify",
 ]

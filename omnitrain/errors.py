@@ -1,4 +1,8 @@
-"""Errors whose message is for the user: what was found, what was expected, what to change."""
+"""Errors whose message is for the user: what was found, what was expected, what to change; and exit codes."""
+
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 class UserError(ValueError):

@@ -11,11 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.errors import TrainingError, UserError
-
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RecipeError, TrainingError, UserError
 
 
 class _Verbs(TyperGroup):
@@ -25,14 +21,21 @@ class _Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            typer.echo(f"omnitrain: {error}", err=True)
+            _say(str(error))
             raise typer.Exit(EXIT_USER_ERROR) from None
         except TrainingError as error:
-            typer.echo(f"omnitrain: {error}", err=True)
+            _say(str(error))
             raise typer.Exit(EXIT_FAILED) from None
         except KeyboardInterrupt:
-            typer.echo("omnitrain: interrupted", err=True)
+            _say("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _say(message: str) -> None:
+    from omnitrain.train.rank import own_words
+
+    if (words := own_words(message)) is not None:
+        typer.echo(f"omnitrain: {words}", err=True)
 
 
 app = typer.Typer(
@@ -99,21 +102,30 @@ def check(
     overrides: OverridesArgument = None,
 ) -> None:
     """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
-    if names_a_model(model_or_recipe) and not overrides:
+    if names_a_model(model_or_recipe):
+        if overrides:
+            raise UserError(
+                f"{model_or_recipe}: overrides such as `{overrides[0]}` are for recipes, and this is a model"
+            )
+
         from omnitrain.train.check import check_model
 
         check_model(model_or_recipe)
         return
 
-    from omnitrain.recipe import load_recipe
+    from omnitrain.recipe import find_recipe, load_recipe
 
+    try:
+        find_recipe(model_or_recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{error}; nor is there the folder of a model") from None
     resolved = load_recipe(model_or_recipe, overrides)
 
     from omnitrain.train.check import check_recipe
 
     problems = check_recipe(resolved)
     if problems:
-        raise UserError("\n  ".join([f"{model_or_recipe}: problems", *problems]))
+        raise UserError("\n".join([f"{model_or_recipe}: problems", *problems]).replace("\n", "\n  "))
 
 
 def names_a_model(name: str) -> bool:
@@ -127,11 +139,19 @@ def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 1,
 ) -> None:
     """Train."""
     from omnitrain.recipe import load_recipe
+    from omnitrain.train.rank import end_with_launcher
 
+    end_with_launcher()
     resolved = load_recipe(recipe, overrides)
+    if nproc > 1:
+        from omnitrain.train.launch import launch
+
+        command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
+        raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
 
     from omnitrain.train import Trainer
 
@@ -169,7 +189,9 @@ def generate(
     image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image to read; may be repeated.")] = None,
     audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio to read; may be repeated.")] = None,
     video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video to read; may be repeated.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for generated media.")] = Path("generated"),
+    output: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")] = Path(
+        "generated"
+    ),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,

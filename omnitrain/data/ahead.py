@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from omnitrain.data.message import receive, send
+from omnitrain.data.message import Message, encode, receive, send
 from omnitrain.errors import TrainingError, UserError
 
 Item = TypeVar("Item")
@@ -83,6 +83,12 @@ def _hang_up(connection: socket.socket) -> None:
     connection.close()
 
 
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends (on Linux), however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def follow_main_process() -> None:
     """Leave signals to the process that started this one, take one thread, and end when that process ends.
 
@@ -90,8 +96,7 @@ def follow_main_process() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it ended before the line above
         os._exit(1)
@@ -100,58 +105,61 @@ def follow_main_process() -> None:
 
 def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, out: socket.socket) -> None:
     follow_main_process()
+    sender = _Sender(out, depth)
     error: Exception | None = None
-    with contextlib.suppress(ConnectionError):  # nobody reads any more
-        try:
-            with contextlib.closing(_in_thread(make_items(), depth)) as items:
-                for item in items:
-                    send(out, item)
-        except (UserError, TrainingError, ConnectionError) as caught:
-            error = caught
-        except Exception:
-            error = TrainingError(f"in the data process:\n{traceback.format_exc()}")
-        send(out, _Ended(error))
-
-
-def _in_thread(items: Generator[Item, None, None], depth: int) -> Generator[Item, None, None]:
-    """The items of a generator, made up to ``depth`` ahead in a thread.
-
-    The first one is made in the calling thread: worker processes that ``items`` starts are forked from there, where no
-    other thread can hold a lock.
-    """
     try:
-        first = next(items)
-    except StopIteration:
-        return
-    waiting: queue.Queue[Item | _Ended] = queue.Queue(maxsize=depth)
-    stopped = threading.Event()
+        with contextlib.closing(make_items()) as items:
+            for item in items:
+                try:
+                    is_read = sender.put(item)
+                except RuntimeError as interruption:
+                    # torch tells of a dead worker process wherever the main thread is; the generator knows what of.
+                    items.throw(interruption)
+                    raise
+                if not is_read:
+                    return
+    except (UserError, TrainingError) as caught:
+        error = caught
+    except Exception:
+        error = TrainingError(f"in the data process:\n{traceback.format_exc()}")
+    sender.finish(error)
+    if error is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # multiprocessing would wait for workers that are stuck behind a dead one; they follow this process
 
-    def put(item: Item | _Ended) -> None:
-        while not stopped.is_set():
+
+class _Sender:
+    """A thread that sends items; the main thread makes them. A signal handler that raises must not cut a message."""
+
+    def __init__(self, out: socket.socket, depth: int) -> None:
+        """``depth``: items that wait at the most."""
+        self._out = out
+        self._waiting: queue.Queue[Message | None] = queue.Queue(maxsize=depth)
+        self._nobody_reads = threading.Event()
+        self._thread = threading.Thread(target=self._send, name="run_ahead", daemon=True)
+
+    def put(self, item: Any) -> bool:
+        """Hand over an item, as soon as there is room; False: nobody reads any more."""
+        return self._put(encode(item))
+
+    def finish(self, error: Exception | None) -> None:
+        """Send the end, and wait until all is sent."""
+        if self.put(_Ended(error)) and self._put(None):
+            self._thread.join()
+
+    def _put(self, message: Message | None) -> bool:
+        if self._thread.ident is None:  # started late: no other thread can hold a lock while workers are forked
+            self._thread.start()
+        while not self._nobody_reads.is_set():
             with contextlib.suppress(queue.Full):
-                waiting.put(item, timeout=_POLL_SECONDS)
-                return
+                self._waiting.put(message, timeout=_POLL_SECONDS)
+                return True
+        return False
 
-    def produce() -> None:
-        error: Exception | None = None
-        with contextlib.closing(items):
-            try:
-                while not stopped.is_set():
-                    put(next(items))
-            except StopIteration:
-                pass
-            except Exception as caught:
-                error = caught
-        put(_Ended(error))
-
-    producer = threading.Thread(target=produce, name="run_ahead", daemon=True)
-    producer.start()
-    try:
-        yield first
-        while not isinstance(item := waiting.get(), _Ended):
-            yield item
-        if item.error is not None:
-            raise item.error
-    finally:
-        stopped.set()
-        producer.join()
+    def _send(self) -> None:
+        try:
+            while (message := self._waiting.get()) is not None:
+                send(self._out, message)
+        except OSError:
+            self._nobody_reads.set()

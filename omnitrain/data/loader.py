@@ -1,89 +1,102 @@
-"""Samples in global order -> packs, made ahead in background processes, resumable to the sample."""
+"""Samples in global order -> the packs of each step, made ahead in background processes, resumable to the sample."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
-
-from omnitrain.data.ahead import follow_main_process, run_ahead
+from omnitrain.data.ahead import run_ahead
 from omnitrain.data.order import Draw, SampleOrder
 from omnitrain.data.pack import Pack
-from omnitrain.data.packing import fill_pack, num_tokens
+from omnitrain.data.packer import SlotPacker
+from omnitrain.data.packing import balanced_shares
+from omnitrain.data.prepared import PreparedRows, SlotRows
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected, Sample
-from omnitrain.errors import DataError, TrainingError, UserError
+from omnitrain.data.slots import LoaderState, RankShare, SlotState, share_of_rank
+from omnitrain.errors import UserError
 from omnitrain.recipe import Data
 
 _PACKS_AHEAD = 4
-_ROWS_PER_MESSAGE = 32  # rows that a decoding process prepares per message
 
-
-class _PreparedRows(Dataset[Any]):
-    """Prepares rows, in whatever process.
-
-    A mistake of the user's comes back as a value: raised there, it would arrive as a worker's traceback.
-    """
-
-    def __init__(
-        self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int | None, cached: int = 0
-    ) -> None:
-        self.sources, self.processor, self.max_tokens, self.cached = sources, processor, max_tokens, cached
-
-    def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
-        index, source, row = draw
-        try:
-            return dataclasses.replace(self._prepared(source, row), index=index)
-        except UserError as error:
-            return error
-
-    @functools.cached_property  # made at the first use: a cache cannot travel to another process
-    def _prepared(self) -> Any:
-        return functools.lru_cache(maxsize=self.cached)(self._prepare)
-
-    def _prepare(self, source: int, row: int) -> Sample | Rejected:
-        return self.processor.sample(self.sources[source][row], max_tokens=self.max_tokens)
+Packs = tuple[Pack, ...]
 
 
 @dataclass(frozen=True)
-class LoaderState:
-    """Where a loader stands: all that is needed to continue it.
+class _Made:
+    """A step of one rank, and what making it changed: where the rank's slots stand, and rows newly rejected."""
 
-    Attributes:
-        next_index: global index of the first sample not drawn yet.
-        held: indices of samples that were drawn and are in no pack yet, oldest first.
-        rejected: rows skipped so far.
-    """
-
-    next_index: int = 0
-    held: tuple[int, ...] = ()
-    rejected: tuple[Rejected, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A pack, and what making it changed: the first index not drawn, samples held back, rows newly rejected."""
-
-    pack: Pack
-    next_index: int
-    held: tuple[int, ...]
+    step: Any
+    slots: Mapping[int, SlotState]
     rejected: tuple[Rejected, ...]
 
 
-class PackLoader:
-    """Endless packs of training data.
+@dataclass(frozen=True)
+class _Steps:
+    """What it takes to make the steps of one rank; it can travel to another process.
 
-    Iterate it once; :meth:`state` after any pack continues exactly behind that pack.
+    Attributes:
+        data: the recipe's ``data`` node.
+        order: of the samples, over all slots of the run.
+        rows: prepares them.
+        share: what the rank packs.
+        slots: slot of the rank -> where it begins.
+        alone: one sample per pack.
+        idle: stands in where the rank's share of a pack is empty.
+        then: makes the step of the packs; None: they are the step.
+    """
+
+    data: Data
+    order: SampleOrder
+    rows: PreparedRows
+    share: RankShare
+    slots: Mapping[int, SlotState]
+    alone: bool
+    idle: Sample | None
+    then: Callable[[Packs], Any] | None
+
+    def make(self) -> Generator[_Made, None, None]:
+        """Steps without end. Of ``data.workers`` processes one runs this, and the others prepare rows for it.
+
+        Raises:
+            UserError: data of no use to the model.
+            TrainingError: a process that prepares rows was killed.
+        """
+        draws = {slot: self._draws(state) for slot, state in self.slots.items()}
+        with SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
+            packers = {slot: self._packer(state, partial(rows.take, slot)) for slot, state in self.slots.items()}
+            while True:
+                packs = tuple(self._pack(packer.choose()) for packer in packers.values())
+                slots = {slot: packer.state for slot, packer in packers.items()}
+                rejected = tuple(row for packer in packers.values() for row in packer.take_rejected())
+                yield _Made(self.then(packs) if self.then else packs, slots, rejected)
+
+    def _draws(self, state: SlotState) -> Iterator[Draw]:
+        return chain((self.order[index] for index in state.held), self.order.draws(state.next_index))
+
+    def _packer(self, state: SlotState, take: Callable[[], Sample | Rejected]) -> SlotPacker:
+        return SlotPacker(self.data, self.order, take, state, self.alone)
+
+    def _pack(self, chosen: list[Sample]) -> Pack:
+        own = balanced_shares(chosen, self.share.num_shares)[self.share.share]
+        return Pack.from_samples(own if own or self.idle is None else [self.idle])
+
+
+class StepLoader:
+    """The training data of one rank: endless optimizer steps.
+
+    Iterate it once. An item is what ``then`` made of the rank's packs of a step; :meth:`state` after it continues
+    exactly behind that step.
 
     Attributes:
         sources: the open data sets.
+        order: of their rows.
+        rows: prepares them.
         rejected: rows skipped so far, by id.
     """
 
@@ -92,123 +105,44 @@ class PackLoader:
         sources: Sequence[RowSource],
         processor: OmniProcessor,
         data: Data,
+        *,
         seed: int,
-        state: LoaderState,
+        state: LoaderState | None = None,
         alone: bool = False,
+        slots: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        idle: Sample | None = None,
+        then: Callable[[Packs], Any] | None = None,
     ) -> None:
         """See :func:`build_dataloader`."""
-        self.data, self.sources, self.alone = data, sources, alone
-        self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed)
-        self.rows = _PreparedRows(sources, processor, data.pack_tokens, cached=data.cached_samples)
-        self.rejected = {row.id: row for row in state.rejected}
-        self._next_index, self._held = state.next_index, state.held
+        share, begin = share_of_rank(rank, ranks, slots), state or LoaderState()
+        if share.num_shares > 1 and idle is None:
+            raise ValueError(f"{ranks} ranks share {slots} packs: give `idle`, for ranks whose share is empty")
+        self.sources = sources
+        self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed, slots)
+        self.rows = PreparedRows(sources, processor, data.pack_tokens, cached=data.cached_samples)
+        self.rejected = {row.id: row for row in begin.rejected}
+        own = {slot: begin.of_slot(slot) for slot in share.slots}
+        self._steps = _Steps(data, self.order, self.rows, share, own, alone, idle, then)
 
     def state(self) -> LoaderState:
-        """How the pack handed out last left the data: what a checkpoint keeps."""
-        return LoaderState(self._next_index, self._held, tuple(self.rejected.values()))
+        """How the step handed out last left this rank's slots; see :func:`omnitrain.data.slots.merge_states`."""
+        return LoaderState(self._steps.slots, tuple(self.rejected.values()))
 
-    def __iter__(self) -> Generator[Pack, None, None]:
-        make_packs = _Packer(self.data, self.order, self.rows, self._next_index, self._held, self.alone).packs
+    def __iter__(self) -> Generator[Any, None, None]:
+        make, depth = self._steps.make, -(-_PACKS_AHEAD // len(self._steps.slots))
         # Closed by name: processes that the garbage collector has to end hang for five seconds.
-        with contextlib.closing(run_ahead(make_packs, _PACKS_AHEAD) if self.data.workers else make_packs()) as stream:
-            for packed in stream:
-                self._next_index, self._held = packed.next_index, packed.held
-                self.rejected.update({row.id: row for row in packed.rejected})
-                yield packed.pack
-
-
-class _Packer:
-    """One pass of a loader: samples drawn and held back, and packs made of them."""
-
-    def __init__(
-        self,
-        data: Data,
-        order: SampleOrder,
-        rows: _PreparedRows,
-        next_index: int,
-        held: tuple[int, ...],
-        alone: bool = False,
-    ) -> None:
-        self.data, self.rows, self.alone = data, rows, alone
-        self.draws = _Draws(order, held, next_index)
-        self.next_index = next_index
-        self.held: list[Sample] = []
-        self.held_tokens = 0
-        self.num_rows = sum(order.lengths)
-        self.failures = 0  # rows rejected since the last good one
-        self.rejected: list[Rejected] = []  # since the last pack
-
-    def packs(self) -> Generator[_Packed, None, None]:
-        """Packs without end."""
-        with contextlib.closing(self._samples()) as samples:
-            for _ in self.draws.held:
-                self._draw(samples)
-            while True:
-                while len(self.held) < self.data.packing_buffer or self.held_tokens < self.data.pack_tokens:
-                    self._draw(samples)
-                chosen = fill_pack(self.held, self.data.pack_tokens, alone=self.alone)
-                self.held_tokens -= num_tokens(chosen)
-                indices = {sample.index for sample in chosen}
-                self.held = [sample for sample in self.held if sample.index not in indices]
-                held, rejected = tuple(sample.index for sample in self.held), tuple(self.rejected)
-                self.rejected = []
-                yield _Packed(Pack.from_samples(chosen), self.next_index, held, rejected)
-
-    def _draw(self, samples: Iterator[Sample | Rejected | UserError]) -> None:
-        drawn = next(samples)
-        if isinstance(drawn, UserError):
-            raise drawn
-        self.next_index = max(self.next_index, drawn.index + 1)
-        if isinstance(drawn, Sample):
-            self.held.append(drawn)
-            self.held_tokens += len(drawn)
-            self.failures = 0
-            return
-        if self.data.overlong == "error" and drawn.is_overlong:
-            raise DataError(f"row {drawn.id!r}: {drawn.reason}; raise data.pack_tokens or set data.overlong: drop")
-        self.rejected.append(drawn)
-        self.failures += 1
-        if self.failures >= self.num_rows:
-            raise DataError(f"every row was rejected; the last, {drawn.id!r}: {drawn.reason}")
-
-    def _samples(self) -> Generator[Sample | Rejected | UserError, None, None]:
-        """Prepared rows. Of ``data.workers`` processes one makes the packs, and the others prepare rows for it."""
-        helpers = max(0, self.data.workers - 1)
-        loader: DataLoader[Any] = DataLoader(
-            self.rows,
-            batch_size=_ROWS_PER_MESSAGE if helpers else 1,
-            sampler=self.draws,
-            num_workers=helpers,
-            collate_fn=list,
-            worker_init_fn=_start_helper,
-            prefetch_factor=8 if helpers else None,
-            generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
-        )
-        try:
-            for batch in loader:
-                yield from batch
-        except RuntimeError as error:
-            raise TrainingError(f"a data worker ended: {error}") from error
-
-
-class _Draws(Sampler[Draw]):
-    """The order from a state on: held samples first, then everything from ``next_index``."""
-
-    def __init__(self, order: SampleOrder, held: tuple[int, ...], next_index: int) -> None:
-        self.order, self.held, self.next_index = order, held, next_index
-
-    def __iter__(self) -> Iterator[Draw]:
-        yield from (self.order[index] for index in self.held)
-        yield from self.order.draws(self.next_index)
-
-
-def _start_helper(_: int) -> None:
-    follow_main_process()
+        with contextlib.closing(run_ahead(make, depth) if self._steps.data.workers else make()) as stream:
+            for made in stream:
+                self._steps = replace(self._steps, slots=made.slots)
+                self.rejected.update({row.id: row for row in made.rejected})
+                yield made.step
 
 
 def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dict[str, Sample | Rejected | UserError]:
     """The first row of every source of metrics, prepared: tells within moments whether a model can use the data."""
-    rows = _PreparedRows(sources, processor, max_tokens=None)
+    rows = PreparedRows(sources, processor, max_tokens=None)
     firsts = {name: (0, s, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()}
     return {name: rows[draw] for name, draw in firsts.items()}
 
@@ -221,7 +155,7 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
     Raises:
         UserError: what the model cannot do with the data, a line each.
     """
-    rows = _PreparedRows(sources, processor, max_tokens=None)
+    rows = PreparedRows(sources, processor, max_tokens=None)
     tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
     problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
     if problems:
@@ -235,17 +169,46 @@ def build_dataloader(
     seed: int = 0,
     state: LoaderState | None = None,
     alone: bool = False,
-) -> PackLoader:
-    """The training packs of a recipe.
+    slots: int = 1,
+    rank: int = 0,
+    ranks: int = 1,
+    idle: Sample | None = None,
+    then: Callable[[Packs], Any] | None = None,
+) -> StepLoader:
+    """The optimizer steps of a recipe, or one rank's part of them.
+
+    What is in a step follows from ``data``, ``seed`` and ``slots`` alone: the ranks of any number of ranks have the
+    same samples in it together.
 
     Args:
         data: the recipe's ``data`` node.
         processor: turns rows into samples.
         seed: of the data order.
-        state: continue from here (:meth:`PackLoader.state`).
+        state: continue from here: :meth:`StepLoader.state`, or of several ranks the merged one.
         alone: one sample per pack, for a model that cannot keep several apart (``not model.runner.contract.packs``).
+        slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
+        rank: among the ranks that draw data.
+        ranks: how many draw data: a divisor or a multiple of ``slots``. With more of them than slots, the samples of a
+            pack are divided among several ranks, by tokens.
+        idle: a sample with nothing to predict: the pack of a rank for which a pack has no sample. Needed where there
+            are more ranks than slots.
+        then: makes of the rank's packs what an iteration hands out, in the process that packs, so it and its results
+            can be pickled; by default they are handed out as a tuple.
 
     Raises:
         DataError: a data set that is missing, empty, or lacks a column.
+        UserError: ``slots`` and ``ranks`` that do not divide each other.
     """
-    return PackLoader(open_sources(data.train), processor, data, seed, state or LoaderState(), alone)
+    return StepLoader(
+        open_sources(data.train),
+        processor,
+        data,
+        seed=seed,
+        state=state,
+        alone=alone,
+        slots=slots,
+        rank=rank,
+        ranks=ranks,
+        idle=idle,
+        then=then,
+    )

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+Message = list[bytes | memoryview]
+
 _LENGTHS = struct.Struct("QQ")  # bytes of the header and of the arrays
 
 
@@ -22,20 +24,35 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def send(connection: socket.socket, item: Any) -> None:
-    """Send ``item``, any object that can be pickled; its tensors are on the CPU.
+def as_bytes(item: Any) -> bytes:
+    """``item`` for ``pickle.loads``; of a tensor that is a view, only what it shows."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(item)
+    return stream.getvalue()
 
-    Raises:
-        OSError: nobody reads any more.
+
+def encode(item: Any) -> Message:
+    """``item`` as the runs of bytes that stand for it. Its arrays are not copied: leave them alone until they are sent.
+
+    Args:
+        item: any object that can be pickled; its tensors are on the CPU.
     """
     stream = io.BytesIO()
     arrays: list[pickle.PickleBuffer] = []
     _Pickler(stream, protocol=5, buffer_callback=arrays.append).dump(item)
     views = [array.raw() for array in arrays]
     header = pickle.dumps((stream.getvalue(), [view.nbytes for view in views]))
-    connection.sendall(_LENGTHS.pack(len(header), sum(view.nbytes for view in views)) + header)
-    for view in views:
-        connection.sendall(view)
+    return [_LENGTHS.pack(len(header), sum(view.nbytes for view in views)) + header, *views]
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send what :func:`encode` made.
+
+    Raises:
+        OSError: nobody reads any more.
+    """
+    for run in message:
+        connection.sendall(run)
 
 
 def receive(connection: socket.socket) -> Any:

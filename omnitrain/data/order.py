@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import math
 from collections.abc import Iterator, Sequence
@@ -16,11 +17,19 @@ class SampleOrder:
 
     Draw ``k`` of a source is due at time ``(k + phase) / share``, and draws come in order of their times: so every
     source gets its share of any stretch, and where the order stands at an index follows without replaying it.
+
+    A run with ``slots`` packers deals this order out in blocks of one draw per slot: slot ``j`` has the indices ``j``,
+    ``j + slots``, ``j + 2 * slots``, ... Which slot begins is drawn by lot for every block, lest sources that take
+    turns at the same beat as slots go each to a slot of its own::
+
+        due        a b a b a b a b      two sources of one weight
+        two slots  0 1 1 0 1 0 0 1      slot of each; without the lots, slot 0 would never see b
     """
 
-    def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int, slots: int = 1) -> None:
         """``lengths``: rows per source; ``weights``: relative shares of the draws."""
         self.lengths = tuple(lengths)
+        self.slots = slots
         self.shares = tuple(weight / sum(weights) for weight in weights)
         self.seed = seed
         # Spread, lest sources of one weight all be due at once.
@@ -32,18 +41,33 @@ class SampleOrder:
         return next(self.draws(index))
 
     def draws(self, start: int = 0) -> Iterator[Draw]:
-        """``(index, source, row)`` for index ``start``, ``start + 1``, ..."""
+        """``(index, source, row)`` for index ``start``, ``start + slots``, ...: all draws of a slot from there on."""
+        index, place = start, self._place(start)
+        for due, source, count in self._due_from(place):
+            if due == place:
+                yield index, source, self._row(source, count)
+                index += self.slots
+                place = self._place(index)
+
+    def _place(self, index: int) -> int:
+        """Where in the order of due times the draw of a global index is."""
+        block, slot = divmod(index, self.slots)
+        lot = hashlib.blake2b(f"{self.seed} {block}".encode(), digest_size=8).digest()
+        return block * self.slots + (slot + int.from_bytes(lot, "little")) % self.slots
+
+    def _due_from(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """``(place, source, draw of that source)`` for place ``start``, ``start + 1``, ... in order of due times."""
         begin = start - len(self.lengths) - 1  # early enough that fewer than `start` draws were due before
         drawn = [self._due_before(begin, source) for source in range(len(self.lengths))]
         due = [(self._time(source, count), source, count) for source, count in enumerate(drawn)]
         heapq.heapify(due)
-        index = sum(drawn)
+        place = sum(drawn)
         while True:
             _, source, count = due[0]
             heapq.heapreplace(due, (self._time(source, count + 1), source, count + 1))
-            if index >= start:
-                yield index, source, self._row(source, count)
-            index += 1
+            if place >= start:
+                yield place, source, count
+            place += 1
 
     def _time(self, source: int, count: int) -> float:
         return (count + self._phases[source]) / self.shares[source]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
+from omnitrain.plan.balance import assign_by_cost
 
 
 def num_tokens(samples: Sequence[Sample]) -> int:
@@ -29,6 +32,19 @@ def fill_pack(held: Sequence[Sample], capacity: int, *, alone: bool = False) -> 
             chosen.append(sample)
             free -= len(sample)
     return chosen
+
+
+def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sample]]:
+    """The samples of a pack for several ranks: all of them, each once, with about as many tokens for every rank.
+
+    Returns:
+        ``num_shares`` lists, some of them empty where samples are few. Equal arguments give equal answers everywhere.
+    """
+    if num_shares == 1:
+        return [list(samples)]
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+    owners = assign_by_cost(np.zeros_like(lengths), lengths, np.array([num_shares]))
+    return [[sample for sample, owner in zip(samples, owners, strict=True) if owner == k] for k in range(num_shares)]
 
 
 def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -> Iterator[Pack]:

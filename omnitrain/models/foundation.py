@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import MediaBatch, MediaGroup, Pack
+from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
+from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
 from omnitrain.models.segments import run_by_segment
@@ -104,10 +105,39 @@ class FoundationRunner:
             UserError: the model has no such modality, or makes another number of rows than there are placeholders.
         """
         names = [name for name in pack.inputs if name.startswith(NATIVE_PREFIX)]
-        return self.joined(pack, {name: self.encode_one(pack, name) for name in names})
+        calls = {name: self.calls(pack, name) for name in names}
+        return self.joined(
+            pack, {name: NativeRows.cat([self.encode_call(name, call) for call in calls[name]]) for name in names}
+        )
+
+    def calls(self, pack: Pack, name: str) -> list[MediaCall]:
+        """The calls that the items of a modality (``foundation.image``, ...) in a pack ask for; often one, or none."""
+        if name not in pack.inputs:
+            return []
+        return list(media_calls(pack.inputs[name], pack.info.ids, apart=self.apart.get(name)))
+
+    @property
+    def apart(self) -> dict[str, Apart]:
+        """Modalities (``foundation.image``, ...) whose calls may not have two samples or two items; often none."""
+        samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
+        return samples | {NATIVE_PREFIX + m: "items" for m, port in self.native.ports.items() if not port.items_stack}
+
+    def encode_call(self, name: str, call: MediaCall) -> NativeRows:
+        """Rows of one call of a modality (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
+        modality = name.removeprefix(NATIVE_PREFIX)
+        port = self.native.ports.get(modality)
+        if port is None:
+            reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
+            raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
+        rows = port.encode(self.model, call.items.features)
+        if len(rows.counts) == len(call.samples):
+            check_rows(modality, call.items.num_tokens, rows.counts, call.samples)
+        else:  # the tower does not say which rows are whose
+            check_rows(modality, [sum(call.items.num_tokens)], [rows.main.size(0)], [", ".join(call.samples)])
+        return rows
 
     def joined(self, pack: Pack, rows: Mapping[str, NativeRows]) -> dict[str, NativeRows]:
-        """Rows of :meth:`encode_one` by name, put together as :meth:`encode` returns them."""
+        """Rows of the items of a pack by name, put together as :meth:`encode` returns them."""
         by_token: dict[int, list[str]] = {}
         for name in rows:
             by_token.setdefault(self.native.ports[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
@@ -118,10 +148,6 @@ class FoundationRunner:
             native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
         return native
 
-    def encode_one(self, pack: Pack, name: str) -> NativeRows:
-        """Rows of one modality of a pack (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
-        return self._encoded(name.removeprefix(NATIVE_PREFIX), pack.inputs[name], pack.info.ids)
-
     def one_batch(self, encoded: Sequence[Mapping[str, NativeRows]]) -> dict[str, NativeRows]:
         """What :meth:`encode` made of several packs, for one batch that has a row for each of them.
 
@@ -131,27 +157,6 @@ class FoundationRunner:
         for modality, rows in (item for media in encoded for item in media.items()):
             by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
-
-    def _encoded(self, modality: str, batch: MediaBatch, sample_ids: Sequence[str]) -> NativeRows:
-        """Rows of a batch, in the order of its items."""
-        port = self.native.ports.get(modality)
-        if port is None:
-            reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
-            raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
-        calls = self.calls(modality, batch)
-        encoded = [port.encode(self.model, call.features) for call in calls]
-        owners = iter(batch.samples)
-        for call, rows in zip(calls, encoded, strict=True):
-            samples = [sample_ids[next(owners)] for _ in call.num_tokens]
-            if len(rows.counts) == len(samples):
-                check_rows(modality, call.num_tokens, rows.counts, samples)
-            else:  # the tower does not say which rows are whose
-                check_rows(modality, [sum(call.num_tokens)], [rows.main.size(0)], [", ".join(samples)])
-        return NativeRows.cat(encoded)
-
-    def calls(self, modality: str, batch: MediaBatch) -> Sequence[MediaGroup]:
-        """The items of a batch, as the tower gets them: those that stack together in one call."""
-        return _by_sample(batch) if modality in self.contract.by_sample else batch.groups
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
@@ -166,27 +171,46 @@ class FoundationRunner:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
-        labels, states, losses = pack.text_labels, [], []
-        count = labels.numel()
+        run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
+        with reading(ReadRows(pack.read_rows, pack.num_tokens)):
+            return run(pack, media or EncodedMedia())
+
+    def _loss_in_head(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor]:
+        """Logits of the supervised rows only, chunk by chunk."""
+        made: list[tuple[LossTerm, Tensor]] = []
+
+        def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            term = linear_cross_entropy(
+                hidden[0, pack.text_rows],
+                lm_head.weight,
+                pack.text_labels,
+                getattr(lm_head, "bias", None),
+                count=pack.text_labels.numel(),
+                backend=self.loss_backend,
+            )
+            made.append((term, hidden))
+            return hidden.detach()  # nobody asks for these logits, and no hook on the output must wait for a gradient
+
+        self.run_pack(pack, media, head, self._borders(pack))
+        (result,) = made
+        return result
+
+    def _loss_on_logits(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor | None]:
+        """What the model makes of the supervised rows' logits; of all logits where it does not call its head."""
+        states: list[Tensor] = []
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
-            rows = hidden[0, pack.text_rows]
-            if self.contract.head == "plain":
-                return type(lm_head).forward(lm_head, rows[None])
-            bias = getattr(lm_head, "bias", None)
-            backend = self.loss_backend
-            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
-            return hidden
+            return type(lm_head).forward(lm_head, hidden[:, pack.text_rows])
 
-        borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
-        with reading(ReadRows(pack.read_rows, pack.num_tokens)):
-            output = self.run_pack(pack, media or EncodedMedia(), head, borders)
-        hidden = states[0] if states else None
-        if losses:
-            return losses[0], hidden
-        logits = output.logits[0]
-        return cross_entropy_rows(logits if states else logits[pack.text_rows], labels), hidden
+        logits = self.run_pack(pack, media, head, self._borders(pack)).logits[0]
+        supervised = logits if states else logits[pack.text_rows]
+        term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
+        return term, states[0] if states else None
+
+    def _borders(self, pack: Pack) -> tuple[int, ...] | None:
+        """Of the samples, where they share a row; from the host's side, so that no device is waited for."""
+        return (0, *accumulate(pack.info.lengths)) if self.contract.packs else None
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, borders: tuple[int, ...] | None = None) -> Any:
         """One forward over a pack; see :meth:`run`."""
@@ -240,16 +264,6 @@ class FoundationRunner:
 def _end_to_end(parts: Sequence[NativeRows]) -> NativeRows:
     """Rows for one placeholder, in the layout of the first part."""
     return NativeRows.cat([replace(rows, layout=parts[0].layout) for rows in parts])
-
-
-def _by_sample(batch: MediaBatch) -> list[MediaGroup]:
-    """The groups of a batch, cut where the next item is another sample's."""
-    owners = iter(batch.samples)
-    calls: list[MediaGroup] = []
-    for group in batch.groups:
-        runs = groupby([next(owners) for _ in group.num_tokens])
-        calls += group.split([len(list(run)) for _, run in runs])
-    return calls
 
 
 def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRows]) -> Callable[[Tensor], Tensor]:

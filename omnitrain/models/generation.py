@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -20,11 +22,15 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
+from omnitrain.models.encoding import encode
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
+from omnitrain.models.in_step import idle_prompt, in_step
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.peers import ALONE, Peers
 from omnitrain.recipe import Sampling
 
-Sampler = Callable[[torch.Tensor], torch.Tensor]
+Uniform = Callable[[], torch.Tensor]  # -> float64 [batch] in [0, 1), fresh in every call
+Sampler = Callable[[Uniform, torch.Tensor], torch.Tensor]  # logits [batch, classes] -> tokens [batch]
 
 
 @dataclass
@@ -78,25 +84,35 @@ def generate(
     sampling: dict[str, Sampling] | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    numbers: Sequence[int] | None = None,
+    peers: Peers = ALONE,
 ) -> list[Answer]:
     """Answers to prompts of any lengths, in one batch.
 
+    Each prompt draws from a stream of its own, which follows from ``seed`` and its number. So its answer does not
+    depend on the prompts beside it, nor on how prompts are divided into batches or over ranks.
+
     Args:
-        model: in any mode; put back afterwards.
+        model: in any mode; put back afterwards. A sharded one must be gathered (``parallel/gather.py``).
         processor: knows the end token and the start token of each modality.
-        prompts: from :meth:`OmniProcessor.prompt`.
-        max_new_tokens: longest answer, text and media tokens together.
+        prompts: from :meth:`OmniProcessor.prompt`; a rank beside others may have none.
+        max_new_tokens: longest answer, text and media tokens together; the same on all ranks.
         sampling: ``text`` or a decoder's name -> how its tokens are drawn; greedy where absent.
-        seed: of sampling.
+        seed: of sampling, at least 0.
         use_cache: keep keys and values; without it every step runs the whole sequence (for tests).
+        numbers: of the prompts, at least 0; None: 0, 1, 2, ...
+        peers: ranks that share the model, all of which call this. They encode and step together until all answers of
+            all of them are finished.
 
     Returns:
         One :class:`Answer` per prompt. Media that were cut short by ``max_new_tokens`` are left out.
     """
+    numbers = range(len(prompts)) if numbers is None else numbers
+    uniform = _UniformStreams(seed, numbers)
     was_training = model.training
     model.eval()
     try:
-        sequences = _decode(model, processor, prompts, max_new_tokens, sampling or {}, seed, use_cache)
+        sequences = _decode(model, processor, prompts, max_new_tokens, sampling or {}, uniform, use_cache, peers)
     finally:
         model.train(was_training)
     for sequence in sequences:
@@ -110,45 +126,59 @@ def _decode(
     prompts: Sequence[Sample],
     max_new_tokens: int,
     sampling: dict[str, Sampling],
-    seed: int,
+    uniform: _UniformStreams,
     use_cache: bool,
+    peers: Peers,
 ) -> list[_Sequence]:
     writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
     sequences = [_Sequence(writers) for _ in prompts]
     decoders = model.decoders
-    generator = torch.Generator(model.device).manual_seed(seed)
-    samplers = {name: _sampler(sampling.get(name, Sampling()), generator) for name in ("text", *decoders)}
-    step = _Foundation(model, prompts, processor.end_token, use_cache)
+    samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *decoders)}
+    step = _Foundation(model, prompts, processor.end_token, use_cache, peers)
     text_embedding = model.foundation.get_input_embeddings()
     for _ in range(max_new_tokens):
         hidden, text_logits = step.last()
-        next_embeds = text_embedding.weight.new_zeros(len(prompts), text_embedding.weight.size(1))
-        next_tokens = [processor.end_token] * len(prompts)
-        for mode in sorted({s.mode for s in sequences if not s.answer.is_finished}):
-            rows = [i for i, s in enumerate(sequences) if s.mode == mode and not s.answer.is_finished]
+        next_embeds = text_embedding.weight.new_zeros(len(hidden), text_embedding.weight.size(1))
+        next_tokens = [processor.end_token] * len(hidden)
+        for mode, rows in _rows_by_mode(sequences):
             index = torch.tensor(rows, device=hidden.device)
+            sample = partial(samplers[mode], partial(uniform.next, rows))
             if mode == "text":
-                tokens = samplers["text"](text_logits[index].float())
+                tokens = sample(text_logits[index].float())
                 rows_embeds = text_embedding(tokens)
             else:
-                rows_embeds, tokens = decoders[mode].lm_embed(hidden[index], samplers[mode])
+                rows_embeds, tokens = decoders[mode].lm_embed(hidden[index], sample)
             next_embeds[index] = rows_embeds.to(next_embeds.dtype)
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 next_tokens[row] = token if mode == "text" else processor.end_token
                 sequences[row].take(token, processor.end_token, lambda name, item: decoders[name].is_complete(item))
-        if all(sequence.answer.is_finished for sequence in sequences):
+        if not peers.any(any(not sequence.answer.is_finished for sequence in sequences)):
             break
         step.append(next_tokens, next_embeds)
     return sequences
 
 
-class _Foundation:
-    """The foundation over a growing, left-padded batch; the state is a KV cache or the whole sequence."""
+def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
+    """Unfinished rows by what draws their next token, before any of them changes its mode by drawing it."""
+    rows: dict[str, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        if not sequence.answer.is_finished:
+            rows.setdefault(sequence.mode, []).append(row)
+    return sorted(rows.items())
 
-    def __init__(self, model: OmniModel, prompts: Sequence[Sample], text_token: int, use_cache: bool) -> None:
+
+class _Foundation:
+    """The foundation over a growing, left-padded batch; the state is a KV cache or the whole sequence.
+
+    A rank without prompts has a batch of one idle row.
+    """
+
+    def __init__(
+        self, model: OmniModel, prompts: Sequence[Sample], text_token: int, use_cache: bool, peers: Peers
+    ) -> None:
         """Encode the media of all prompts; ``text_token`` stands where no token counts."""
         self.model, self.runner = model, model.runner
-        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts]
+        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts or [idle_prompt(model)]]
         longest = max(pack.num_tokens for pack in packs)
         pads = [longest - pack.num_tokens for pack in packs]
 
@@ -165,10 +195,12 @@ class _Foundation:
         self.text_token = text_token
         encoded = []
         self.inserted: list[tuple[int, InsertedRows]] = []  # prompt, and rows at columns of the batch
-        for number, (pack, pad) in enumerate(zip(packs, pads, strict=True)):
-            media, _, _ = model.encode(pack)
-            self.inserted += [(number, InsertedRows(part.positions + pad, part.rows)) for part in media.inserted]
-            encoded.append(media.native)
+        for number, (pack, share) in enumerate(in_step(model, packs, peers)):
+            media = encode(model, pack.to(model.device), share).media
+            if number < len(packs):
+                where = pads[number]
+                self.inserted += [(number, InsertedRows(part.positions + where, part.rows)) for part in media.inserted]
+                encoded.append(media.native)
         self.native = self.runner.one_batch(encoded)
         self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
         self.seen = 0  # columns that the cache holds
@@ -231,18 +263,31 @@ class _Foundation:
         }
 
 
-def _sampler(sampling: Sampling, generator: torch.Generator) -> Sampler:
+class _UniformStreams:
+    """Uniform numbers in [0, 1), a stream per row: what a row draws follows from the seed and its number alone."""
+
+    def __init__(self, seed: int, numbers: Sequence[int]) -> None:
+        self._streams = [np.random.default_rng((seed, number)) for number in numbers]
+
+    def next(self, rows: Sequence[int]) -> torch.Tensor:
+        """The next number of each of ``rows``, float64 on the CPU."""
+        return torch.tensor([self._streams[row].random() for row in rows], dtype=torch.float64, device="cpu")
+
+
+def _sampler(sampling: Sampling) -> Sampler:
     if sampling.temperature == 0:
-        return lambda logits: logits.argmax(dim=-1)
+        return lambda uniform, logits: logits.argmax(dim=-1)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k is not None:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p is not None:
         warpers.append(TopPLogitsWarper(sampling.top_p))
 
-    def draw(logits: torch.Tensor) -> torch.Tensor:
-        probabilities = warpers(None, logits).softmax(dim=-1)
-        return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    def draw(uniform: Uniform, logits: torch.Tensor) -> torch.Tensor:
+        """The first token at which the summed probabilities pass a uniform number."""
+        summed = warpers(None, logits).softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+        passed = uniform().to(summed.device) * summed[:, -1]
+        return torch.searchsorted(summed, passed[:, None], right=True)[:, 0].clamp(max=logits.size(-1) - 1)
 
     return draw
 

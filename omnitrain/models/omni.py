@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,10 +19,10 @@ from omnitrain.models.contract.check import contract_of
 from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
 from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
-from omnitrain.models.foundation import EncodedMedia, FoundationRunner, InsertedRows
+from omnitrain.models.encoding import Share, encode, idle_head, tied
+from omnitrain.models.foundation import FoundationRunner
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
-from omnitrain.models.idle import idle_rows, num_calls, tied
-from omnitrain.models.native import NativeRows, config_nodes, native_inputs
+from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.attention import use_omnitrain_attention
 
@@ -119,6 +119,15 @@ class OmniModel(PreTrainedModel):
         return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
 
     @property
+    def ports(self) -> dict[str, tuple[str, ...]]:
+        """Component -> names in a pack of what it encodes, in the order in which components encode."""
+        modalities = self.runner.native.ports
+        names = {f"{NATIVE_PREFIX}{modality}": port.component for modality, port in modalities.items()}
+        names |= {name: name for name in (*self.encoder_names, *self.decoder_names)}
+        order = sorted(names)
+        return {names[first]: tuple(name for name in order if names[name] == names[first]) for first in order}
+
+    @property
     def native_inputs(self) -> NativeInputs:
         """What the data side must know of the modalities that the foundation reads by itself; often none."""
         return native_inputs(self.runner.native)
@@ -128,60 +137,33 @@ class OmniModel(PreTrainedModel):
         readers = {name: encoder.adapter() for name, encoder in self.encoders.items()}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
-    def forward(self, pack: Pack, calls: Mapping[str, int] | None = None) -> OmniOutput:
+    def forward(self, pack: Pack, share: Share | None = None) -> OmniOutput:
         """Losses of one packed micro-batch.
 
         Args:
             pack: samples end to end; see :class:`Pack` for shapes.
-            calls: component -> how often every rank of its mesh calls it in this micro-batch; what the pack does not
-                need is done on the smallest input, and adds zero. None: what the pack needs.
+            share: what this rank does beside what the pack needs, so that all ranks call every component equally often;
+                None: nothing.
 
         Returns:
             One :class:`LossTerm` per head with a target in the pack (``text`` always).
         """
-        media, labels, idle = self.encode(pack, calls)
-        text, hidden = self.runner.text_loss(pack, media)
-        losses = {"text": replace(text, sum=tied(text.sum, idle))}
-        for name, target in labels.items():
+        share = share or Share()
+        encoded = encode(self, pack, share)
+        labels, idle = encoded.labels, encoded.idle
+        text, hidden = self.runner.text_loss(pack, encoded.media)
+        losses = {}
+        for name in sorted({*labels, *share.heads}):
             if hidden is None:
                 hidden_by = type(self.foundation).__name__
                 raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
-            losses[name] = self.decoders[name].lm_head(hidden[0, pack.targets[name].positions - 1], target)
+            decoder = self.decoders[name]
+            if name in labels:
+                losses[name] = decoder.lm_head(hidden[0, pack.targets[name].positions - 1], labels[name])
+            else:
+                idle.append(idle_head(decoder, hidden))
+        losses = {"text": replace(text, sum=tied(text.sum, idle))} | losses
         return OmniOutput(losses, None if hidden is None else hidden.detach())
-
-    def encode(
-        self, pack: Pack, calls: Mapping[str, int] | None = None
-    ) -> tuple[EncodedMedia, dict[str, torch.Tensor], list[torch.Tensor]]:
-        """All media of a pack as rows of the foundation's input.
-
-        Args:
-            pack: the micro-batch.
-            calls: see :meth:`forward`.
-
-        Returns:
-            The rows, decoder name -> labels ``[n]``, and what calls without data made.
-        """
-        inserted: list[InsertedRows] = []
-        native: dict[str, NativeRows] = {}
-        labels: dict[str, torch.Tensor] = {}
-        idle: list[torch.Tensor] = []
-        made = num_calls(self, pack)
-        for name in sorted({*made, *(calls or {})}):  # in one order on all ranks, with data or without
-            if name in pack.targets:
-                batch = pack.targets[name]
-                encoded = [self.decoders[name].lm_encode(group.features, group.num_tokens) for group in batch.groups]
-                rows, labels[name] = (torch.cat(part) for part in zip(*encoded, strict=True))
-                inserted.append(InsertedRows(batch.positions, rows))
-            elif name in pack.inputs and name.startswith(NATIVE_PREFIX):
-                native[name] = self.runner.encode_one(pack, name)
-            elif name in pack.inputs:
-                batch = pack.inputs[name]
-                encoder = self.encoders[name]
-                rows = torch.cat([encoder.lm_encode(group.features, group.num_tokens) for group in batch.groups])
-                inserted.append(InsertedRows(batch.positions, rows))
-            for _ in range((calls or {}).get(name, 0) - made.get(name, 0)):
-                idle += idle_rows(self, name)
-        return EncodedMedia(self.runner.joined(pack, native), inserted), labels, idle
 
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:

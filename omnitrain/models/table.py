@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from omnitrain.models.kernels import kernels_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import plain_implementation
 from omnitrain.ops.fuse import FusedOp
@@ -59,7 +60,8 @@ def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]
         return ", ".join(sorted({".".join(path.split(".")[1:3]) for path in parameters}))
     module = model.get_submodule(name)
     inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
-    return type(module).__name__ + (f" ({type(inner).__name__})" if inner is not None else "")
+    names = [type(part).__name__.removeprefix("FSDP") for part in (module, inner) if part is not None]  # if sharded
+    return names[0] + (f" ({names[1]})" if names[1:] else "")
 
 
 def _fused(fused: Mapping[str, FusedOp]) -> list[str]:
@@ -78,4 +80,5 @@ def _ops(model: OmniModel, name: str) -> list[str]:
         shown.append("loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised rows")
         shown += [] if contract.packs else ["one sample per row"]
         shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
+        shown += map(str, kernels_of(module))
     return shown

@@ -96,16 +96,24 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str]) -> dict[str, FusedOp
     return {name: _fuse(model, name, wanted, device) for name, wanted in backends.items()}
 
 
+def backends_of(operation: str) -> Sequence[Backend]:
+    """The implementations of an operation, in the order in which ``auto`` tries them.
+
+    Raises:
+        UserError: no such operation.
+    """
+    if operation not in _OPERATIONS:
+        raise UserError(f"no operation {operation!r}; expected one of {', '.join(_OPERATIONS)}")
+    return _OPERATIONS[operation].backends
+
+
 def _fuse(model: nn.Module, name: str, wanted: str, device: torch.device) -> FusedOp:
-    if name not in _OPERATIONS:
-        raise UserError(f"no operation {name!r}; expected one of {', '.join(_OPERATIONS)}")
-    operation = _OPERATIONS[name]
-    backend = choose(name, operation.backends, wanted, device)
+    backend = choose(name, backends_of(name), wanted, device)
     done = FusedOp(backend.name)
     if backend.name == "torch":
         return done
     for module in model.modules():
-        forward = operation.forward_of(module, backend.run)
+        forward = _OPERATIONS[name].forward_of(module, backend.run)
         if forward is not None:
             # A bound method: a deep copy of the module gets one that is bound to the copy.
             module.forward = MethodType(forward, module)

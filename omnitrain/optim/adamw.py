@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from functools import partial
 
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.recipe import Optimizer
 
 
-def build_optimizer(model: torch.nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+def build_optimizer(
+    model: torch.nn.Module, settings: Optimizer, offloaded: Collection[torch.nn.Parameter] = ()
+) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
 
     Args:
         model: its parameters with ``requires_grad``.
         settings: rates, betas, decay.
+        offloaded: parameters whose state and fp32 master copy live in host memory.
 
     Raises:
-        UserError: nothing trains, or weights are not fp32 (their updates would be rounded away: at learning rate 1e-5
-            no bf16 weight near 1 ever moves).
+        UserError: nothing trains, or weights without an fp32 copy are not fp32 (their updates would be rounded away: at
+            learning rate 1e-5 no bf16 weight near 1 ever moves).
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise UserError("model.freeze leaves no parameter to train")
-    low = sorted(name for name, p in trainable.items() if p.dtype != torch.float32)
+    with_copy = set(offloaded)
+    low = sorted(name for name, p in trainable.items() if p.dtype != torch.float32 and p not in with_copy)
     if low:
         raise UserError(
             f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); build the model with "
@@ -34,13 +41,9 @@ def build_optimizer(model: torch.nn.Module, settings: Optimizer) -> torch.optim.
         {"params": [p for p in trainable.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    make = partial(torch.optim.AdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
+    return OffloadedOptimizer(make, groups, with_copy) if with_copy else make(groups)
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer) -> float:

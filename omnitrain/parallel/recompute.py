@@ -1,41 +1,90 @@
-"""Activation recompute by transformers' own checkpointing layers."""
+"""Activation recompute by transformers' own checkpointing layers: whole blocks, or all but the outputs of some ops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from omnitrain.ops.attention import packed, packed_borders
-from omnitrain.ops.attention.packing import Borders
-from omnitrain.ops.unread_rows import ReadRows, reading, rows_read
+from omnitrain.ops.unread_rows import reading, rows_read
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+# What `selective` keeps unless a plan says otherwise: matrix products and attention, as far as this torch has them.
+SAVED_OPS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._grouped_mm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "torch_attn._varlen_attn",
+    "flash_attn._flash_attn_varlen_forward",
+)
 
 
-def recompute_blocks(model: nn.Module) -> None:
-    """Keep only the inputs of every block that transformers can recompute; compute the rest again in the backward.
+def recompute_blocks(
+    blocks: Iterable[nn.Module],
+    saved_ops: Sequence[str] | None = None,
+    around: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+) -> None:
+    """Keep only the inputs of each block, and the outputs of ``saved_ops``; compute the rest again in the backward.
 
     Args:
-        model: its HF models are told so; they do it in training mode.
+        blocks: layers that transformers can checkpoint; they do it in training mode.
+        saved_ops: names such as ``aten.mm``; None: nothing but the inputs is kept.
+        around: block -> a context in which its inputs are saved, such as one that offloads them.
     """
-    options = {"use_reentrant": False, "context_fn": _contexts}
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or not module.supports_gradient_checkpointing:
-            continue
-        if hasattr(module, "activation_checkpointing_enable"):
-            module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-        else:  # its name before transformers 5.20
-            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    kept = None if saved_ops is None else [found for op in saved_ops if (found := find_op(op)) is not None]
+    for block in blocks:
+        context = partial(around, block) if around is not None else nullcontext
+        layer: Any = block
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept))
 
 
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def find_op(name: str) -> Any:
+    """The op ``NAMESPACE.OP`` or ``NAMESPACE.OP.OVERLOAD`` of torch; None: there is none of that name."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _checkpointed(
+    around: Callable[[], AbstractContextManager[Any]], contexts: Callable[[], Contexts], function: Any, *args: Any
+) -> Any:
+    with around():
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(saved_ops: Sequence[Any] | None) -> Contexts:
     """For forward and recompute: the latter happens after the contexts of the row were left."""
-    return nullcontext(), _again(packed_borders(), rows_read())
+    again = (packed(packed_borders()), reading(rows_read()))
+    if saved_ops is None:
+        return nullcontext(), _all(*again)
+    saving, loading = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
+    return saving, _all(*again, loading)
+
+
+def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_saved = op in saved_ops or op.overloadpacket in saved_ops
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager
-def _again(borders: Borders | None, read: ReadRows | None) -> Iterator[None]:
-    with packed(borders), reading(read):
+def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield

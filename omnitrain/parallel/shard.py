@@ -1,66 +1,92 @@
-"""FSDP2, HSDP and plain replication of an omni model: one root, a unit per block, gradients that are sums."""
+"""FSDP2, HSDP and plain replication of an omni model: one root, units per component, gradients that are sums."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils._pytree import tree_map_only
+
+from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.units import ComponentUnits, kept_whole
+from omnitrain.recipe.parallel import FOUNDATION
+
+# How the trainer calls a component, and whether floats among the arguments are cast: a decoder's features are for its
+# media tokenizer, which keeps its own precision.
+_ENCODER_CALLS = {"lm_encode": True}
+_DECODER_CALLS = {"lm_encode": False, "lm_head": True, "lm_embed": True}
+_RUN = "run_unsharded"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the weights of a model lie on a mesh.
+    """How the parameters of a component lie on a mesh.
 
     Attributes:
-        compute_dtype: of weights and activations in forward and backward; None: that of the weights.
-        reduce_dtype: in which gradients are added across ranks; None: that of the compute.
-        keep_unsharded: keep gathered weights from forward to backward (more memory, less communication).
-        offload: weights, gradients and optimizer state live in host memory.
+        mesh: one dimension: shards over it (FSDP2); two: replicates over the first, shards over the second (HSDP).
+        compute_dtype: of parameters and activations in forward and backward; None: that of the parameters.
+        reduce_dtype: in which gradients are added across ranks.
+        keep_unsharded: keep gathered parameters from forward to backward (more memory, less communication).
+        offload: parameters and gradients live in host memory.
     """
 
+    mesh: DeviceMesh
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
     keep_unsharded: bool = False
     offload: bool = False
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, how: Sharding | None = None) -> list[str]:
-    """Shard ``model`` in place; it is the only root, and every block that transformers can recompute is a unit.
+def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[str, Sharding]) -> None:
+    """Shard every component's units over its own mesh, in place; the model is the only root.
 
-    Gradients are added over all ranks of the mesh and divided by nothing: losses are divided by the count of the whole
+    Gradients are added over all ranks of a mesh and divided by nothing: losses are divided by the count of the whole
     global batch before. The root is initialised here, so that its components may run before its first forward.
 
     Args:
-        model: with weights on the mesh's device, equal on all ranks.
-        mesh: one dimension: shards over it (FSDP2); two: replicates over the first, shards over the second (HSDP).
-        how: precision and placement; None: the defaults.
-
-    Returns:
-        Names of the units, the root (empty) last.
+        model: its parameters equal on all ranks.
+        units: of each component.
+        how: of each component; the root's own parameters lie as the foundation's.
     """
-    how = how or Sharding()
-    precision = MixedPrecisionPolicy(param_dtype=how.compute_dtype, reduce_dtype=how.reduce_dtype)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
-    blocks = [(name, module) for name, module in model.named_modules() if is_block(model, name)]
-    for _, block in blocks:
-        fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=not how.keep_unsharded,
-        )
-    root = fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    whole = kept_whole(model)
+    for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
+        for name in found.all:
+            inner = how[component]
+            if name in found.fp32:
+                inner = replace(inner, compute_dtype=torch.float32)
+            is_attached = name == component and component != FOUNDATION
+            _unit(
+                model.get_submodule(name),
+                inner,
+                whole,
+                casts_inputs=name in found.fp32 or (name in found.rest and name != FOUNDATION and not is_attached),
+                keeps_unsharded=name == FOUNDATION,  # its loss is made inside: no output says when the backward begins
+            )
+            if is_attached:
+                _call_as_one(model, component, inner.compute_dtype)
+    root = _unit(model, how[FOUNDATION], whole, casts_inputs=False, keeps_unsharded=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    device = _device(how[FOUNDATION].mesh)
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+    _give_gradients_a_way(model)
     initialise_root(root)
-    return [*(name for name, _ in blocks), ""]
 
 
 def initialise_root(root: FSDPModule) -> None:
@@ -71,7 +97,67 @@ def initialise_root(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
-def is_block(model: nn.Module, name: str) -> bool:
-    """Whether ``name`` is an item of a list of blocks that transformers can recompute."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(model.get_submodule(name), GradientCheckpointingLayer) and isinstance(owner, nn.ModuleList)
+def _unit(
+    module: nn.Module, how: Sharding, whole: set[nn.Parameter], *, casts_inputs: bool, keeps_unsharded: bool
+) -> FSDPModule:
+    """One unit. Blocks take their inputs as the modules before them made them: rotary tables stay fp32, as in HF."""
+    on_device = how.mesh.device_type != "cpu"
+    return fully_shard(
+        module,
+        mesh=how.mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=how.compute_dtype, reduce_dtype=how.reduce_dtype, cast_forward_inputs=casts_inputs
+        ),
+        offload_policy=CPUOffloadPolicy(pin_memory=on_device) if how.offload else OffloadPolicy(),
+        reshard_after_forward=not (how.keep_unsharded or keeps_unsharded),
+        ignored_params=whole,
+    )
+
+
+def _call_as_one(model: OmniModel, component: str, dtype: torch.dtype | None) -> None:
+    """Gather an attached component's parameters whenever one of its methods is called.
+
+    FSDP sees no tensor among the arguments, so the component reduces once per micro-batch, at its end: its methods
+    use different parameters, and ranks that have nothing to encode call them with other inputs.
+    """
+    module: Any = model.get_submodule(component)
+    calls = _ENCODER_CALLS if component in model.encoder_names else _DECODER_CALLS
+    setattr(module, _RUN, _run)
+    register_fsdp_forward_method(module, _RUN)
+    for method, casts in calls.items():
+        cast = partial(_cast, dtype) if casts and dtype is not None else _same
+        setattr(module, method, partial(_call, module, getattr(module, method), cast))
+
+
+def _run(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+def _call(module: Any, method: Callable[..., Any], cast: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    return getattr(module, _RUN)(lambda: method(*cast(args), **cast(kwargs)))
+
+
+def _cast(dtype: torch.dtype, tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def _give_gradients_a_way(model: OmniModel) -> None:
+    """Where embeddings are frozen, only a rank with media would have a gradient at the foundation's blocks.
+
+    All ranks must run the same backward: its units gather, and reduce, in the order of that.
+    """
+
+    def with_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled() or output.requires_grad:
+            return None
+        return output.detach().requires_grad_().clone()
+
+    model.foundation.get_input_embeddings().register_forward_hook(with_gradient)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from omnitrain.errors import UserError
 from omnitrain.plan.mesh import MeshShape, fit_mesh
+from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 DpMode = Literal["fsdp2", "hsdp", "replicate"]
 
@@ -144,6 +145,9 @@ class ParallelState:
         return self._meshes["loss"].get_group()
 
 
+_DEGREE_ARGUMENTS = {axis: f"{axis}_size" for axis in ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+_DEGREE_ARGUMENTS["sp"] = "ulysses_size"
+
 _default: ParallelState | None = None
 
 
@@ -201,10 +205,30 @@ def init_parallel_state(
         sp=ulysses_size,
         tp=tp_size,
         ep=ep_size,
+        keys=_DEGREE_ARGUMENTS,
     )
     global _default
     _default = _state(shape, dp_mode)
     return _default
+
+
+def init_state_of(plan: ParallelPlan) -> ParallelState:
+    """:func:`init_parallel_state` with the degrees that a plan has for the foundation.
+
+    Raises:
+        UserError: degrees that do not fit the ranks, with those that would.
+    """
+    own = plan.of(FOUNDATION)
+    return init_parallel_state(
+        dp_replicate_size=own.dp_replicate or (None if own.mode == "replicate" else 1),
+        dp_shard_size=own.dp_shard,
+        tp_size=own.tp or 1,
+        ep_size=own.ep or 1,
+        pp_size=own.pp or 1,
+        cp_size=own.cp or 1,
+        ulysses_size=own.ulysses or 1,
+        dp_mode=own.mode or "fsdp2",
+    )
 
 
 def get_parallel_state() -> ParallelState:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import resource
-from collections import Counter
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,31 +15,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
-from omnitrain.models.hf_samples import idle_sample, to_samples
-from omnitrain.models.idle import num_calls
-from omnitrain.models.native import special_ids
+from omnitrain.models.freeze import freeze
+from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.outputs import OmniOutput
+from omnitrain.parallel.outcome import Outcome, micro_batches, train
+from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankError, RankPool
-from omnitrain.parallel.recompute import recompute_blocks
-from omnitrain.parallel.shard import Sharding, shard
+from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import Layout, parse_layout
+from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 Factory = Callable[[], PreTrainedModel] | str
 
-_STEPS = 3
-_LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 _NOISE_FACTOR = 20.0
-_FLOOR = 1e-6  # of the largest gradient: below it a tensor's gradient is rounding
+_NO_DIGITS = 0.1  # of its size: a gradient that moves so much when weights move to their neighbours is rounding
 
 
 @dataclass(frozen=True)
@@ -107,28 +101,41 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What one layout gave, full tensors on the CPU."""
+class _Rounding:
+    """What one process itself leaves undetermined.
 
-    loss: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    peak_memory_mb: float
-    collectives: int
-
-
-@dataclass(frozen=True)
-class _Noise:
-    """Rounding of the reference itself, per tensor, relative as in :func:`_errors`."""
+    Attributes:
+        gradients: error of each gradient between two orders of the samples, relative as in :func:`_errors`.
+        weights: the same of the weights.
+        empty: parameters whose gradient is zero up to rounding.
+    """
 
     gradients: dict[str, float]
     weights: dict[str, float]
+    empty: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A layout to try.
+
+    Attributes:
+        name: as reports show it.
+        plan: of all components.
+        accumulation: micro-batches per step.
+        ranks: that it takes.
+    """
+
+    name: str
+    plan: ParallelPlan
+    accumulation: int
+    ranks: int
 
 
 def verify(
     model_factory: Factory,
     samples: Sequence[Any],
-    layouts: Sequence[str | Layout],
+    layouts: Sequence[str | Layout | ParallelPlan],
     *,
     nproc: int = 4,
     tolerance: float = 1e-5,
@@ -141,65 +148,106 @@ def verify(
         model_factory: makes the model, the same on every rank: a picklable function or ``"module:function"`` that
             returns a HF model or an :class:`OmniModel`.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
-        layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``.
+        layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
+            its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
+            unset are fp32.
         nproc: ranks that may run at a time.
         tolerance: relative error that is allowed; where rounding is larger (the reference itself in another order of
-            samples), 20 times that.
+            samples), 20 times that. A gradient that is zero up to rounding has no relative error: it must be as small,
+            within 20 times, as in one process.
         timeout_s: of one layout, seconds.
         pool: ranks to run on; None: a pool of its own.
 
     Raises:
-        UserError: no such factory or layout.
+        UserError: no such factory or layout, or a factory that cannot be sent to another process.
     """
-    plans = [parse_layout(layout) if isinstance(layout, str) else layout for layout in layouts]
+    cases = [_case(layout, nproc) for layout in layouts]
+    _require_picklable(model_factory)
     own = pool or RankPool(nproc, preload=("omnitrain.parallel.verify",))
     try:
         model = _built(model_factory)
         batch = to_samples(model.runner.native, samples)
-        reference = _trained(model, [[Pack.from_samples([sample]) for sample in batch]], rank=0)
-        noise = _noise_of(model_factory, batch, reference)
-        run = partial(_row, own, model_factory, batch, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
-        rows = [run(plan, reference, noise) for plan in plans]
+        reference = cache(partial(_in_one_process, model_factory, batch))
+        rows = []
+        for case in cases:
+            frozen = frozenset(name for name in model.components if case.plan.of(name).freeze)
+            run = partial(_row, own, model_factory, batch, case, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
+            rows.append(run(partial(reference, frozen)))
         return VerifyReport(tuple(rows), sum(p.numel() for p in model.parameters()))
     finally:
         if pool is None:
             own.close()
 
 
+def _case(layout: str | Layout | ParallelPlan, nproc: int) -> _Case:
+    if isinstance(layout, str):
+        layout = parse_layout(layout)
+    if isinstance(layout, Layout):
+        return _Case(str(layout), layout.plan(), layout.accumulation, layout.num_ranks)
+    return _Case(_shown(layout), layout, 1, layout.of(FOUNDATION).num_ranks or nproc)
+
+
+def _shown(plan: ParallelPlan) -> str:
+    """A plan in a line: what it sets."""
+    fields = plan.model_dump(exclude_none=True, exclude_defaults=True)
+    parts = {"default": fields.pop("default", {}), **fields.pop("components", {}), **fields}
+    shown = {name: ", ".join(f"{key}={value}" for key, value in own.items()) for name, own in parts.items() if own}
+    return " ".join(f"{name}({fields})" for name, fields in shown.items()) or "plan()"
+
+
+def _require_picklable(factory: Factory) -> None:
+    try:
+        pickle.dumps(factory)
+    except Exception as error:  # each kind of object refuses in its own way
+        raise UserError(
+            f"the model factory cannot be sent to other processes ({error}); expected a function at a module's top "
+            "level, a functools.partial of one, or its name as 'module:function'"
+        ) from None
+
+
 def _row(
     pool: RankPool,
     factory: Factory,
     batch: list[Sample],
-    layout: Layout,
-    reference: _Outcome,
-    noise: _Noise,
+    case: _Case,
+    reference: Callable[[], tuple[Outcome, _Rounding]],
     *,
     nproc: int,
     tolerance: float,
     timeout_s: float,
 ) -> VerifyRow:
-    if layout.num_ranks > nproc:
-        return VerifyRow(str(layout), "refused", f"needs {layout.num_ranks} ranks, {nproc} may run")
-    if unavailable := [axis for axis in ("tp", "ulysses", "cp", "ep", "pp") if getattr(layout, axis) > 1]:
-        return VerifyRow(str(layout), "refused", f"{', '.join(unavailable)}: not available yet")
+    if case.ranks > nproc:
+        return VerifyRow(case.name, "refused", f"needs {case.ranks} ranks, {nproc} may run")
     try:
-        (outcome, *_) = pool.run(_train_on_rank, factory, batch, layout, timeout_s=timeout_s, world=layout.num_ranks)
+        (outcome, *_) = pool.run(_train_on_rank, factory, batch, case, timeout_s=timeout_s, world=case.ranks)
     except RankError as error:
-        return VerifyRow(str(layout), "different", str(error))
-    return _compared(str(layout), outcome, reference, noise, tolerance)
+        return VerifyRow(case.name, "different", str(error))
+    if isinstance(outcome, str):
+        return VerifyRow(case.name, "refused", outcome)
+    return _compared(case.name, outcome, *reference(), tolerance)
 
 
-def _compared(layout: str, outcome: _Outcome, reference: _Outcome, noise: _Noise, tolerance: float) -> VerifyRow:
+def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Rounding, tolerance: float) -> VerifyRow:
     loss_error = abs(outcome.loss - reference.loss) / max(abs(reference.loss), 1e-30)
     if missing := outcome.gradients.keys() ^ reference.gradients.keys():
         reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
         return VerifyRow(layout, "different", reason, loss_error)
-    gradients = _worst(_errors(outcome.gradients, reference.gradients), noise.gradients, tolerance)
-    weights = _worst(_errors(outcome.weights, reference.weights), noise.weights, tolerance)
+    gradients = _worst(_errors(outcome.gradients, reference.gradients, rounding), rounding.gradients, tolerance)
+    weights = _worst(_errors(outcome.weights, reference.weights, rounding), rounding.weights, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
     for what, (name, error, allowed) in (("gradient", gradients), ("weight after three steps", weights)):
         if not error <= allowed:
             reasons.append(f"the {what} of {name} is off by {error:.1e}, {allowed:.1e} allowed")
+    for what, got, expected in (
+        ("gradient", outcome.gradients, reference.gradients),
+        ("movement", outcome.moved, reference.moved),
+    ):
+        reasons += [
+            f"the {what} of {name} is {_size(got[name]):.1e}, and zero up to rounding ({_size(expected[name]):.1e}) in "
+            "one process"
+            for name in sorted(rounding.empty)
+            if not _size(got[name]) <= _NOISE_FACTOR * _size(expected[name])
+        ]
     return VerifyRow(
         layout=layout,
         status="different" if reasons else "equal",
@@ -220,23 +268,55 @@ def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: f
     return name, errors[name], allowed[name]
 
 
-def _errors(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Largest difference per tensor, relative to the tensor's largest value."""
-    floor = _FLOOR * max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0)
+def _errors(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: _Rounding | None = None
+) -> dict[str, float]:
+    """Largest difference per tensor, relative to the tensor's largest value; not of what is only rounding."""
     return {
-        name: float((got[name] - tensor).abs().max() / tensor.abs().max().clamp(min=floor))
+        name: float((got[name] - tensor).abs().max() / tensor.abs().max().clamp(min=torch.finfo(tensor.dtype).tiny))
         for name, tensor in expected.items()
-        if tensor.numel()
+        if tensor.numel() and (rounding is None or name not in rounding.empty)
     }
 
 
-def _noise_of(factory: Factory, batch: list[Sample], reference: _Outcome) -> _Noise:
-    """How far the reference moves when the same samples are added up in another order and grouping."""
-    model = _built(factory)
-    samples = batch[::-1]
-    groups = [samples] if model.runner.contract.packs else [[sample] for sample in samples]
-    other = _trained(model, [[Pack.from_samples(group) for group in groups]], rank=0)
-    return _Noise(_errors(other.gradients, reference.gradients), _errors(other.weights, reference.weights))
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _in_one_process(factory: Factory, batch: list[Sample], frozen: frozenset[str]) -> tuple[Outcome, _Rounding]:
+    """The reference, every sample in a pack of its own, and what rounding leaves open in it.
+
+    For that it is run with its samples in another order, and with every weight moved to a neighbouring number. The
+    second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
+    little as the weights.
+    """
+
+    def trained(change: Callable[[OmniModel], OmniModel], samples: list[Sample]) -> Outcome:
+        model = _built(factory)
+        freeze(model, sorted(frozen))
+        return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0)
+
+    reference = trained(lambda model: model, batch)
+    turned = trained(lambda model: model, batch[::-1])
+    moved = trained(_moved, batch)
+    change = _errors(moved.gradients, reference.gradients)
+    return reference, _Rounding(
+        _errors(turned.gradients, reference.gradients),
+        _errors(turned.weights, reference.weights),
+        frozenset(name for name, error in change.items() if error > _NO_DIGITS),
+    )
+
+
+@torch.no_grad()
+def _moved(model: OmniModel) -> OmniModel:
+    """Each trained weight becomes one of its two neighbours, by chance."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            up = torch.rand(parameter.shape, generator=generator) < 0.5
+            towards = torch.where(up.to(parameter.device), torch.inf, -torch.inf).to(parameter.dtype)
+            parameter.copy_(torch.nextafter(parameter, towards))
+    return model
 
 
 def _built(factory: Factory) -> OmniModel:
@@ -250,87 +330,15 @@ def _built(factory: Factory) -> OmniModel:
     return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
 
 
-def _train_on_rank(factory: Factory, batch: list[Sample], layout: Layout) -> _Outcome | None:
-    """The part of one rank; the outcome comes back from rank 0."""
+def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcome | str | None:
+    """The part of one rank; the outcome, or why the layout is refused, comes back from rank 0."""
     model = _built(factory)
-    table = _micro_batches(model, batch, layout.num_ranks, layout.accumulation)
-    if layout.recompute:
-        recompute_blocks(model)
-    shape = (layout.dp_shard,) if layout.dp_replicate == 1 else (layout.dp_replicate, layout.dp_shard)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
-    shard(model, mesh, Sharding(offload=layout.offload))
+    try:
+        init_state_of(case.plan)
+        table = micro_batches(model, batch, case.ranks, case.accumulation)
+        build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
+    except UserError as error:
+        return str(error)
     rank = dist.get_rank()
-    outcome = _trained(model, table, rank)
+    outcome = train(model, table, rank)
     return outcome if rank == 0 else None
-
-
-def _micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
-    """The packs of every rank, equally many; a rank that runs out of samples gets idle ones."""
-    runner = model.runner
-    words = set(range(model.foundation.get_input_embeddings().weight.size(0))) - special_ids(model.foundation.config)
-    idle = [idle_sample(runner.native, min(words))]
-    table = []
-    for rank in range(ranks):
-        parts = [batch[rank::ranks][part::accumulation] or idle for part in range(accumulation)]
-        shared = parts if runner.contract.packs else [[sample] for part in parts for sample in part]
-        table.append([Pack.from_samples(samples) for samples in shared])
-    longest = max(map(len, table))
-    return [packs + [Pack.from_samples(idle)] * (longest - len(packs)) for packs in table]
-
-
-def _trained(model: OmniModel, table: list[list[Pack]], rank: int) -> _Outcome:
-    """Three steps on the packs of ``rank``, knowing those of all others."""
-    counts = Counter[str]()
-    for pack in (pack for packs in table for pack in packs):
-        counts.update(pack.loss_counts())
-    calls = []
-    for packs in zip(*table, strict=True):
-        made = [num_calls(model, pack) for pack in packs]
-        calls.append({name: max(m.get(name, 0) for m in made) for name in {name for m in made for name in m}})
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
-    gradients: dict[str, Tensor] = {}
-    first_loss, collectives = 0.0, 0
-    for step in range(_STEPS):
-        with _Collectives() as communication:
-            loss = sum(_backward(model(pack, called), counts) for pack, called in zip(table[rank], calls, strict=True))
-        if step == 0:
-            first_loss, collectives = _summed(loss), communication.count
-            gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    weights = {name: _full(parameter.detach()) for name, parameter in trained.items()}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return _Outcome(first_loss, gradients, weights, peak, collectives)
-
-
-class _Collectives(TorchDispatchMode):
-    """Counts the collectives that this rank issues, in forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace in ("c10d", "_c10d_functional")
-        return func(*args, **(kwargs or {}))
-
-
-def _backward(output: OmniOutput, counts: Mapping[str, int]) -> float:
-    terms = [term.sum / counts[name] for name, term in output.losses.items() if counts[name]]
-    loss = torch.stack(terms).sum()
-    loss.backward()
-    return loss.item()
-
-
-def _summed(value: float) -> float:
-    if not dist.is_initialized():
-        return value
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def _full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().clone()

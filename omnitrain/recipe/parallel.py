@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -25,9 +26,13 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 
 class Precision(Strict):
-    """Number formats. Unset: fp32 parameters and reductions; bf16 computation where mixed precision is on."""
+    """Number formats. Unset: fp32 parameters and reductions; bf16 computation if mixed precision is on."""
 
-    param: DType | None = Field(None, description="Of the parameter shards and of the optimizer's state.")
+    param: DType | None = Field(
+        None,
+        description="Of the parameter shards and of the optimizer's state. Unset: fp32 for what trains; what is frozen "
+        "keeps its own.",
+    )
     compute: DType | None = Field(None, description="Of parameters and activations in forward and backward.")
     reduce: DType | None = Field(None, description="In which gradients are summed over ranks.")
 
@@ -90,6 +95,17 @@ class ComponentPlan(Strict):
                 yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
         if self.freeze and self.optimizer_offload:
             yield "optimizer_offload", "found true with `freeze: true`, which leaves no optimizer state"
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Ranks that its degrees multiply to; None: those of data parallelism are not all set."""
+        replicas = 1 if self.mode == "fsdp2" else self.dp_replicate
+        shards = 1 if self.mode == "replicate" else self.dp_shard
+        if replicas is None and self.mode is None and shards is not None:
+            replicas = 1
+        if replicas is None or shards is None:
+            return None
+        return math.prod((replicas, shards, *(getattr(self, axis) or 1 for axis in ("tp", "ulysses", "cp", "pp"))))
 
     def over(self, default: ComponentPlan) -> ComponentPlan:
         """This plan, with unset fields taken from ``default``.
@@ -161,8 +177,18 @@ class ParallelPlan(Strict):
             RecipeError: every problem at once: unknown components, frozen ones with an optimizer offload, degrees that
                 contradict the state's, globs that match nothing.
         """
+        raise_problems(self.problems(names, frozen=frozen, degrees=degrees))
+
+    def problems(
+        self,
+        names: Mapping[str, Iterable[str]],
+        *,
+        frozen: Collection[str] = (),
+        degrees: Mapping[str, int] | None = None,
+    ) -> list[str]:
+        """What :meth:`check` raises, one line per problem."""
         every_name = [name for own in names.values() for name in own]
-        problems = [
+        return [
             *self._component_problems(names.keys(), frozen),
             *self._degree_problems(degrees or {}),
             *(
@@ -172,9 +198,12 @@ class ParallelPlan(Strict):
                 if not any(matches(glob, name) for name in every_name)
             ),
         ]
-        if problems:
-            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            raise RecipeError("\n  ".join([f"parallel plan: {count}", *problems]))
+
+    def path_of(self, component: str, *fields: str) -> str:
+        """Where the component's value of one of ``fields`` was written: its own plan, or the default one."""
+        own = self.components.get(component, ComponentPlan())
+        is_own = any(getattr(own, field) is not None for field in fields)
+        return f"components.{component}" if is_own else "default"
 
     def _component_problems(self, known: Collection[str], frozen: Collection[str]) -> Iterator[str]:
         for name, plan in self.components.items():
@@ -196,3 +225,14 @@ class ParallelPlan(Strict):
             if found is not None and found != degree:
                 path = "default" if getattr(own, axis) is None else f"components.{FOUNDATION}"
                 yield f"{path}.{axis}: found {found}, but the parallel state has {degree}; set it in one place"
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """One error for all problems of a parallel plan.
+
+    Raises:
+        RecipeError: there are some.
+    """
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise RecipeError("\n  ".join([f"parallel plan: {count}", *problems]))

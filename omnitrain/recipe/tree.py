@@ -248,7 +248,7 @@ class Train(Strict):
     """The loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
-    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step (gradient accumulation).")
+    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, over all ranks.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
     cpu_threads: int | None = Field(None, ge=1, description="Threads of one operation on CPU. Unset: torch's default.")
@@ -259,6 +259,14 @@ class Train(Strict):
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
     save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    stop_seconds: float = Field(
+        600,
+        gt=0,
+        description="After Ctrl-C, ranks of `--nproc` have so long to finish the step and save.",
+    )
+    stall_seconds: float | None = Field(
+        600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
+    )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),

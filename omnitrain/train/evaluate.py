@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from omnitrain.data.pack import Pack
 from omnitrain.data.packing import pack_all
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row, RowSource
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.generation import Answer, generate
+from omnitrain.models.in_step import in_step
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.peers import ALONE, Peers, agreed
+from omnitrain.parallel.gather import gathered
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics import LossMeter
 
@@ -42,11 +47,11 @@ Scorer = Callable[[Sequence[Answered]], dict[str, float]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out results.
+    """Held-out results, the same on all ranks but for the answers.
 
     Attributes:
         losses: as :meth:`LossMeter.read` gives them.
-        answers: one per held-out row that could be read.
+        answers: one per held-out row that could be read, those of one source together; on rank 0 only.
         scores: what the scorer made of the answers.
         rejected: rows that could not be read.
     """
@@ -63,63 +68,140 @@ def evaluate(
     heldout: Sequence[RowSource],
     recipe: Recipe,
     notify: Progress = lambda _: None,
+    peers: Peers = ALONE,
 ) -> Evaluation:
     """Run a recipe's evaluation.
 
+    Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... and no others; rank 0 reads all
+    of them once more, as they are, for the scorer.
+
     Args:
-        model: in any mode; left in evaluation mode.
+        model: in any mode; left in evaluation mode. It may be sharded.
         processor: of the model.
         heldout: the held-out data sets.
         recipe: with an ``evaluation`` node and held-out data.
         notify: told what is going on.
+        peers: ranks that share the model, all of which call this.
 
     Raises:
-        UserError: no such scorer.
+        UserError: no such scorer, or a row that asks for what the model cannot do; on all ranks.
+        TrainingError: something else failed on another rank, such as the scorer, which runs on rank 0.
     """
     settings = recipe.evaluation
     assert settings is not None
-    score = load_scorer(settings.scorer)
+    score = agreed(peers, lambda: load_scorer(settings.scorer))
     model.eval()
-    rows = list(heldout_rows(heldout, settings.examples_per_source))
-    prepared = [processor.sample(row, index, recipe.data.pack_tokens) for index, row in enumerate(rows)]
-    samples = [item for item in prepared if isinstance(item, Sample)]
-    notify(f"held-out loss over {len(samples)} samples")
-    losses = heldout_loss(model, samples, recipe.data.pack_tokens)
-    answers: list[Answered] = []
-    readable = [rows[sample.index] for sample in samples]
-    readable.sort(key=lambda row: row.source)  # prompts of one source have similar lengths
-    for start in range(0, len(readable), settings.batch_size):
-        notify(f"answers {start}/{len(readable)}")
-        batch = readable[start : start + settings.batch_size]
-        prompts = [processor.prompt(row) for row in batch]
-        made = generate(
-            model,
-            processor,
-            [prompt for prompt in prompts if isinstance(prompt, Sample)],
-            max_new_tokens=settings.max_new_tokens,
-            sampling=settings.sampling,
-            seed=recipe.train.seed + start,
-        )
-        answers += [Answered(row, answer) for row, answer in zip(batch, made, strict=True)]
-    rejected = [item for item in prepared if isinstance(item, Rejected)]
-    return Evaluation(losses, answers, score(answers), rejected)
+    places = heldout_places(heldout, settings.examples_per_source)
+    share = _Share(places, processor, peers)
+    with gathered(model):
+        notify(f"held-out loss over {len(places)} rows")
+        alone = not model.runner.contract.packs
+        samples = share.samples(recipe.data.pack_tokens)
+        packs = agreed(peers, lambda: list(pack_all(samples, recipe.data.pack_tokens, alone=alone)))
+        losses = heldout_loss(model, packs, peers)
+        made = _answers(model, share, recipe, notify, peers)
+    answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
+    order = _by_source(answers, places) if peers.rank == 0 else []
+    answered = agreed(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
+    scores = agreed(peers, lambda: score(answered) if peers.rank == 0 else {})
+    rejected = {index: row for rows in peers.gather(share.rejected) for index, row in rows.items()}
+    return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
 
 
-def heldout_rows(heldout: Sequence[RowSource], limit: int | None) -> Iterator[Row]:
-    """Held-out rows, ``limit`` of each source at most."""
-    for table in heldout:
-        for positions in table.by_source().values():
-            yield from (table[position] for position in positions[:limit])
+@dataclass(frozen=True)
+class _Place:
+    """Where a held-out row is; nothing of it is read before :meth:`row`."""
+
+    table: RowSource
+    position: int
+    source: str
+
+    def row(self) -> Row:
+        return self.table[self.position]
+
+
+def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Place]:
+    """Where the held-out rows are, ``limit`` of each source at most."""
+    return [
+        _Place(table, position, source)
+        for table in heldout
+        for source, positions in table.by_source().items()
+        for position in positions[:limit]
+    ]
+
+
+class _Share:
+    """The held-out rows of one rank, by their index among all.
+
+    Attributes:
+        processor: of the model.
+        rejected: rows that turned out to be unreadable.
+    """
+
+    def __init__(self, places: Sequence[_Place], processor: OmniProcessor, peers: Peers) -> None:
+        self.processor, self._places = processor, places
+        self._own = range(peers.rank, len(places), peers.size)
+        self.rejected: dict[int, Rejected] = {}
+
+    def samples(self, max_tokens: int) -> Iterator[Sample]:
+        for index in self._own:
+            yield from self._readable(self.processor.sample(self._places[index].row(), index, max_tokens))
+
+    def prompts(self, indices: Iterable[int]) -> list[Sample]:
+        prepared = [self.processor.prompt(self._places[index].row(), index) for index in indices]
+        return [sample for one in prepared for sample in self._readable(one)]
+
+    def batches(self, size: int) -> list[list[int]]:
+        """Indices of readable rows; prompts of one source have similar lengths."""
+        order = _by_source((index for index in self._own if index not in self.rejected), self._places)
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def _readable(self, prepared: Sample | Rejected) -> list[Sample]:
+        if isinstance(prepared, Sample):
+            return [prepared]
+        self.rejected[prepared.index] = prepared
+        return []
+
+
+def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
+    return sorted(indices, key=lambda index: (places[index].source, index))
 
 
 @torch.no_grad()
-def heldout_loss(model: OmniModel, samples: Sequence[Sample], pack_tokens: int) -> dict[str, Any]:
-    """Mean loss and tokens, per head and per source (:meth:`LossMeter.read`)."""
+def heldout_loss(model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE) -> dict[str, Any]:
+    """Mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
     meter = LossMeter()
-    for pack in pack_all(samples, pack_tokens, alone=not model.runner.contract.packs):
-        pack = pack.to(model.device)
-        meter.add(pack, model(pack).losses)
-    return meter.read()
+    for number, (pack, share) in enumerate(in_step(model, packs, peers)):
+        there = pack.to(model.device)
+        losses = model(there, share).losses
+        if number < len(packs):
+            meter.add(there, losses)
+    return meter.read(peers)
+
+
+def _answers(model: OmniModel, share: _Share, recipe: Recipe, notify: Progress, peers: Peers) -> dict[int, Answer]:
+    """Index -> answer, for the readable rows of this rank; the others' are answered at the same time."""
+    settings = recipe.evaluation
+    assert settings is not None
+    batches = share.batches(settings.batch_size)
+    rounds = peers.most({"batches": len(batches)})["batches"]
+    answers: dict[int, Answer] = {}
+    for number, batch in enumerate(batches + [[]] * (rounds - len(batches))):
+        notify(f"answers, batch {number + 1} of {rounds}")
+        prompts = agreed(peers, partial(share.prompts, batch))
+        numbers = [prompt.index for prompt in prompts]
+        made = generate(
+            model,
+            share.processor,
+            prompts,
+            max_new_tokens=settings.max_new_tokens,
+            sampling=settings.sampling,
+            seed=recipe.train.seed,
+            numbers=numbers,
+            peers=peers,
+        )
+        answers |= zip(numbers, made, strict=True)
+    return answers
 
 
 def exact_match(answers: Sequence[Answered]) -> dict[str, float]:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TOGETHER_SECONDS = 1.0
 
 
 class Interrupt:
-    """Within this context the first Ctrl-C (or SIGTERM) only sets :attr:`requested`; the second one interrupts."""
+    """Within this context the first Ctrl-C (or SIGTERM) only sets :attr:`requested`; the second one interrupts.
+
+    A terminal sends Ctrl-C to every process of the command, and a launcher hands it on to its ranks: signals that
+    arrive within a second of the first one are the first one.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
         self._before: dict[int, Any] = {}
+        self._first: float | None = None
+
+    @property
+    def requested(self) -> bool:
+        """There was a signal."""
+        return self._first is not None
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
@@ -26,8 +37,11 @@ class Interrupt:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self._restore()
+        if self._first is None:
+            self._first = time.monotonic()
+        elif time.monotonic() - self._first > TOGETHER_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

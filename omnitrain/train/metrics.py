@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from omnitrain.data.pack import Pack
+from omnitrain.models.peers import ALONE, Peers
 from omnitrain.ops.cross_entropy import LossTerm
 
 
@@ -39,22 +41,29 @@ class LossMeter:
         self._totals[name] = torch.cat([old, old.new_zeros(missing, 2)]) if missing else old
         return self._totals[name]
 
-    def read(self) -> dict[str, Any]:
-        """Mean loss and tokens, per head and per source and head; starts anew."""
+    def read(self, peers: Peers = ALONE) -> dict[str, Any]:
+        """Mean loss and tokens, per head and per source and head; starts anew.
+
+        Args:
+            peers: ranks whose sums and counts are added, all of which call this and get the same.
+        """
+        own = {name: dict(zip(self._sources, totals.tolist(), strict=False)) for name, totals in self._totals.items()}
+        self._totals = {}
+        everywhere = peers.gather(own)
         heads: dict[str, Any] = {}
         sources: dict[str, Any] = {}
-        for name, totals in sorted(self._totals.items()):
-            table = totals.tolist()
-            heads[name] = _mean(sum(row[0] for row in table), sum(row[1] for row in table))
-            for source, index in sorted(self._sources.items()):
-                if index < len(table) and table[index][1]:
-                    sources.setdefault(source, {})[name] = _mean(*table[index])
-        self._totals = {}
+        for name in sorted({name for totals in everywhere for name in totals}):
+            rows = [row for totals in everywhere for row in totals.get(name, {}).items()]
+            heads[name] = _mean([values for _, values in rows])
+            for source in sorted({source for source, (_, count) in rows if count}):
+                sources.setdefault(source, {})[name] = _mean([values for found, values in rows if found == source])
         return {"heads": heads, "sources": sources}
 
 
-def _mean(total: float, count: float) -> dict[str, float | int | None]:
-    return {"loss": total / count if count else None, "tokens": int(count)}
+def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:
+    """Of ``(sum, count)`` rows."""
+    total, count = math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
+    return {"loss": total / count if count else None, "tokens": count}
 
 
 class Stopwatch:

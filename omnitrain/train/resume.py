@@ -19,15 +19,16 @@ _MAY_CHANGE = (
     "data.workers",
     "data.cached_samples",
     "model.ops",
+    "parallel",
     "train.compile",
     "train.steps",
-    "model.ops",
-    "train.compile",
     "train.device",
     "train.cpu_threads",
     "train.log_every",
     "train.save_every",
     "train.keep_checkpoints",
+    "train.stop_seconds",
+    "train.stall_seconds",
 )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omnitrain.data.loader import LoaderState
+from omnitrain.checkpoint.whole import OptimizerState, load_whole_optimizer_state
 from omnitrain.data.sample import Rejected
+from omnitrain.data.slots import LoaderState, SlotState
 from omnitrain.errors import UserError
 
 _FILE = "trainer.pt"
@@ -23,7 +25,7 @@ class TrainingState:
         step: optimizer steps done.
         seconds: spent so far, over all starts.
         steps_without_targets: steps in which nothing was to be predicted.
-        data: where its loader stands.
+        data: where its data stand, over all ranks.
         rows: rows of each training data set.
     """
 
@@ -34,43 +36,37 @@ class TrainingState:
     rows: tuple[int, ...] = ()
 
 
-def write_state(
-    folder: Path, state: TrainingState, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    """Write ``state``, the optimizer's and the random generators' into ``folder``."""
-    saved = {
-        "state": asdict(state),
-        "trainable": _trainable(model),
-        "optimizer": optimizer.state_dict(),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-    torch.save(saved, folder / _FILE)
+def write_state(folder: Path, state: TrainingState, trainable: Sequence[str], optimizer: OptimizerState) -> None:
+    """Write ``state`` and the optimizer's into ``folder``.
+
+    Args:
+        folder: of the checkpoint.
+        state: where the run stands.
+        trainable: names of the trained parameters.
+        optimizer: see :func:`omnitrain.checkpoint.whole.whole_optimizer_state`.
+    """
+    torch.save({"state": asdict(state), "trainable": list(trainable), "optimizer": optimizer}, folder / _FILE)
 
 
-def read_state(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> TrainingState:
-    """The state that :func:`write_state` wrote; optimizer and random generators continue from theirs.
+def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    """The state that :func:`write_state` wrote; the optimizer continues from its own, under any layout.
 
     Raises:
-        UserError: other parameters train now, or in another order.
+        UserError: other parameters train now.
     """
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
-    if saved["trainable"] != _trainable(model):
-        changed = sorted(set(saved["trainable"]) ^ set(_trainable(model))) or "their order"
+    if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
         raise UserError(f"{folder}: other parameters trained than those of this recipe: {changed}")
-    optimizer.load_state_dict(saved["optimizer"])
-    torch.set_rng_state(saved["rng"])
-    if device.type == "cuda" and saved["cuda_rng"] is not None:
-        torch.cuda.set_rng_state(saved["cuda_rng"], device)
+    load_whole_optimizer_state(model, optimizer, saved["optimizer"])
     return TrainingState(**(saved["state"] | {"data": _loader_state(**saved["state"]["data"])}))
 
 
-def _loader_state(next_index: int, held: tuple[int, ...], rejected: tuple[dict[str, Any], ...]) -> LoaderState:
-    return LoaderState(next_index, tuple(held), tuple(Rejected(**row) for row in rejected))
+def _loader_state(slots: dict[int, dict[str, Any]], rejected: tuple[dict[str, Any], ...]) -> LoaderState:
+    return LoaderState(
+        {slot: SlotState(**state) for slot, state in slots.items()}, tuple(Rejected(**row) for row in rejected)
+    )
 
 
-def _trainable(model: torch.nn.Module) -> list[str]:
-    """Names of the trained parameters, in the order in which the optimizer's state lists them."""
+def trainable(model: torch.nn.Module) -> list[str]:
+    """Names of the trained parameters."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

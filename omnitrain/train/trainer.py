@@ -4,36 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omnitrain.data.loader import PackLoader, build_dataloader, require_usable
-from omnitrain.data.pack import Pack
+from omnitrain.checkpoint.whole import whole_optimizer_state, whole_weights
+from omnitrain.data.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
+from omnitrain.data.sample import Rejected
+from omnitrain.data.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.recipe import ParallelPlan, Recipe
+from omnitrain.parallel.applied import AppliedLayout, layout_of
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.step import accumulate_gradients
+from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
 from omnitrain.train.device import use_device
-from omnitrain.train.display import StepProgress, console, quiet_libraries, show_components, show_contract, show_scores
-from omnitrain.train.evaluate import evaluate, load_scorer
+from omnitrain.train.display import (
+    StepProgress,
+    console,
+    quiet_libraries,
+    show_components,
+    show_contract,
+    show_layout,
+    show_scores,
+)
+from omnitrain.train.evaluate import Evaluation, evaluate, load_scorer
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.ranks import join_ranks
 from omnitrain.train.resume import require_same_rows
 from omnitrain.train.samples import save_samples
 from omnitrain.train.setup import build_from_recipe, load_checkpoint, use_ops
-from omnitrain.train.state import TrainingState, read_state, write_state
+from omnitrain.train.state import TrainingState, read_state, trainable, write_state
 
 
 class NonFiniteError(TrainingError):
@@ -65,7 +84,7 @@ class Trainer:
         folder: where the run writes.
         model: the model, in place.
         processor: rows -> samples.
-        loader: packs of training data.
+        loader: training data, step by step.
         heldout: the held-out data sets.
         optimizer: AdamW.
         step: optimizer steps done.
@@ -83,30 +102,32 @@ class Trainer:
         """
         started = time.perf_counter()
         quiet_libraries()
-        if recipe.parallel != ParallelPlan():
-            raise UserError("parallel: a run has one process in this version; remove the key")
         self.recipe = recipe
-        self.folder = RunFolder(recipe)
         self.device = use_device(recipe.train)
+        self.ranks = join_ranks(recipe.parallel, self.device)
+        self.folder = RunFolder(recipe)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume() if resume else None
-        self.model, self.processor = self._build()
+        self.model, self.processor = self.ranks.one_by_one(self._build)
         self.ops = use_ops(self.model, recipe.model.ops)
         self.compiled = self._compiled()
-        self.optimizer = build_optimizer(self.model, recipe.train.optimizer)
-        state = read_state(self.resumed, self.model, self.optimizer, self.device) if self.resumed else TrainingState()
+        self.layout = self._lay_out()
+        offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
+        self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
+        state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
         self.loader, self.heldout = self._open_data(state)
-        self.data_state = state.data
+        self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
+        self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
 
     def _build(self) -> tuple[OmniModel, OmniProcessor]:
         checkpoint, freeze = self.resumed, self.recipe.model.freeze
         model, processor = load_checkpoint(checkpoint, freeze) if checkpoint else build_from_recipe(self.recipe)
         require_heads(self.recipe, model.decoders)
-        model.to(self.device).train()
-        return model, processor
+        _ = model.runner  # checks the contract
+        return model.train(), processor
 
     def _compiled(self) -> CompiledBlocks | None:
         settings = self.recipe.train.compile
@@ -114,7 +135,18 @@ class Trainer:
             return None
         return compile_blocks(self.model.foundation, max_recompiles=settings.max_recompiles)
 
-    def _open_data(self, state: TrainingState) -> tuple[PackLoader, list[RowSource]]:
+    def _lay_out(self) -> AppliedLayout | None:
+        """Put the model on the ranks as the plan says; a process alone without a plan just has it on its device."""
+        if self.ranks.state is None:
+            self.model.to(self.device)
+            return None
+        plan = self.recipe.parallel
+        build_parallelize_model(
+            self.model, parallel_state=self.ranks.state, parallel_plan=plan, enable_mixed_precision=False
+        )
+        return layout_of(self.model)
+
+    def _open_data(self, state: TrainingState) -> tuple[StepLoader, list[RowSource]]:
         data = self.recipe.data
         loader = build_dataloader(
             data,
@@ -122,6 +154,11 @@ class Trainer:
             seed=self.recipe.train.seed,
             state=state.data,
             alone=not self.model.runner.contract.packs,
+            slots=self.recipe.train.micro_batches,
+            rank=self.ranks.peers.rank,
+            ranks=self.ranks.peers.size,
+            idle=idle_prompt(self.model),
+            then=step_planner(self.model, self.ranks.meeting),
         )
         if self.resumed:
             require_same_rows(state.rows, loader.order.lengths, self.folder.path)
@@ -130,7 +167,7 @@ class Trainer:
         return loader, heldout
 
     def fit(self) -> RunSummary:
-        """Train to the last step (or Ctrl-C), save, evaluate.
+        """Train to the last step (or Ctrl-C), save, evaluate. With several ranks, all of them call it.
 
         Raises:
             NonFiniteError: a loss or gradient is not finite.
@@ -138,82 +175,93 @@ class Trainer:
             TrainingError: so they are where a data process was killed.
         """
         train = self.recipe.train
-        self.folder.open(resumed=self.resumed is not None)
-        show_components(component_rows(self.model, self.ops))
-        show_contract(self.model.runner.contract, in_full=False)
-        if self.compiled is not None:
-            console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
-        metrics = MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
+        self.ranks.first(lambda: self.folder.open(resumed=self.resumed is not None))
+        self._show()
+        metrics = (
+            MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step) if self.ranks.is_first else None
+        )
         self.stopwatch = Stopwatch()
         with (
             _settled_objects_uncollected(),
             Interrupt() as interrupt,
             StepProgress(train.steps, self.step) as progress,
-            contextlib.closing(iter(self.loader)) as packs,
+            contextlib.closing(iter(self.loader)) as steps,
+            self.watch,
         ):
-            while self.step < train.steps and not interrupt.requested:
-                batch = self._next_batch(packs)
-                loss, norm = self.train_step(batch)
+            self.watch.follow(self.model)
+            interrupted = False
+            while self.step < train.steps and not interrupted:
+                loss, norm = self.train_step(self._next_batch(steps))
                 self.data_state = self.loader.state()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
                     line = self._metrics(loss, norm)
-                    metrics.write(line)
+                    if metrics is not None:
+                        metrics.write(line)
                     progress.update(self.step, _status(line))
                 if train.save_every and self.step % train.save_every == 0 and self.step < train.steps:
                     self._save()
+                interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
-        if interrupt.requested:
-            console.print(
-                f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues"
-            )
-            return RunSummary(self.step, True, checkpoint, {})
-        return RunSummary(self.step, False, checkpoint, self._evaluate())
+            if not interrupted:
+                with self.watch.paused("evaluate"):
+                    return RunSummary(self.step, False, checkpoint, self._evaluate())
+        console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
+        return RunSummary(self.step, True, checkpoint, {})
 
-    def _next_batch(self, packs: Iterator[Pack]) -> list[Pack]:
-        """The packs of a step. Where the data fail, the steps done are saved first."""
+    def _show(self) -> None:
+        show_components(component_rows(self.model, self.ops))
+        show_contract(self.model.runner.contract, in_full=False)
+        if self.layout is not None:
+            show_layout(self.layout.table(self.model))
+        if self.compiled is not None:
+            console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
+
+    def _next_batch(self, steps: Iterator[StepBatch]) -> StepBatch:
+        """The packs of a step. Where the data fail, on any rank, the steps done are saved first."""
+        self.watch.at(step=self.step + 1, phase="data")
         waiting = time.perf_counter()
+        batch: StepBatch | None = None
+        failure: Exception | None = None
         try:
-            batch = [next(packs) for _ in range(self.recipe.train.micro_batches)]
-        except (UserError, TrainingError):
+            batch = next(steps)
+        except (UserError, TrainingError) as error:
+            failure = error
+        if self.ranks.peers.any(batch is None):
             if self.step:
                 console.print(f"the data failed at step {self.step + 1}; saved {self._save()}")
-            raise
-        self.stopwatch.add(sum(pack.num_tokens for pack in batch), time.perf_counter() - waiting)
+            raise failure or TrainingError(f"step {self.step + 1}: the data failed on another rank")
+        assert batch is not None
+        self.stopwatch.add(int(batch.plan.tokens.sum()), time.perf_counter() - waiting)
         return batch
 
-    def train_step(self, batch: list[Pack]) -> tuple[float, float]:
-        """One optimizer step over ``batch``.
-
-        Every head's loss is its sum over the whole batch, divided once by the batch's number of predicted tokens: how
-        samples are spread over packs does not show.
+    def train_step(self, batch: StepBatch) -> tuple[float, float]:
+        """One optimizer step over ``batch`` and the batches of all other ranks.
 
         Returns:
-            The total loss and the gradient norm before clipping.
+            The total loss and the gradient norm before clipping, the same on all ranks.
 
         Raises:
-            NonFiniteError: before the update; the message names the samples.
+            NonFiniteError: before the update, on all ranks; the message names the samples.
         """
-        settings, weights = self.recipe.train.optimizer, self.recipe.train.loss_weights
-        counts = _total_counts(batch)
-        total = torch.zeros((), device=self.device)
-        for pack in batch:
-            pack = pack.to(self.device)
-            losses = self.model(pack).losses
-            terms = [weights.get(n, 1.0) * term.sum / counts[n] for n, term in losses.items() if counts[n]]
-            if terms:
-                loss = torch.stack(terms).sum()
-                loss.backward()
-                total += loss.detach()
-            self.meter.add(pack, losses)
+        settings = self.recipe.train.optimizer
+        torch.manual_seed(_seed_of(self.recipe.train.seed, self.step, self.ranks.peers.rank))
+        part = accumulate_gradients(
+            self.model,
+            batch,
+            loss_weights=self.recipe.train.loss_weights,
+            observe=lambda pack, output: self.meter.add(pack, output.losses),
+            note=self.watch.at,
+        )
         if self.compiled is not None:
             self.compiled.check()
-        norm = clip_gradients(self.model.parameters(), settings.max_grad_norm)
-        loss_value, norm_value = total.item(), norm.item()
-        if not (torch.isfinite(total) and torch.isfinite(norm)):
-            ids = [sample for pack in batch for sample in pack.info.ids]
-            raise NonFiniteError(f"step {self.step + 1}: loss {loss_value}, gradient norm {norm_value}; samples {ids}")
-        if sum(counts.values()):
+        self.watch.at(phase="optimizer")
+        norm = clip_gradients(self.model.parameters(), settings.max_grad_norm).item()
+        loss = self.ranks.peers.sum(part.item())
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            ids = [name for names in self.ranks.peers.gather([p.info.ids for p in batch.packs]) for name in names]
+            raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}; samples {ids}")
+        if sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings)
             self.optimizer.step()
@@ -221,7 +269,7 @@ class Trainer:
             self.steps_without_targets += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return loss_value, norm_value
+        return loss, norm
 
     def _metrics(self, loss: float, norm: float) -> dict[str, Any]:
         return {
@@ -229,44 +277,58 @@ class Trainer:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            **self.meter.read(),
+            **self.meter.read(self.ranks.peers),
             **self.stopwatch.read(),
-            "memory_mb": peak_memory_mb(self.device),
-            "rejected": len(self.loader.rejected),
+            "memory_mb": max(self.ranks.peers.gather(peak_memory_mb(self.device))),
+            "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
         }
 
     def _save(self) -> Path:
-        if self.last_checkpoint is None or self.last_checkpoint != self.folder.store.folder_of(self.step):
-            self.last_checkpoint = self.folder.store.save(self.step, self._write)
-            self.folder.list_rejected(self.loader.rejected.values())
-        return self.last_checkpoint
+        target = self.folder.store.folder_of(self.step)
+        if self.last_checkpoint == target:
+            return target
+        with self.watch.paused("save"):
+            weights = whole_weights(self.model, keep=self.ranks.is_first)
+            optimizer = whole_optimizer_state(self.model, self.optimizer)
+            data = merge_states(self.ranks.peers.gather(self.data_state))
+            seconds, rows = time.perf_counter() - self._started, self.loader.order.lengths
+            state = TrainingState(self.step, seconds, self.steps_without_targets, data, rows)
 
-    def _write(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
-        self.processor.save_pretrained(folder)
-        seconds = time.perf_counter() - self._started
-        rows = self.loader.order.lengths
-        state = TrainingState(self.step, seconds, self.steps_without_targets, self.data_state, rows)
-        write_state(folder, state, self.model, self.optimizer, self.device)
+            def write(folder: Path) -> None:
+                self.model.save_pretrained(folder, state_dict=weights)
+                self.processor.save_pretrained(folder)
+                write_state(folder, state, trainable(self.model), optimizer)
+
+            def save() -> None:
+                self.folder.store.save(self.step, write)
+                self.folder.list_rejected(data.rejected)
+
+            self.ranks.first(save)
+        self.last_checkpoint = target
+        return target
 
     def _evaluate(self) -> dict[str, float]:
         if self.recipe.evaluation is None:
             return {}
         eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
         with console.status("evaluation") as status, eager:
-            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update)
+            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update, self.ranks.peers)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
+        trained_on = merge_states(self.ranks.peers.gather(self.data_state)).rejected
+        self.ranks.first(lambda: self._report(result, scores, [*trained_on, *result.rejected]))
+        return scores
+
+    def _report(self, result: Evaluation, scores: dict[str, float], skipped: Sequence[Rejected]) -> None:
+        assert self.recipe.evaluation is not None
         written = self.folder.write_scores(scores | {"losses": result.losses})
         page = save_samples(result.answers, self.folder.path / "samples", self.recipe.evaluation.saved_samples)
         show_scores(scores, title=f"{len(result.answers)} held-out answers")
-        skipped = [*self.loader.rejected.values(), *result.rejected]
         listed = self.folder.list_rejected(skipped)
         console.print(f"scores: {written}\nsamples: {page}")
         if skipped:
             console.print(f"rows skipped: {len(skipped)}, listed in {listed}")
-        return scores
 
 
 @contextlib.contextmanager
@@ -280,13 +342,9 @@ def _settled_objects_uncollected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _total_counts(batch: list[Pack]) -> dict[str, int]:
-    """Predicted tokens per head over all packs of a step."""
-    totals: dict[str, int] = {}
-    for pack in batch:
-        for name, number in pack.loss_counts().items():
-            totals[name] = totals.get(name, 0) + number
-    return totals
+def _seed_of(seed: int, step: int, rank: int) -> int:
+    """Of the random numbers of a step on a rank (dropout): a resumed run draws those of the uninterrupted one."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "little")
 
 
 def _status(line: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import islice
 
-from omnitrain.data.loader import PackLoader, build_dataloader
+from omnitrain.data.loader import StepLoader, build_dataloader
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
@@ -44,7 +44,7 @@ def model_of(recipe: Recipe) -> OmniModel:
     return build_from_recipe(recipe)[0]
 
 
-def first_usable(loader: PackLoader, number: int) -> list[Sample]:
+def first_usable(loader: StepLoader, number: int) -> list[Sample]:
     """The first samples of a run's data order; rows that cannot be used are left out.
 
     Raises:

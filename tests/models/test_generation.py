@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ from PIL import Image
 from omnitrain.data.media import Waveform
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
-from omnitrain.models.generation import generate
+from omnitrain.models.generation import _sampler, generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Sampling
 from tests.families import FAMILIES
@@ -42,12 +43,37 @@ def test_with_and_without_cache_the_same_tokens(
     assert all(answer.tokens for answer in cached)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_batch_answers_as_each_prompt_alone(
-    model: OmniModel, processor: OmniProcessor, prompts: list[Sample]
+    model: OmniModel,
+    processor: OmniProcessor,
+    prompts: list[Sample],
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
 ) -> None:
-    together = generate(model, processor, prompts, max_new_tokens=30)
-    alone = [generate(model, processor, [prompt], max_new_tokens=30)[0] for prompt in prompts]
-    assert [a.tokens for a in together] == [a.tokens for a in alone]
+    # Tokens that this model does draw: items start and end at another step in every row.
+    monkeypatch.setattr(processor, "start_tokens", {"image": 74, "audio": 41})
+    sampling = {name: Sampling(temperature=temperature) for name in ("text", "image_decoder", "audio_decoder")}
+
+    def tokens(numbers: Sequence[int]) -> list:
+        some = [prompts[number] for number in numbers]
+        answers = generate(model, processor, some, max_new_tokens=30, sampling=sampling, numbers=numbers)
+        return [answer.tokens for answer in answers]
+
+    together = tokens(range(len(prompts)))
+    assert together == [tokens([number])[0] for number in range(len(prompts))]
+    items = [[mode for mode, _ in answer] for answer in together]
+    assert any(modes.count("image_decoder") >= 16 and modes[-1] == "text" for modes in items)
+    assert max(len(modes) for modes in items) == 30
+
+
+def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:
+    logits = torch.tensor([0.1, 0.6, 0.0, 0.3]).log().expand(1000, -1)
+    grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    drawn = _sampler(Sampling(temperature=1.0))(lambda: grid, logits)
+    assert drawn.bincount(minlength=4).tolist() == [100, 600, 0, 300]
+    ends = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
+    assert _sampler(Sampling(temperature=1.0, top_k=2))(lambda: ends, logits[:2]).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("modality", ["image", "audio"])
@@ -56,7 +82,7 @@ def test_a_start_token_switches_to_its_decoder_until_the_item_is_whole_then_text
 ) -> None:
     letter = processor.tokenizer("a", add_special_tokens=False)["input_ids"][0]
     script = [letter, processor.start_tokens[modality], letter, letter, processor.end_token]
-    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
+    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling: _Script(script))
     name = {"image": "image_decoder", "audio": "audio_decoder"}[modality]
     answer = generate(model, processor, prompts[:1], max_new_tokens=60)[0]
     modes = [mode for mode, _ in answer.tokens]
@@ -74,7 +100,7 @@ class _Script:
         self.script = script
         self.said = 0
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, uniform: object, logits: torch.Tensor) -> torch.Tensor:
         if logits.size(-1) < 100:
             return torch.ones(len(logits), dtype=torch.long)
         self.said += 1
@@ -85,7 +111,7 @@ def test_the_length_limit_ends_text_and_leaves_out_media_cut_short(
     model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = [processor.tokenizer("a", add_special_tokens=False)["input_ids"][0], processor.start_tokens["image"]]
-    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
+    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling: _Script(script))
     answer = generate(model, processor, prompts[:1], max_new_tokens=10)[0]
     assert len(answer.tokens) == 10 and not answer.is_finished and answer.parts == ["a"]
 
@@ -117,5 +143,5 @@ def test_prompts_of_a_model_that_reads_by_itself_answer_together_as_alone(monkey
     # Placeholders that are drawn are text: they take no row from the next prompt's media.
     placeholder = both.ours.native_inputs.placeholders["image"]
     script = [placeholder, placeholder, 5, 6, 7, 199] * 2
-    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling, generator: _Script(script))
+    monkeypatch.setattr("omnitrain.models.generation._sampler", lambda sampling: _Script(script))
     assert tokens(prompts, use_cache=False) == [[("text", token) for token in script[:6]]] * len(prompts)

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain.data.pack import Pack
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.ops.compile import compile_blocks
+from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.planning import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.train.answer import answer
 from omnitrain.train.evaluate import Answered
@@ -42,7 +44,7 @@ def fail_on_interrupt_after(trainer: Trainer, step: int) -> None:
     """Send ourselves Ctrl-C at the end of ``step``."""
     inner = trainer.train_step
 
-    def train_step(batch: list[Pack]) -> Any:
+    def train_step(batch: StepBatch) -> Any:
         result = inner(batch)
         if trainer.step == step:
             os.kill(os.getpid(), signal.SIGINT)
@@ -126,24 +128,24 @@ def test_leaving_out_rows_that_no_head_reads_changes_no_loss(tmp_path: Path) -> 
 
 def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -> None:
     trainer = Trainer(load(tiny_recipe(tmp_path)))
-    pack = next(iter(trainer.loader))
+    batch = next(iter(trainer.loader))
     none = torch.zeros(0, dtype=torch.long)
-    empty = Pack(**{**vars(pack), "text_rows": none, "text_labels": none, "targets": {}})
-    trainer.train_step([pack])
+    empty = replace(batch.packs[0], text_rows=none, text_labels=none, targets={})
+    trainer.train_step(batch)
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
-    assert trainer.train_step([empty]) == (0.0, 0.0)
+    assert trainer.train_step(step_planner(trainer.model, trainer.ranks.meeting)([empty])) == (0.0, 0.0)
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
     assert trainer.steps_without_targets == 1
 
 
 def test_a_non_finite_loss_stops_before_the_update_and_names_the_samples(tmp_path: Path) -> None:
     trainer = Trainer(load(tiny_recipe(tmp_path)))
-    pack = next(iter(trainer.loader))
+    batch = next(iter(trainer.loader))
     with torch.no_grad():
         trainer.model.foundation.model.norm.weight[0] = float("nan")
     before = trainer.model.image_encoder.projector.layers[1].weight.clone()
-    with pytest.raises(NonFiniteError, match=pack.info.ids[0]):
-        trainer.train_step([pack])
+    with pytest.raises(NonFiniteError, match=batch.packs[0].info.ids[0]):
+        trainer.train_step(batch)
     assert torch.equal(before, trainer.model.image_encoder.projector.layers[1].weight) and trainer.step == 0
 
 
@@ -273,18 +275,18 @@ def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_
     recipe = tiny_recipe(tmp_path, steps=6, micro_batches=2)
     Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
     failing = Trainer(load(recipe))
-    packs = iter(failing.loader)
+    steps = iter(failing.loader)
 
-    class FailsWithinAStep:
-        def __iter__(self) -> Iterator[Pack]:
-            yield from islice(packs, 7)
+    class FailsAfterThreeSteps:
+        def __iter__(self) -> Iterator[StepBatch]:
+            yield from islice(steps, 3)
             raise TrainingError("the data process ended")
 
         def __getattr__(self, name: str) -> Any:
             return getattr(inner, name)
 
     inner = failing.loader
-    failing.loader = FailsWithinAStep()  # type: ignore[assignment]
+    failing.loader = FailsAfterThreeSteps()  # type: ignore[assignment]
     with pytest.raises(TrainingError, match="the data process ended"):
         failing.fit()
     assert failing.step == 3

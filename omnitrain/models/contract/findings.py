@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-Outcome = Literal["passed", "fallback", "refused"]
+Outcome = Literal["passed", "fallback", "left out", "refused"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Finding:
 
     Attributes:
         check: its name, as in docs/models.md.
-        outcome: ``passed``; ``fallback``: something slower is used, which is exact; ``refused``: cannot be trained.
+        outcome: ``passed``; ``fallback``: something slower is used, which is exact; ``left out``: of what transformers
+            would train, this is not trained; ``refused``: cannot be trained.
         fact: what was measured, and what is done about it.
     """
 

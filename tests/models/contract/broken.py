@@ -88,6 +88,27 @@ class Refusing(Qwen3ForCausalLM):
         raise ValueError("rows must be a multiple of 128")
 
 
+class Asserting(Qwen3ForCausalLM):
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        raise AssertionError("rows come in pairs")
+
+
+class TiedWidths(Qwen3ForCausalLM):
+    """Its MLP is four times as wide as a row."""
+
+    def __init__(self, config: Any) -> None:
+        if config.intermediate_size != 4 * config.hidden_size:
+            raise ValueError("the MLP of this model has four times the hidden width")
+        super().__init__(config)
+
+
+class CrossAttending(Qwen3ForCausalLM):
+    """Takes images by another way than rows in the place of tokens."""
+
+    def forward(self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
 class _Flat(Qwen3VLTextModel):
     def _deepstack_process(self, hidden_states: Tensor, *args: Any) -> Tensor:
         return hidden_states

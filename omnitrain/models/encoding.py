@@ -1,0 +1,168 @@
+"""The media of a micro-batch as rows: what this rank encodes, what it does so that all ranks do alike, what it gets.
+
+A sharded module gathers its weights when it is called and scatters gradients in its backward. A rank that called it
+less often than the others would leave them waiting: it makes the missing calls with the component's smallest input, and
+their results enter its loss with a factor of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.models.calls import MediaCall, media_calls
+from omnitrain.models.foundation import EncodedMedia, InsertedRows
+from omnitrain.models.native import NativeRows
+
+Exchange = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank does in a micro-batch beside running the foundation over its own pack. Empty: a rank alone.
+
+    Names are those of :attr:`Pack.inputs` and :attr:`Pack.targets`.
+
+    Attributes:
+        calls: name -> how often every rank calls it; absent: as often as this rank needs.
+        heads: decoders whose head every rank calls, with targets or without.
+        work: name -> calls that this rank makes; absent: the items of its own pack.
+        exchanges: component -> moves the rows that this rank made to the ranks that need them, and returns those that
+            its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
+    """
+
+    calls: Mapping[str, int] = field(default_factory=dict)
+    heads: Collection[str] = ()
+    work: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What :func:`encode` made of a pack.
+
+    Attributes:
+        media: rows for the foundation's input.
+        labels: decoder name -> ``[n]`` int64.
+        idle: results of calls without data.
+    """
+
+    media: EncodedMedia
+    labels: dict[str, Tensor]
+    idle: list[Tensor]
+
+
+def encode(model: Any, pack: Pack, share: Share) -> Encoded:
+    """All media of a pack as rows of the foundation's input.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.OmniModel`.
+        pack: the micro-batch.
+        share: of this rank.
+    """
+    inserted: list[InsertedRows] = []
+    native: dict[str, NativeRows] = {}
+    labels: dict[str, Tensor] = {}
+    idle: list[Tensor] = []
+    for component, names in model.ports.items():
+        made: dict[str, list[_Made]] = {}
+        minimal: list[_Made] = []
+        for name in names:  # in one order on all ranks, with data or without
+            calls = share.work[name] if name in share.work else own_calls(model, pack, name)
+            made[name] = [_encoded(model, name, call) for call in calls]
+            minimal += [_minimal(model, name) for _ in range(share.calls.get(name, 0) - len(calls))]
+        idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
+        if component in share.exchanges:
+            own = [rows for parts in made.values() for rows in parts]
+            received = share.exchanges[component](*_joined(own or minimal[:1], is_empty=not own))
+            idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
+            made = _cut(
+                received, (own or minimal)[0], {name: pack.inputs[name] for name in names if name in pack.inputs}
+            )
+        for name in names:
+            if name in pack.targets:
+                rows, labels[name] = (torch.cat(part) for part in zip(*made[name], strict=True))
+                inserted.append(InsertedRows(pack.targets[name].positions, rows))
+            elif name in pack.inputs and name.startswith(NATIVE_PREFIX):
+                native[name] = NativeRows.cat(made[name])
+            elif name in pack.inputs:
+                inserted.append(InsertedRows(pack.inputs[name].positions, torch.cat(made[name])))
+    return Encoded(EncodedMedia(model.runner.joined(pack, native), inserted), labels, idle)
+
+
+def num_calls(model: Any, pack: Pack) -> dict[str, int]:
+    """How often a rank calls each component for a pack, by the names in the pack.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.OmniModel`.
+        pack: a micro-batch.
+    """
+    return {name: len(own_calls(model, pack, name)) for name in (*pack.inputs, *pack.targets)}
+
+
+def own_calls(model: Any, pack: Pack, name: str) -> list[MediaCall]:
+    """The calls that the items of a pack ask for, under one of its names; none where it has no such items."""
+    if name.startswith(NATIVE_PREFIX):
+        return model.runner.calls(pack, name)
+    batch = pack.inputs.get(name) or pack.targets.get(name)
+    return [] if batch is None else list(media_calls(batch, pack.info.ids))
+
+
+def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
+    """A decoder's head called without targets. ``hidden``: ``[1, T, hidden]``, any; returns a scalar."""
+    return decoder.lm_head(hidden[0, :1].detach(), torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
+
+
+def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
+    """``term``, with a gradient of zero for everything that made ``idle``."""
+    zeros = [tensor.float().sum() * 0.0 for tensor in idle]
+    return term + torch.stack(zeros).sum() if zeros else term
+
+
+_Made = Any  # NativeRows; or rows [n, hidden]; or a decoder's embeddings [n, hidden] and labels [n]
+
+
+def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
+    if name.startswith(NATIVE_PREFIX):
+        return model.runner.encode_call(name, call)
+    return model.get_submodule(name).lm_encode(call.items.features, call.items.num_tokens)
+
+
+def _minimal(model: Any, name: str) -> _Made:
+    if name.startswith(NATIVE_PREFIX):
+        port = model.runner.native.ports[name.removeprefix(NATIVE_PREFIX)]
+        return port.encode(model.foundation, _moved(port.minimal_input(), model.device))
+    features, num_tokens = model.get_submodule(name).minimal_input()
+    return model.get_submodule(name).lm_encode(_moved(features, model.device), num_tokens)
+
+
+def _moved(features: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in features.items()}
+
+
+def _tensors(made: _Made) -> list[Tensor]:
+    if isinstance(made, NativeRows):
+        return made.tensors()
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+def _joined(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
+    """Rows of several calls end to end; ``is_empty``: none of them."""
+    joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
+    return [tensor[:0] for tensor in joined] if is_empty else joined
+
+
+def _cut(received: Sequence[Tensor], pattern: _Made, batches: Mapping[str, MediaBatch]) -> dict[str, list[_Made]]:
+    """Rows from an exchange, name by name, in the form of ``pattern``."""
+    sizes = [sum(batch.num_tokens) for batch in batches.values()]
+    pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
+    return {
+        name: [piece[0] if isinstance(pattern, Tensor) else pattern.with_tensors(piece, batch.num_tokens)]
+        for (name, batch), piece in zip(batches.items(), pieces, strict=True)
+    }

@@ -1,0 +1,151 @@
+"""Activations that wait for the backward in host memory, copied beside the computation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+_SMALL = 4096  # bytes; a copy of less costs more than it frees
+
+
+class ActivationOffload:
+    """Tensors that autograd saves in some blocks go to host memory, and come back before the backward needs them.
+
+    On CUDA, copies run on a stream of their own, from and to pinned memory: out while the following blocks compute; in
+    while the backward of the following block runs. Elsewhere the copy is a plain one. Parameters stay where they are:
+    a sharded model gathers them again.
+
+    Attributes:
+        num_bytes: copied out so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes = 0
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: weakref.ref[_Block] | None = None
+        self._open: list[ExitStack] = []
+
+    def attach(self, block: nn.Module) -> None:
+        """Offload what each call of ``block`` saves. For one that is checkpointed, use :meth:`saving` instead."""
+        block.register_forward_pre_hook(self._enter)
+        block.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, block: nn.Module, args: Any) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self.saving(block))
+            self._open.append(stack.pop_all())
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._open.pop().close()
+
+    @contextmanager
+    def saving(self, block: nn.Module) -> Iterator[None]:
+        """What is saved inside goes to host memory; parameters of ``block`` do not."""
+        call = _Block(self, {_storage(tensor) for tensor in block.parameters()}, self._last)
+        self._last = weakref.ref(call)
+        with saved_tensors_hooks(call.pack, call.unpack):
+            yield
+        call.close()
+
+    def is_taken(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor is worth it, and on the device."""
+        return tensor.device.type == self._device.type and tensor.nbytes >= _SMALL
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory; on CUDA it is complete when the side stream comes to what is queued next."""
+        self.num_bytes += tensor.nbytes
+        if self._stream is None:
+            return tensor.detach().clone()
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor.detach(), non_blocking=True)
+        tensor.record_stream(self._stream)  # its memory is not given away before it is copied
+        return host
+
+    def back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """The tensor on the device again, and the event after which it is complete."""
+        if self._stream is None:
+            return host, None
+        tensor = torch.empty_like(host, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # whose memory it may have been
+        with torch.cuda.stream(self._stream):
+            tensor.copy_(host, non_blocking=True)
+            event = self._stream.record_event()
+        tensor.record_stream(self._stream)
+        return tensor, event
+
+
+class _Block:
+    """One call of a block: the tensors it saved, and the call before it."""
+
+    def __init__(self, offload: ActivationOffload, parameters: set[int], previous: weakref.ref[_Block] | None) -> None:
+        self.offload = offload
+        self._parameters = parameters
+        self._previous = previous
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._seen: dict[tuple[Any, ...], tuple[Tensor, _Saved]] = {}  # keeps tensors alive, so that places are theirs
+        self._is_fetched = False
+
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        storage = _storage(tensor)
+        if storage in self._parameters or not self.offload.is_taken(tensor):
+            return tensor
+        place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if place not in self._seen:
+            saved = _Saved(self, self.offload.out(tensor))
+            self._saved.append(weakref.ref(saved))
+            self._seen[place] = tensor, saved
+        return self._seen[place][1]
+
+    def unpack(self, packed: Tensor | _Saved) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self.fetch()
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None:
+            previous.fetch()
+        return packed.tensor()
+
+    def close(self) -> None:
+        """The block has saved all that it saves."""
+        self._seen.clear()
+
+    def fetch(self) -> None:
+        """Bring back all that is still wanted; once."""
+        if self._is_fetched:
+            return
+        self._is_fetched = True
+        for reference in self._saved:
+            if (saved := reference()) is not None:
+                saved.fetch()
+
+
+class _Saved:
+    """A tensor in host memory, as long as autograd wants it."""
+
+    def __init__(self, block: _Block, host: Tensor) -> None:
+        self.block = block  # lives as long as one of its tensors is wanted
+        self._host = host
+        self._ready: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def fetch(self) -> None:
+        self._ready = self.block.offload.back(self._host)
+
+    def tensor(self) -> Tensor:
+        assert self._ready is not None
+        tensor, event = self._ready
+        if event is not None:
+            torch.cuda.current_stream(tensor.device).wait_event(event)
+        return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,108 @@
+"""The data processes of all ranks, talking to each other on the CPU beside whatever the ranks do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from omnitrain.plan import needed_capacity, padded
+
+# Data processes run ahead, and wait for each other while their ranks save or evaluate. A dead one is noticed at once.
+_PATIENCE = timedelta(days=7)
+_FIRST_CAPACITY = 1024  # words
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the data processes of all ranks find each other: the store at ``host:port``."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+
+
+def open_meeting() -> tuple[Meeting, dist.Store | None]:
+    """A new place to meet for processes that belong to the ranks; every rank must call it.
+
+    Returns:
+        The place as this rank sees it, and the store, which must live as long as the meeting (None: another rank's).
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Meeting("", 0, 0, 1), None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    host = os.environ.get("MASTER_ADDR", "localhost")  # where rank 0 is
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = torch.tensor(store.port if store is not None else 0)
+    dist.broadcast(port, src=0)
+    return Meeting(host, int(port), rank, world_size), store
+
+
+class DataPeers:
+    """What the data processes of all ranks tell each other. Can be pickled until it is first used.
+
+    Args:
+        meeting: where they find each other.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self._capacity = _FIRST_CAPACITY
+
+    def tables(self, table: np.ndarray) -> list[np.ndarray]:
+        """The tables of all ranks, in order of ranks.
+
+        Args:
+            table: ``[words]`` int64 of this rank, the first word its length.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self.meeting.world_size == 1:
+            return [table]
+        gathered = self._gathered(table)
+        if (needed := needed_capacity(gathered)) > self._capacity:  # all ranks see that
+            self._capacity = 2 * needed
+            gathered = self._gathered(table)
+        return gathered
+
+    def swap(self, parcels: Sequence[bytes]) -> list[bytes]:
+        """Send ``parcels[r]`` to rank r; what each rank sent to this one.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self.meeting.world_size == 1:
+            return list(parcels)
+        sent = [len(parcel) for parcel in parcels]
+        lengths = torch.empty(len(sent), dtype=torch.int64)
+        self._swapped(lengths, torch.tensor(sent), [], [])
+        received = lengths.tolist()
+        out = torch.empty(sum(received), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
+        self._swapped(out, content, received, sent)
+        return [part.numpy().tobytes() for part in out.split(received)]
+
+    def _gathered(self, table: np.ndarray) -> list[np.ndarray]:
+        own = torch.from_numpy(padded(table, self._capacity))
+        tables = [torch.empty_like(own) for _ in range(self.meeting.world_size)]
+        self._group.allgather([tables], [own]).wait()
+        return [words.numpy() for words in tables]
+
+    def _swapped(self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
+        self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()).wait()
+
+    @cached_property
+    def _group(self) -> Any:
+        """Apart from torch's default group: that belongs to the rank, this to its data process."""
+        meeting = self.meeting
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False)
+        return dist.ProcessGroupGloo(store, meeting.rank, meeting.world_size, _PATIENCE)

@@ -1,0 +1,118 @@
+"""What three steps of training give: loss, gradients and weights of one layout, on one process or on many ranks."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+from omnitrain.models.in_step import idle_prompt
+from omnitrain.models.omni import OmniModel
+from omnitrain.optim.offload import OffloadedOptimizer
+from omnitrain.parallel.applied import layout_of
+from omnitrain.parallel.meeting import open_meeting
+from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.step import accumulate_gradients
+
+_STEPS = 3
+_LEARNING_RATE, _MOMENTUM = 0.01, 0.9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one layout gave, full tensors on the CPU.
+
+    Attributes:
+        loss: of the first step.
+        gradients: of the first step, parameter name -> gradient.
+        weights: after three steps of SGD with momentum.
+        moved: the same, less the weights before.
+        peak_memory_mb: of this process, MiB.
+        collectives: that this rank issued for the first step.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    moved: dict[str, Tensor]
+    peak_memory_mb: float
+    collectives: int
+
+
+def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
+    """The packs of every rank, equally many; a rank that runs out of samples gets idle ones."""
+    runner = model.runner
+    idle = [idle_prompt(model)]
+    table = []
+    for rank in range(ranks):
+        parts = [batch[rank::ranks][part::accumulation] or idle for part in range(accumulation)]
+        shared = parts if runner.contract.packs else [[sample] for part in parts for sample in part]
+        table.append([Pack.from_samples(samples) for samples in shared])
+    longest = max(map(len, table))
+    return [packs + [Pack.from_samples(idle)] * (longest - len(packs)) for packs in table]
+
+
+def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
+    """Three steps on the packs of ``rank``, knowing those of all others."""
+    meeting, _store = open_meeting()
+    batch = step_planner(model, meeting)(table[rank])
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
+    optimizer = _optimizer(model, list(trained.values()))
+    gradients: dict[str, Tensor] = {}
+    first_loss, collectives = 0.0, 0
+    for step in range(_STEPS):
+        with _Collectives() as communication:
+            loss = accumulate_gradients(model, batch).item()
+        if step == 0:
+            first_loss, collectives = _summed(loss), communication.count
+            gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    weights = {name: _full(parameter.detach()) for name, parameter in trained.items()}
+    moved = {name: weight - before[name] for name, weight in weights.items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Outcome(first_loss, gradients, weights, moved, peak, collectives)
+
+
+def _optimizer(model: OmniModel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    make = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=_MOMENTUM)
+    layout = layout_of(model)
+    offloaded: Collection[nn.Parameter] = layout.offloaded(model) if layout is not None else ()
+    groups = [{"params": parameters}]
+    return OffloadedOptimizer(make, groups, offloaded) if offloaded else make(groups)
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives that this rank issues, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def _summed(value: float) -> float:
+    if not dist.is_initialized():
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().clone()

@@ -1,0 +1,189 @@
+"""``build_parallelize_model``: the plan of every component, applied in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.omni import OmniModel
+from omnitrain.ops.compile import CompiledBlocks, compile_blocks
+from omnitrain.parallel.activations import ActivationOffload
+from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
+from omnitrain.parallel.recompute import recompute_blocks
+from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
+from omnitrain.parallel.shard import Sharding, shard
+from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
+from omnitrain.parallel.weights import load_weights, require_equal_weights, require_weights
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+
+
+def build_parallelize_model(
+    model: PreTrainedModel,
+    weights_path: str | None = None,
+    parallel_state: ParallelState | None = None,
+    parallel_plan: ParallelPlan | None = None,
+    enable_full_shard: bool = True,
+    enable_mixed_precision: bool = True,
+    enable_gradient_checkpointing: bool = False,
+    init_device: str | None = None,
+    enable_fsdp_offload: bool = False,
+) -> OmniModel:
+    """Lay a model out over the ranks, in place, each component as its plan says.
+
+    A field that a component's plan leaves unset comes from the default plan, then from the state, then from this call.
+    Set in two places and different, it is an error. Every rank must call this, with the same arguments.
+
+    Args:
+        model: an :class:`OmniModel`, or a HF model, which becomes the foundation of one.
+        weights_path: checkpoint of ``model``, all or error; None: it has its weights. For a model on the meta device
+            it must be given.
+        parallel_state: None: that of :func:`init_parallel_state`.
+        parallel_plan: None: every component lies as the state says.
+        enable_full_shard: parameters are sharded again between forward and backward; False: kept, for less
+            communication and more memory.
+        enable_mixed_precision: compute in bf16, unless a plan says otherwise.
+        enable_gradient_checkpointing: recompute all blocks in the backward, unless a plan says otherwise.
+        init_device: where weights are before they are sharded, ``cpu`` or ``cuda``; None: where they are. Sharding
+            moves them to the state's device, unit by unit.
+        enable_fsdp_offload: parameter shards live in host memory, unless a plan says otherwise.
+
+    Returns:
+        The omni model: its forward and backward are those of one process on the samples of all ranks, gradients are
+        sums over them. :func:`layout_of` tells what was done.
+
+    Raises:
+        UserError: the plan, the state, the flags and the model contradict one another; all contradictions are listed,
+            and the model is as it was.
+        WeightsError: the checkpoint does not fit; nothing is loaded.
+    """
+    state = parallel_state or get_parallel_state()
+    omni = _as_omni(model)
+    flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
+    plans = resolve_plans(omni, parallel_plan or ParallelPlan(), state, flags)
+    if weights_path is None:
+        require_weights(omni)
+
+    _freeze(omni, plans)
+    if weights_path is not None:
+        load_weights(model, weights_path)
+    if init_device not in (None, "meta"):
+        omni.to(init_device)
+    _set_precision(omni, plans)
+    require_equal_weights(omni, state.loss_group)
+    units = find_units(omni)
+    activations = _keep_activations(omni, plans, units, state)
+    compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None
+    meshes = _meshes(plans, state)
+    parameters = {name: tuple(own) for name, own in omni.components.items()}
+    shard(omni, units, {name: _sharding(plan, meshes[name], enable_full_shard) for name, plan in plans.items()})
+    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, compiled))
+    return omni
+
+
+def _as_omni(model: PreTrainedModel) -> OmniModel:
+    if not isinstance(model, OmniModel):
+        return build_omni_model(foundation=model, init_device=str(model.device))
+    if layout_of(model) is not None:
+        raise UserError("the model is parallelized already; build a new one for another layout")
+    return model
+
+
+def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
+    for name, parameters in model.components.items():
+        if plans[name].freeze:
+            for parameter in parameters.values():
+                parameter.requires_grad_(False)
+
+
+def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
+    """The dtype of the parameters; what its model keeps in fp32 is fp32 whatever the plan says."""
+    keep = stays_fp32(model)
+    for name, parameters in model.components.items():
+        precision = plans[name].precision
+        dtype = dtype_of(precision.param if precision else None)
+        for path, parameter in parameters.items():
+            if keep(path):
+                parameter.data = parameter.data.float()
+            elif dtype is not None and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+
+def _keep_activations(
+    model: OmniModel, plans: Mapping[str, ComponentPlan], units: Mapping[str, ComponentUnits], state: ParallelState
+) -> dict[str, ActivationOffload]:
+    """What of a forward waits for its backward, and where: recompute and offload, of blocks."""
+    offloads: dict[str, ActivationOffload] = {}
+    for name, plan in plans.items():
+        blocks = [model.get_submodule(block) for block in units[name].blocks]
+        if plan.activation_offload:
+            offloads[name] = ActivationOffload(torch.device(state.device_type))
+        offload = offloads.get(name)
+        if plan.recompute != "none":
+            recompute_blocks(blocks, plan.saved_ops, around=offload.saving if offload else None)
+        elif offload is not None:
+            for block in blocks:
+                offload.attach(block)
+    return offloads
+
+
+def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, DeviceMesh]:
+    """Component -> mesh; components with the same degrees share one, the foundation's is the state's."""
+    made = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
+    for plan in plans.values():
+        degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
+        if degrees not in made:
+            shape, names = (degrees, ("dp_replicate", "fsdp")) if degrees[0] > 1 else (degrees[1:], ("fsdp",))
+            made[degrees] = init_device_mesh(state.device_type, shape, mesh_dim_names=names)
+    return {name: made[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
+
+
+def _sharding(plan: ComponentPlan, mesh: DeviceMesh, full_shard: bool) -> Sharding:
+    assert plan.precision is not None
+    compute = None if plan.precision.compute == plan.precision.param else plan.precision.compute
+    return Sharding(
+        mesh=mesh,
+        compute_dtype=dtype_of(compute),
+        reduce_dtype=dtype_of(plan.precision.reduce),
+        keep_unsharded=not full_shard,
+        offload=bool(plan.parameter_offload),
+    )
+
+
+def _layout(
+    model: OmniModel,
+    state: ParallelState,
+    plans: Mapping[str, ComponentPlan],
+    meshes: Mapping[str, DeviceMesh],
+    units: Mapping[str, ComponentUnits],
+    parameters: Mapping[str, tuple[str, ...]],
+    activations: Mapping[str, ActivationOffload],
+    compiled: CompiledBlocks | None,
+) -> AppliedLayout:
+    own = dict(model.named_parameters())
+    return AppliedLayout(
+        state,
+        {
+            name: AppliedComponent(
+                name=name,
+                plan=plan,
+                mesh=meshes[name],
+                units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
+                parameters=parameters[name],
+                is_trained=any(own[path].requires_grad for path in parameters[name]),
+                activations=activations.get(name),
+                compiled=compiled if name == FOUNDATION else None,
+            )
+            for name, plan in plans.items()
+        },
+    )
+
+
+def _with_root(units: tuple[str, ...]) -> tuple[str, ...]:
+    """The foundation's units; the root is one where the foundation as a whole is none."""
+    return units if FOUNDATION in units else (*units, "")

@@ -1,0 +1,118 @@
+"""From what every rank drew for an optimizer step to the plan that all of them follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.models.calls import Apart
+from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.applied import layout_of
+from omnitrain.parallel.meeting import DataPeers, Meeting
+from omnitrain.parallel.placing import StepBatch, placed
+from omnitrain.plan import (
+    ItemFacts,
+    MicroBatchFacts,
+    PlannedComponent,
+    Port,
+    RankFacts,
+    Topology,
+    decode_tables,
+    encode_table,
+    plan_step,
+    shape_key,
+)
+from omnitrain.plan.topology import Place
+from omnitrain.recipe.parallel import FOUNDATION
+
+
+def topology_of(model: OmniModel, places: Mapping[str, Place] | None = None) -> Topology:
+    """What planning must know of a model and of the ranks it lies on.
+
+    Args:
+        model: as :func:`omnitrain.parallel.parallelize.build_parallelize_model` laid it out; else a copy on every rank.
+        places: component -> who encodes its items; absent: as its plan says, or the rank that drew them.
+    """
+    layout = layout_of(model)
+    everyone = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+    trained = {name: any(p.requires_grad for p in own.values()) for name, own in model.components.items()}
+    copies = {name: len(everyone) for name in trained}
+    planned: dict[str, Place] = {}
+    if layout is not None:
+        copies = {name: component.num_replicas for name, component in layout.components.items()}
+        planned = {name: component.plan.place or "local" for name, component in layout.components.items()}
+    planned |= places or {}
+    components = [
+        PlannedComponent(
+            name=name,
+            ranks=everyone,
+            ports=tuple(Port(port) for port in model.ports.get(name, ())),
+            reads_packs=name == FOUNDATION,
+            head=name if name in model.decoder_names else None,
+            place=planned.get(name, "local"),
+            num_replicas=copies[name],
+            is_trained=trained[name],
+        )
+        for name in (*model.ports, FOUNDATION)
+    ]
+    return Topology(len(everyone), tuple(components), ("text", *model.decoder_names))
+
+
+def facts_of(pack: Pack, apart: Mapping[str, Apart] | None = None) -> MicroBatchFacts:
+    """What planning must know of a pack.
+
+    Args:
+        pack: a micro-batch.
+        apart: names of media -> what no call may have two of.
+    """
+    return MicroBatchFacts(
+        counts=pack.loss_counts(),
+        lengths=pack.info.lengths,
+        items={
+            name: tuple(_items(batch, pack.info.indices, (apart or {}).get(name)))
+            for name, batch in (*pack.inputs.items(), *pack.targets.items())
+        },
+    )
+
+
+def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None) -> list[ItemFacts]:
+    """In the order in which the pack needs their rows; an item costs as much as it has numbers."""
+    facts: list[ItemFacts] = []
+    owners = iter(batch.samples)
+    for group in batch.groups:
+        key = tuple((name, str(t.dtype), tuple(t.shape[1:])) for name, t in sorted(group.features.items()))
+        per_row = {name: tensor[:1].numel() for name, tensor in group.features.items()}
+        for place, rows in enumerate(group.num_tokens):
+            owner = next(owners)
+            cost = sum(counts[place] * per_row[name] for name, counts in group.num_rows.items())
+            mates = {None: None, "samples": indices[owner], "items": (indices[owner], len(facts))}[apart]
+            shape = shape_key(key, mates)
+            facts.append(ItemFacts(rows=rows, cost=cost, shape=shape))
+    return facts
+
+
+class StepPlanner:
+    """Plans steps where their packs are made: in a rank's data process. Can be pickled until it is first called.
+
+    Args:
+        topology: of the run.
+        peers: the data processes of all ranks.
+        apart: see :func:`facts_of`.
+    """
+
+    def __init__(self, topology: Topology, peers: DataPeers, apart: Mapping[str, Apart] | None = None) -> None:
+        self.topology, self.peers, self.apart = topology, peers, dict(apart or {})
+
+    def __call__(self, packs: Sequence[Pack]) -> StepBatch:
+        """Plan the step of these packs, and bring media to the ranks that encode them; every rank calls it."""
+        facts = RankFacts(tuple(facts_of(pack, self.apart) for pack in packs))
+        tables = self.peers.tables(encode_table(self.topology, facts))
+        plan = plan_step(self.topology, decode_tables(self.topology, tables))
+        return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)
+
+
+def step_planner(model: OmniModel, meeting: Meeting, places: Mapping[str, Place] | None = None) -> StepPlanner:
+    """What plans the steps of a model; arguments as in :func:`topology_of` and :class:`DataPeers`."""
+    return StepPlanner(topology_of(model, places), DataPeers(meeting), model.runner.apart)

@@ -1,0 +1,85 @@
+"""What ranks tell each other of where they are, in a store that needs no collectives."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from omnitrain.parallel.stall_report import Answer, Collectives, Place, report
+
+_ANSWER_SECONDS = 5.0
+_REPORT_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+
+
+class StallBoard:
+    """One rank's side of it. Every method may raise RuntimeError: the process that holds the store is gone."""
+
+    def __init__(self, store: dist.Store, name: str, rank: int, world: int) -> None:
+        """``name`` is the same on all ranks, and used once."""
+        self.rank = rank
+        own: dist.Store = store.clone()  # type: ignore[attr-defined] # else a blocking call of others would block this
+        self._store = dist.PrefixStore(name, own)
+        self._world = world
+        self._last: Place | None = None
+
+    def note(self, place: Place, moves: int) -> int:
+        """Keep ``place`` for the case that this process dies, and add to the moves of all ranks, which it returns."""
+        if place is not self._last:
+            self._store.set(f"place/{self.rank}", json.dumps(_plain(place)))
+            self._last = place
+        return self._store.add("moves", moves)
+
+    def somebody_told(self) -> bool:
+        """Another rank has found that the run stands still."""
+        return self._store.check(["told"])
+
+    def leave(self) -> None:
+        """This rank takes part no more."""
+        self._store.set(f"left/{self.rank}", "")
+
+    def tell(self, answer: Answer, seconds: float) -> str | None:
+        """Tell where this rank is; the first to call it waits for the others' answers and returns the report."""
+        self._store.set(f"answer/{self.rank}", json.dumps(asdict(answer) | {"place": _plain(answer.place)}))
+        self._store.set("told", "")
+        if self._store.add("reporters", 1) > 1:
+            return None
+        finished = {rank for rank in range(self._world) if self._has(f"left/{rank}")}
+        asked = [rank for rank in range(self._world) if rank not in finished]
+        _wait(lambda: all(self._has(f"answer/{rank}") for rank in asked), _ANSWER_SECONDS)
+        answers = {rank: self._answer_of(rank) for rank in asked if self._has(f"answer/{rank}")}
+        silent = {rank: self._place_of(rank) for rank in asked if rank not in answers}
+        return report(answers, silent, finished, seconds)
+
+    def part(self, *, has_reported: bool) -> None:
+        """Return when the report is printed: the end of one rank's process may end the others'."""
+        if has_reported:
+            self._store.set("reported", "")
+        else:
+            _wait(lambda: self._has("reported"), _REPORT_SECONDS)
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _answer_of(self, rank: int) -> Answer:
+        values = json.loads(self._store.get(f"answer/{rank}"))
+        collectives = {key: Collectives(*value) for key, value in values["collectives"].items()}
+        return Answer(Place(*values["place"]), values["seconds"], collectives, values["stack"])
+
+    def _place_of(self, rank: int) -> Place | None:
+        return Place(*json.loads(self._store.get(f"place/{rank}"))) if self._has(f"place/{rank}") else None
+
+
+def _plain(place: Place) -> list[Any]:
+    return [*place[:-1], list(place.samples)]
+
+
+def _wait(ready: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)

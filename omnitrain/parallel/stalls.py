@@ -1,0 +1,217 @@
+"""A run that stands still ends, and says which rank is behind and where.
+
+Every rank notes where it is. A thread beside it counts the notes in a store that all ranks share. When that count has
+stood still for the set time, every thread tells in the store where its rank is, one of them prints the report, and
+each ends its process: no exception reaches a main thread that waits inside a C call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from omnitrain.errors import EXIT_FAILED
+from omnitrain.parallel.follow import follow_components
+from omnitrain.parallel.stall_board import StallBoard
+from omnitrain.parallel.stall_report import Answer, Collectives, Phase, Place, described, report
+
+_TICK_SECONDS = 1.0
+_FIRST_STEP = 3.0  # times the limit: kernels are compiled, data workers start
+_STACK_DEPTH = 20
+_CLOSE_SECONDS = 2.0
+_FLUSH_SECONDS = 1.0
+_IN_MICRO_BATCH = ("encode", "forward", "backward")
+
+_numbers = itertools.count()
+
+
+class Watch:
+    """Ends the run when no rank moves on, and names the rank that the others wait for.
+
+    Moving on is any call of :meth:`at` on any rank: a run may be as slow as it likes as long as some rank comes to
+    another place within the limit. Until the first step is done, the limit is three times as long.
+
+    Used as a context, by all ranks alike::
+
+        with Watch(store, rank, world, limit_s=600) as watch:
+            watch.follow(model)
+            for step in ...:
+                watch.at(step=step, phase="data")
+                for number, pack in enumerate(packs):
+                    watch.at(micro_batch=number, phase="forward", samples=pack.info.ids)
+                    ...
+                    watch.at(phase="backward")
+                    ...
+                watch.at(phase="optimizer")
+                ...
+                with watch.paused("save"):
+                    ...
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, limit_s: float | None, *, stream: TextIO | None = None
+    ) -> None:
+        """Nothing is watched before the context is entered.
+
+        Args:
+            store: shared by all ranks; it is used over a connection of its own.
+            rank: of this process; its main thread is the calling one.
+            world: number of ranks.
+            limit_s: seconds without a move on any rank; None: nothing is ever ended.
+            stream: where the report goes; None: stderr.
+        """
+        self._board = StallBoard(store, f"omnitrain/stalls/{next(_numbers)}", rank, world)
+        self._limit_s = limit_s
+        self._stream = stream or sys.stderr
+        self._main_thread = threading.get_ident()
+        self._place, self._moves, self._paused = Place(), 0, False
+        self._moved_at = time.monotonic()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
+
+    def at(
+        self,
+        *,
+        step: int | None = None,
+        micro_batch: int | None = None,
+        phase: Phase | None = None,
+        component: str | None = None,
+        samples: Sequence[str] | None = None,
+    ) -> None:
+        """This rank is at another place. A profiler, where one runs, gets a mark with its description.
+
+        What is not given stays as it was, but what lies within something new is new: a step begins without a
+        micro-batch, a micro-batch without samples, a phase without a component. Phases other than ``encode``,
+        ``forward`` and ``backward`` are of the step, and end its micro-batch.
+
+        Args:
+            step: the optimizer step, from 1.
+            micro_batch: of the step, from 0.
+            phase: of the micro-batch or step.
+            component: that runs now.
+            samples: ids of the micro-batch; not copied.
+        """
+        last = self._place
+        if step is not None:
+            last = Place(step)
+        elif micro_batch is not None:
+            last = Place(last.step)
+        elif phase is not None:
+            within = phase in _IN_MICRO_BATCH
+            last = Place(last.step, last.micro_batch, None, None, last.samples) if within else Place(last.step)
+        self._place = Place(
+            last.step,
+            last.micro_batch if micro_batch is None else micro_batch,
+            last.phase if phase is None else phase,
+            last.component if component is None else component,
+            last.samples if samples is None else samples,
+        )
+        self._moves += 1
+        if torch.autograd._profiler_enabled():
+            with record_function(described(self._place)):
+                pass
+
+    def follow(self, model: nn.Module) -> None:
+        """Note every component of ``model`` when its forward or its backward begins.
+
+        Args:
+            model: an :class:`omnitrain.models.omni.OmniModel`.
+        """
+        follow_components(model, lambda name: self.at(component=name))
+
+    @contextmanager
+    def paused(self, phase: Phase) -> Iterator[None]:
+        """For work of unknown length that notes no places, such as saving: no run is stalled as long as it lasts.
+
+        A rank whose process dies in it is found all the same.
+        """
+        self.at(phase=phase)
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._moves += 1
+
+    def close(self) -> None:
+        """This rank has left the loop; the others are watched on."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Watch:
+        if self._limit_s is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _watch(self) -> None:
+        assert self._limit_s is not None
+        first_step: int | None = None
+        reported, total, since = 0, 0, time.monotonic()
+        while not self._closing.wait(min(_TICK_SECONDS, self._limit_s / 10)):
+            now, moves, place = time.monotonic(), self._moves + self._paused, self._place
+            if moves > reported:
+                self._moved_at = now
+            self._moves += self._paused
+            try:
+                counted, told = self._board.note(place, moves - reported), self._board.somebody_told()
+            except RuntimeError:  # the store went with the process that held it: see how far this rank comes alone
+                counted, told = moves, False
+            if counted != total:
+                total, since = counted, now
+            first_step = place.step if first_step is None else first_step
+            reported = moves
+            limit = self._limit_s * (_FIRST_STEP if place.step == first_step else 1.0)
+            if told or now - since > limit:
+                self._end(now - since)
+        with suppress(RuntimeError):
+            self._board.leave()
+
+    def _end(self, seconds: float) -> None:
+        answer = self._answer()
+        try:
+            text = self._board.tell(answer, seconds)
+        except RuntimeError:  # as above
+            text = report({self._board.rank: answer}, {}, (), seconds)
+        if text is not None:
+            self._stream.write(f"omnitrain: {text}\n")
+            self._stream.flush()
+        with suppress(RuntimeError):
+            self._board.part(has_reported=text is not None)
+        # Whoever prints at this moment holds the lock of its stream, perhaps forever.
+        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flushing.start()
+        flushing.join(_FLUSH_SECONDS)
+        os._exit(EXIT_FAILED)
+
+    def _answer(self) -> Answer:
+        frames = traceback.extract_stack(sys._current_frames()[self._main_thread])[-_STACK_DEPTH:]
+        stack = "".join(traceback.format_list(frames)).rstrip()
+        return Answer(self._place, time.monotonic() - self._moved_at, _begun_collectives(), stack)
+
+
+def _begun_collectives() -> dict[str, Collectives]:
+    """Of each process group and device of this rank; torch counts them as they are issued, which asks no device."""
+    begun = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            with suppress(RuntimeError):  # a backend that does not count
+                backend: Any = group._get_backend(device)
+                count = backend._get_sequence_number_for_group()
+                begun[f"{group.group_name}/{device.type}"] = Collectives(group.group_desc, count)
+    return begun

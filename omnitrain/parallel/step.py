@@ -1,0 +1,103 @@
+"""The gradients of one optimizer step, the same for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.calls import MediaCall
+from omnitrain.models.encoding import Share
+from omnitrain.models.omni import OmniModel
+from omnitrain.models.outputs import OmniOutput
+from omnitrain.parallel.applied import layout_of, reduce_replicas
+from omnitrain.parallel.exchange import Exchange
+from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.stall_report import Phase
+from omnitrain.plan import StepPlan
+
+Observe = Callable[[Pack, OmniOutput], Any]
+
+
+class Note(Protocol):
+    """Told where a rank is in a step."""
+
+    def __call__(
+        self, *, micro_batch: int | None = None, phase: Phase | None = None, samples: Sequence[str] | None = None
+    ) -> object:
+        """What is not given stays as it was."""
+        ...
+
+
+def accumulate_gradients(
+    model: OmniModel,
+    batch: StepBatch,
+    *,
+    loss_weights: Mapping[str, float] | None = None,
+    observe: Observe | None = None,
+    note: Note | None = None,
+) -> torch.Tensor:
+    """Forward and backward of this rank's part of a step.
+
+    Every head's loss is its sum over the whole global batch, divided once by that batch's number of predicted tokens:
+    how samples are spread over packs and ranks does not show.
+
+    Args:
+        model: parallelised, or on one process.
+        batch: packs of this rank, and the plan of all.
+        loss_weights: ``text`` or a decoder's name -> weight of its mean loss; absent: 1.
+        observe: called with pack and output of each micro-batch.
+        note: told what comes next (:meth:`omnitrain.parallel.stalls.Watch.at`).
+
+    Returns:
+        This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
+    """
+    weights, counts = loss_weights or {}, batch.plan.loss_counts
+    total = torch.zeros((), device=model.device)
+    for number, pack in enumerate(batch.packs):
+        pack = pack.to(model.device)
+        if note is not None:
+            note(micro_batch=number, phase="forward", samples=pack.info.ids)
+        reduce_on_last(model, batch.plan, number)
+        output = model(pack, share_of(batch, number, model.device))
+        terms = [weights.get(n, 1.0) * term.sum / counts[n] for n, term in output.losses.items() if counts[n]]
+        if terms:  # the same on all ranks: the counts are those of all
+            loss = torch.stack(terms).sum()
+            if note is not None:
+                note(phase="backward")
+            if loss.requires_grad:  # not where all that trains is a tower, and no rank has media for it
+                loss.backward()
+            total += loss.detach()
+        if observe is not None:
+            observe(pack, output)
+    return total
+
+
+def reduce_on_last(model: OmniModel, plan: StepPlan, micro_batch: int) -> None:
+    """Let each component add its gradients over its replicas in the last micro-batch in which it runs, only there."""
+    if layout_of(model) is not None:
+        reduce_replicas(model, {c.name: plan.last_active(c.name) == micro_batch for c in plan.topology.components})
+
+
+def share_of(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:
+    """What this rank does in a micro-batch, as the model takes it."""
+    plan, work = batch.plan, batch.work[micro_batch]
+    calls, heads, exchanges = {}, set(), {}
+    for entrance, number in zip(plan.topology.entrances, plan.calls[micro_batch].tolist(), strict=True):
+        if entrance.kind == "encode":
+            calls[entrance.name] = number
+        elif entrance.kind == "head" and number:
+            heads.add(entrance.name)
+    for component in plan.topology.components:
+        if component.place != "local" and plan.is_active(component.name, micro_batch):
+            made = [item for call in plan.calls_of(_rank(), component.name, micro_batch) for item in call.items]
+            exchanges[component.name] = Exchange(plan.routes(component.name, micro_batch), made=made)
+    there = {name: [MediaCall(c.items.to(device), c.samples) for c in made] for name, made in work.items()}
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,135 @@
+"""Which modules of a model are sharded as units, component by component. Modules only: no process group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from omnitrain.models.omni import OmniModel
+from omnitrain.recipe.parallel import FOUNDATION
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class ComponentUnits:
+    """Modules that gather and reduce their parameters together, by name.
+
+    Attributes:
+        fp32: modules that stay fp32 whatever the component computes in, and train.
+        blocks: items of the module lists that transformers can recompute.
+        rest: what has the component's other parameters: an attached component itself, or those modules of the
+            foundation that have nothing of another component.
+    """
+
+    fp32: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Inner ones first: the order in which they are sharded."""
+        return (*self.fp32, *self.blocks, *self.rest)
+
+
+def find_units(model: OmniModel) -> dict[str, ComponentUnits]:
+    """The units of every component, the root's left out.
+
+    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). What is in
+    no unit, such as a bare parameter beside the foundation's modules, is the root's. Where the root has none of that,
+    the foundation is a unit, too, so that it can be called by itself.
+    """
+    parameters = _Parameters(model)
+    units = {name: parameters.units_of(name) for name in model.components if name != FOUNDATION}
+    own = parameters.units_of(FOUNDATION)
+    inside = {path for found in (*units.values(), own) for path in found.all}
+    if parameters.only_own_left(model.get_submodule(FOUNDATION), FOUNDATION, inside):
+        own = ComponentUnits(own.fp32, own.blocks, (FOUNDATION,))
+    return {FOUNDATION: own, **units}
+
+
+def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
+    """Component -> names of its blocks: the items of the module lists that transformers can recompute."""
+    parameters = _Parameters(model)
+    return {name: tuple(parameters.blocks(name)) for name in model.components}
+
+
+def stays_fp32(model: OmniModel) -> Callable[[str], bool]:
+    """Whether the parameter of this name is one that its model keeps in fp32 at any precision."""
+    names = sorted(model._keep_in_fp32_modules_strict or ())
+    pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")
+    return lambda path: pattern.search(path) is not None
+
+
+def kept_whole(model: OmniModel) -> set[nn.Parameter]:
+    """Parameters that are in no unit: frozen ones that stay fp32, such as a media tokenizer's."""
+    keep = stays_fp32(model)
+    return {parameter for name, parameter in model.named_parameters() if keep(name) and not parameter.requires_grad}
+
+
+class _Parameters:
+    """Whose each parameter is, and which modules hold it."""
+
+    def __init__(self, model: OmniModel) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        whole = kept_whole(model)
+        self._owner: Mapping[nn.Parameter, str] = {
+            parameter: name
+            for name, parameters in model.components.items()
+            for parameter in parameters.values()
+            if parameter not in whole
+        }
+        self._holders: dict[nn.Parameter, set[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self._holders.setdefault(parameter, set()).add(module)
+        keep = stays_fp32(model)
+        self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
+
+    def units_of(self, component: str) -> ComponentUnits:
+        """The component's units; the foundation's without what is beside its blocks."""
+        fp32 = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
+        blocks = [name for name in self.blocks(component) if name not in fp32]
+        rest = [] if component == FOUNDATION else list(self._largest(component, lambda _: True))
+        inner = {*fp32, *blocks}
+        return ComponentUnits(tuple(fp32), tuple(blocks), tuple(name for name in rest if name not in inner))
+
+    def blocks(self, component: str) -> Iterator[str]:
+        for name, module in self._modules.items():
+            listed = isinstance(self._modules.get(name.rpartition(".")[0]), nn.ModuleList)
+            if listed and isinstance(module, GradientCheckpointingLayer) and self._is_unit(module, component):
+                yield name
+
+    def only_own_left(self, module: nn.Module, component: str, units: set[str]) -> bool:
+        """Whether what is beside ``units`` belongs to the component, and no module elsewhere ties it."""
+        inside = {m for name in units for m in self._modules[name].modules()}
+        below = set(module.modules())
+        left = [p for p in self._managed(module) if not self._holders[p] <= inside]
+        return all(self._owner[p] == component and self._holders[p] <= below for p in left)
+
+    def _largest(self, component: str, condition: Callable[[nn.Module], bool]) -> Iterator[str]:
+        """Names of the largest modules that can be units of the component and meet ``condition``."""
+        waiting = [name for name, _ in self._model.named_children()][::-1]
+        while waiting:
+            name = waiting.pop()
+            module = self._modules.get(name)
+            if module is None:  # known by another name
+                continue
+            callable_ = not isinstance(module, _NEVER_CALLED) and name != FOUNDATION
+            if callable_ and self._is_unit(module, component) and condition(module):
+                yield name
+            elif any(self._owner[p] == component for p in self._managed(module)):
+                waiting += [f"{name}.{child}" for child, _ in module.named_children()][::-1]
+
+    def _is_unit(self, module: nn.Module, component: str) -> bool:
+        managed = self._managed(module)
+        below = set(module.modules())
+        return bool(managed) and all(self._owner[p] == component and self._holders[p] <= below for p in managed)
+
+    def _managed(self, module: nn.Module) -> list[nn.Parameter]:
+        return [parameter for parameter in module.parameters() if parameter in self._owner]

@@ -1,0 +1,89 @@
+"""Putting a checkpoint's weights into a model that is built already, on the meta device or not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.hf import load_strictly
+
+_SHOWN = 3
+
+
+def load_weights(model: PreTrainedModel, path: str) -> None:
+    """Fill ``model`` in place: all tensors of the checkpoint and of the model, or an error.
+
+    A twin is loaded, and its tensors are taken over: buffers that no checkpoint has are those of a normal
+    construction, tied weights are one parameter, and what is frozen stays frozen.
+
+    Args:
+        model: on any device, ``meta`` too.
+        path: folder or Hub id.
+
+    Raises:
+        UserError: no such folder, or no weights in it.
+        WeightsError: names every missing, unexpected or misshapen tensor.
+    """
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = None  # the model has its own already
+    twin = load_strictly(type(model), path, config=config)
+    taken: dict[nn.Parameter, nn.Parameter] = {}
+    for name, source in twin.named_modules(remove_duplicate=False):
+        target = model.get_submodule(name)
+        for key, value in source._parameters.items():
+            if value is not None:
+                trains = target._parameters[key].requires_grad
+                target._parameters[key] = taken.setdefault(value, nn.Parameter(value.data, requires_grad=trains))
+        target._buffers.update(source._buffers)
+        for key, value in vars(source).items():
+            if isinstance(value, Tensor):  # a buffer in all but registration
+                setattr(target, key, value)
+
+
+def require_weights(model: nn.Module) -> None:
+    """A model whose tensors are all there.
+
+    Raises:
+        UserError: some are on the meta device, which has none.
+    """
+    missing = [name for name, tensor in _tensors(model) if tensor.is_meta]
+    if missing:
+        raise UserError(
+            f"the model is on the meta device ({len(missing)} tensors, such as {missing[0]}) and weights_path is not "
+            "given; pass weights_path, or build the model with init_device='cpu'"
+        )
+
+
+def require_equal_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Before they are sharded, parameters are the same on all ranks of ``group``.
+
+    Raises:
+        UserError: on all ranks, with the names of some that differ.
+    """
+    mine = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}
+    everyone: list[dict[str, tuple[float, ...]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    different = sorted({name for other in everyone for name in mine if other.get(name) != everyone[0].get(name)})
+    if different:
+        raise UserError(
+            f"{len(different)} parameters differ between ranks, such as {', '.join(different[:_SHOWN])}; build the "
+            "model from the same weights, or with the same seed, on every rank"
+        )
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
+    """Sums that differ, but for a coincidence, where tensors do; comparable between ranks of equal machines."""
+    flat = parameter.detach().flatten().double()
+    return (float(flat.sum()), float(flat.abs().sum()), *map(float, parameter.shape))

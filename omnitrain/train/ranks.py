@@ -1,0 +1,85 @@
+"""The ranks of a run: this one, what they agree on, and where their data processes meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from omnitrain.models.peers import ALONE, Peers, agreed
+from omnitrain.parallel.meeting import Meeting, open_meeting
+from omnitrain.parallel.peers import GlooPeers
+from omnitrain.parallel.stalls import Watch
+from omnitrain.parallel.state import ParallelState, forget_parallel_state, init_state_of
+from omnitrain.recipe import ParallelPlan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a run, as one of them sees them.
+
+    Attributes:
+        state: how they are factorised; None: one process that lays nothing out.
+        peers: what they tell each other.
+        meeting: of their data processes.
+        store: that the meeting needs; None: another rank has it.
+    """
+
+    state: ParallelState | None
+    peers: Peers
+    meeting: Meeting
+    store: dist.Store | None
+
+    @property
+    def is_first(self) -> bool:
+        """The rank that writes, prints and scores."""
+        return self.peers.rank == 0
+
+    def first(self, make: Callable[[], T]) -> T | None:
+        """What ``make`` returns on the first rank, None on the others; where it raises, all raise."""
+        return agreed(self.peers, lambda: make() if self.is_first else None)
+
+    def one_by_one(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns, called on the first rank before it is on the others: they find what it cached."""
+        made = self.first(make)
+        return agreed(self.peers, lambda: make() if made is None else made)
+
+    def watch(self, limit_s: float | None) -> Watch:
+        """Ends the run when no rank moves on for ``limit_s`` seconds (None: never); a process alone is not watched."""
+        if self.meeting.world_size == 1:
+            return Watch(dist.HashStore(), 0, 1, None)
+        store = dist.TCPStore(self.meeting.host, self.meeting.port, is_master=False)
+        return Watch(store, self.meeting.rank, self.meeting.world_size, limit_s)
+
+
+def join_ranks(plan: ParallelPlan, device: torch.device) -> Ranks:
+    """Take part in a run: as one of the ranks that a launcher started, or alone.
+
+    Args:
+        plan: of the run; its degrees factorise the ranks.
+        device: of this rank.
+
+    Raises:
+        UserError: the plan's degrees do not fit the number of ranks.
+    """
+    launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not launched and plan == ParallelPlan():
+        return Ranks(None, ALONE, *open_meeting())
+    if device.type == "cpu" and not dist.is_initialized() and launched:
+        dist.init_process_group("gloo")
+    state = init_state_of(plan)
+    peers = GlooPeers() if state.world_size > 1 else ALONE
+    return Ranks(state, peers, *open_meeting())
+
+
+def leave_ranks() -> None:
+    """End what :func:`join_ranks` began; after it this process is alone."""
+    forget_parallel_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from omnitrain.train import interrupt
+from omnitrain.train.interrupt import Interrupt
+
+
+def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
+    with Interrupt() as asked:
+        assert not asked.requested
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            assert asked.requested
+            now += 0.4
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_handlers_are_as_before_afterwards() -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with Interrupt():
+        pass
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.rank_report import RankError
+from omnitrain.parallel.ranks import RankPool
+from omnitrain.recipe import Recipe
+from omnitrain.train.trainer import RunSummary, Trainer
+from tests.tiny import tiny_recipe
+
+EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.batch_size=5", "data.workers=1"]
+TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
+
+
+def fit(recipe: Path, overrides: Sequence[str], resume: bool = False, interrupted_at: int | None = None) -> RunSummary:
+    """One rank's run; ``interrupted_at``: the last rank gets Ctrl-C at the end of that step."""
+    trainer = Trainer(Recipe.load(str(recipe), list(overrides)), resume=resume)
+    inner = trainer.train_step
+
+    def train_step(batch: object) -> tuple[float, float]:
+        result = inner(batch)
+        if trainer.step == interrupted_at and trainer.ranks.peers.rank == trainer.ranks.peers.size - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    trainer.train_step = train_step  # type: ignore[method-assign]
+    return trainer.fit()
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Losses per head and source and gradient norms of every step, and the weights in the end."""
+    lines, expected = metrics(run), metrics(reference)
+    assert len(lines) == len(expected)
+    for line, other in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert line["sources"].keys() == other["sources"].keys()
+        for name, head in other["heads"].items():
+            assert line["heads"][name] == pytest.approx(head, rel=1e-5)
+    got, wanted = (OmniModel.from_pretrained(max((r / "checkpoints").glob("step-*"))) for r in (run, reference))
+    for (name, weight), other in zip(got.named_parameters(), wanted.parameters(), strict=True):
+        # A step of AdamW is as long as the rate whatever the gradient: rounding around zero moves a weight by that.
+        assert (weight - other).abs().max() <= 0.05 * 3e-4 * len(lines) + 1e-5 * other.abs().max(), name
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its reference run of one process is beside it, in ``one``."""
+    path = tiny_recipe(tmp_path_factory.mktemp("ranks"))
+    fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (2, []),
+        (4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"]),
+        (2, ["parallel.components.image_encoder.place=world", "parallel.default.mode=replicate"]),
+    ],
+    ids=["dp2", "hsdp2x2.recompute", "replicate2.world"],
+)
+def test_a_run_on_ranks_is_the_run_of_one_process(
+    ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]
+) -> None:
+    """Four ranks share two packs. Evaluation gives the same scores; one checkpoint, one line per step."""
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, *overrides]
+    first, *others = ranks.run(fit, recipe, arguments, timeout_s=120, world=world)
+    assert_same_run(tmp_path / "run", recipe.parent / "one")
+    scores = json.loads((recipe.parent / "one" / "eval.json").read_text())
+    got = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert got.keys() == scores.keys()
+    assert got["losses"]["heads"]["text"] == pytest.approx(scores["losses"]["heads"]["text"], rel=1e-4)
+    assert all(other.scores.keys() == first.scores.keys() and other.step == 4 for other in others)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches one rank only; all of them stop after the same step, save once, and one process goes on."""
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
+    summaries = ranks.run(fit, recipe, arguments, False, 2, timeout_s=120, world=2)
+    assert [(s.interrupted, s.step) for s in summaries] == [(True, 2), (True, 2)]
+    fit(recipe, [*arguments, "parallel.default.recompute=full"], resume=True)
+    assert_same_run(tmp_path / "run", recipe.parent / "one")
+
+
+def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS]
+    with pytest.raises(RankError, match=r"train.micro_batches: found 2 with 3 ranks"):
+        ranks.run(fit, recipe, arguments, timeout_s=60, world=3)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text("def score(answers):\n    raise RuntimeError('no score today')\n")
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, f"evaluation.scorer={scorer}:score"]
+    with pytest.raises(RankError, match=r"failed on 2 of 2 ranks[^$]*no score today"):
+        ranks.run(fit, recipe, arguments, timeout_s=60, world=2)
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[float]:
+    """What dropout would draw in each step."""
+    trainer = Trainer(Recipe.load(str(recipe), list(overrides)), resume=resume)
+    inner, drawn = trainer.optimizer.step, []
+
+    def step() -> None:
+        drawn.append(float(torch.rand(())))
+        inner()
+
+    trainer.optimizer.step = step  # type: ignore[method-assign]
+    trainer.fit()
+    if dist.is_initialized():
+        assert len(set(trainer.ranks.peers.gather(drawn[0]))) == dist.get_world_size()
+    return drawn
+
+
+def test_random_numbers_of_a_step_do_not_depend_on_resuming(recipe: Path, tmp_path: Path) -> None:
+    whole = seeded_noise(recipe, [f"output_dir={tmp_path / 'a'}"], False)
+    first = seeded_noise(recipe, [f"output_dir={tmp_path / 'b'}", "train.steps=2"], False)
+    rest = seeded_noise(recipe, [f"output_dir={tmp_path / 'b'}", "train.steps=4"], True)
+    assert whole == first + rest and len(set(whole)) == 4
+
+
+def test_ranks_draw_random_numbers_of_their_own(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    ranks.run(seeded_noise, recipe, [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS], False, timeout_s=60, world=2)
