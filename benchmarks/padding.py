@@ -41,10 +41,12 @@ from transformers import (
 )
 
 from omnitrain.data.loader import StepLoader
-from omnitrain.data.pack import IGNORED, Pack
+from omnitrain.data.pack import IGNORED
 from omnitrain.data.rows import RowSource
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.models.build import build_foundation_model
+from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.planning import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.train.display import console
 from omnitrain.train.setup import build_from_recipe
@@ -94,12 +96,12 @@ class Marked(Around):
         self.asked: list[float] = []
         self.tokens: list[int] = []
 
-    def __iter__(self) -> Iterator[tuple[Pack, ...]]:
+    def __iter__(self) -> Iterator[StepBatch]:
         steps = iter(self.loader)
         while True:
             self.asked.append(time.perf_counter())
             step = next(steps)
-            self.tokens.append(sum(pack.num_tokens for pack in step))
+            self.tokens.append(sum(pack.num_tokens for pack in step.packs))
             yield step
 
 
@@ -108,7 +110,9 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
     # One step more than is measured: the clock stops when it is asked for.
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
-    marked = Marked(StepLoader([samples], ReadySamples(), recipe.data, seed=seed))  # type: ignore[list-item,arg-type]
+    then = step_planner(trainer.model, trainer.ranks.meeting)
+    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, then=then)  # type: ignore[list-item,arg-type]
+    marked = Marked(loader)
     trainer.loader = marked  # type: ignore[assignment]
     trainer.fit()
     seconds = marked.asked[WARM_UP + steps] - marked.asked[WARM_UP]

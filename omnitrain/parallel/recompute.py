@@ -69,12 +69,12 @@ def _checkpointed(
 
 
 def _contexts(saved_ops: Sequence[Any] | None) -> Contexts:
-    """For forward and recompute: the latter happens after the contexts of the row were left."""
-    again = (packed(packed_borders()), reading(rows_read()))
+    """For forward and recompute: the latter happens after the packed row's context was left."""
+    again = _both(packed(packed_borders()), reading(rows_read()))
     if saved_ops is None:
-        return nullcontext(), _all(*again)
-    saving, loading = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
-    return saving, _all(*again, loading)
+        return nullcontext(), again
+    saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
+    return saving, _both(again, replaying)
 
 
 def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -83,7 +83,7 @@ def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwarg
 
 
 @contextmanager
-def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

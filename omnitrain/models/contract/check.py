@@ -81,7 +81,7 @@ def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> 
 
 
 def _checked(trial: Trial) -> Contract:
-    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _last_rows, _own_loss, _gradients):
+    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _own_loss, _last_rows, _gradients):
         check(trial)
         if trial.contract.refusals:
             break
@@ -168,19 +168,19 @@ def _packing(trial: Trial) -> None:
         trial.note("packing", "passed", "packed samples equal each alone")
 
 
+def _own_loss(trial: Trial) -> None:
+    """The model's own loss is that of its tokens, or what it adds (a balance of experts) is said to be left out."""
+    fact = attempt(partial(own_loss_fact, trial))
+    if fact is not None and not isinstance(fact, Failure):  # a model without a loss of its own adds nothing to it
+        trial.note("own loss", "left out", f"{fact}; only the loss of the tokens is trained")
+
+
 def _last_rows(trial: Trial) -> None:
     """Modules that need not compute the rows which no loss reads; gradients are then checked without those rows."""
     found = attempt(partial(row_local_modules, trial))
     if found and not isinstance(found, Failure):
         trial.use(row_local=found)
         trial.note("last rows", "passed", f"rows that no loss reads can be left out of {', '.join(found)}")
-
-
-def _own_loss(trial: Trial) -> None:
-    """The model's own loss is that of its tokens, or what it adds (a balance of experts) is said to be left out."""
-    fact = attempt(partial(own_loss_fact, trial))
-    if fact is not None and not isinstance(fact, Failure):  # a model without a loss of its own adds nothing to it
-        trial.note("own loss", "left out", f"{fact}; only the loss of the tokens is trained")
 
 
 def _gradients(trial: Trial) -> None:
