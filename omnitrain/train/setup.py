@@ -124,7 +124,7 @@ def require_ops(model: OmniModel, ops: Ops, device: torch.device) -> None:
         UserError: every backend that cannot, with the reason and what may be chosen instead, a line each.
     """
     problems = []
-    for name, wanted in ops.model_dump(exclude={"attention"}).items():
+    for name, wanted in ops.model_dump(exclude={"attention", "unread_rows"}).items():
         try:
             choose(name, CROSS_ENTROPY if name == "cross_entropy" else backends_of(name), wanted, device)
         except UserError as error:
