@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ class FoundationRunner:
             losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
             return hidden
 
-        borders = tuple(pack.cu_seqlens.tolist()) if self.contract.packs else None
+        borders = tuple(accumulate(pack.info.lengths, initial=0)) if self.contract.packs else None
         output = self.run_pack(pack, media or EncodedMedia(), head, borders)
         hidden = states[0] if states else None
         if losses:
@@ -207,7 +207,7 @@ class FoundationRunner:
         """
         given = dict(arguments)
         if borders is not None:
-            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=input_ids.device)
+            cu_seqlens = torch.tensor(borders, dtype=torch.int32).to(input_ids.device, non_blocking=True)
             longest = max(stop - start for start, stop in pairwise(borders))
             given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             given |= {"max_length_q": longest, "max_length_k": longest}

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.arguments import refuse_unknown
@@ -18,6 +19,9 @@ from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
 
 # Layers that learnt from the context alone that their row is packed, and so need it in a recomputation, too.
 _rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
+
+# Tensor of borders -> its version and its values.
+_read_borders: Any = WeakIdKeyDictionary()
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
@@ -127,7 +131,15 @@ def _borders(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]
     queries, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if keys is not None and keys is not queries and not torch.equal(keys, queries):
         raise UserError(f"{type(module).__name__}: queries and keys of a packed row have different borders")
-    return tuple(queries.tolist())
+    return _on_host(queries)
+
+
+def _on_host(borders: torch.Tensor) -> tuple[int, ...]:
+    """Values of a tensor of borders. The layers of a tower share it, and only the first waits for the device."""
+    read = _read_borders.get(borders)
+    if read is None or read[0] != borders._version:
+        read = _read_borders[borders] = (borders._version, tuple(borders.tolist()))
+    return read[1]
 
 
 def _spec_of_layer(
