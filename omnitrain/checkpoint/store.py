@@ -29,6 +29,9 @@ class CheckpointStore:
 
         Returns:
             The committed folder.
+
+        Raises:
+            OSError: the disk is full, or cannot be written; checkpoints saved before stay as they are.
         """
         final = self.folder_of(step)
         temporary = self.folder / f".{final.name}.partial"
@@ -37,8 +40,8 @@ class CheckpointStore:
         write(temporary)
         manifest = {str(f.relative_to(temporary)): _checksum(f) for f in sorted(temporary.rglob("*")) if f.is_file()}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        for file in temporary.rglob("*"):
-            _sync(file)
+        for path in (*temporary.rglob("*"), temporary):  # a folder too: it holds the names of its files
+            _sync(path)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _sync(self.folder)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainingError, UserError
+from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RecipeError, TrainingError, UserError
 
 
 class _Verbs(TyperGroup):
@@ -102,21 +102,30 @@ def check(
     overrides: OverridesArgument = None,
 ) -> None:
     """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
-    if names_a_model(model_or_recipe) and not overrides:
+    if names_a_model(model_or_recipe):
+        if overrides:
+            raise UserError(
+                f"{model_or_recipe}: overrides such as `{overrides[0]}` are for recipes, and this is a model"
+            )
+
         from omnitrain.train.check import check_model
 
         check_model(model_or_recipe)
         return
 
-    from omnitrain.recipe import load_recipe
+    from omnitrain.recipe import find_recipe, load_recipe
 
+    try:
+        find_recipe(model_or_recipe)
+    except RecipeError as error:
+        raise RecipeError(f"{error}; nor is there the folder of a model") from None
     resolved = load_recipe(model_or_recipe, overrides)
 
     from omnitrain.train.check import check_recipe
 
     problems = check_recipe(resolved)
     if problems:
-        raise UserError("\n  ".join([f"{model_or_recipe}: problems", *problems]))
+        raise UserError("\n".join([f"{model_or_recipe}: problems", *problems]).replace("\n", "\n  "))
 
 
 def names_a_model(name: str) -> bool:
@@ -180,7 +189,9 @@ def generate(
     image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image to read; may be repeated.")] = None,
     audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio to read; may be repeated.")] = None,
     video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video to read; may be repeated.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for generated media.")] = Path("generated"),
+    output: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")] = Path(
+        "generated"
+    ),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,

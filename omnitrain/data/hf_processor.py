@@ -23,11 +23,9 @@ def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerB
     try:
         processor = AutoProcessor.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        hint = "" if is_torchvision_available() else "; many processors need torchvision: pip install torchvision"
-        first_line = str(error).splitlines()[0]
-        raise UserError(
-            f"data.processor: no HF processor can be read from {str(path)!r}: {first_line}{hint}"
-        ) from error
+        remedy = "" if is_torchvision_available() else "; many processors need torchvision: pip install torchvision"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"data.processor: no HF processor can be read from {str(path)!r}: {reason}{remedy}") from error
     if not isinstance(processor, (ProcessorMixin, PreTrainedTokenizerBase)):
         raise UserError(f"data.processor: {path!r} holds a {type(processor).__name__}, expected one with a tokenizer")
     return processor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,25 +11,25 @@ from transformers import PreTrainedTokenizerBase
 
 from omnitrain.data.chat_template import Span
 from omnitrain.data.expansion import Expansion, Medium
-from omnitrain.data.native import NativeInputs, component_key
-from omnitrain.data.sample import MediaItem, MediaSpan
+from omnitrain.data.native import NativeInputs
+from omnitrain.data.sample import NATIVE_PREFIX, MediaItem, MediaSpan
 from omnitrain.errors import UserError
 
 
 @dataclass(frozen=True)
-class Insert:
+class Insert(ABC):
     """A text in place of the characters ``at`` of the template's."""
 
     at: Span
     text: str
 
+    @abstractmethod
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
         """Its items and the tokens that their rows fill.
 
         Raises:
             UserError: the tokens are not those that the component expects.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class NativeInsert(Insert):
                 )
             item = MediaItem(features, len(rows))
             is_run = rows[-1] - rows[0] + 1 == len(rows)
-            spans.append(MediaSpan(component_key(modality), int(rows[0]), item, False, None if is_run else rows))
+            spans.append(MediaSpan(NATIVE_PREFIX + modality, int(rows[0]), item, False, None if is_run else rows))
         return spans
 
 

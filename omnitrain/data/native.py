@@ -54,8 +54,3 @@ class NativeInputs:
     num_tokens: Callable[[str, Features], int] | None = None
     positions: PositionFunction | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
-
-
-def component_key(modality: str) -> str:
-    """The name under which a modality that the foundation reads by itself appears in a pack: ``foundation.image``."""
-    return f"foundation.{modality}"

@@ -50,10 +50,12 @@ class Row:
         if isinstance(data, bytes):
             return data
         path = value.get("path") if isinstance(value, dict) else value
+        if not path:
+            raise ValueError(f"{modality} {position + 1} has neither bytes nor a path")
         try:
-            return Path(path or "").read_bytes()
+            return Path(path).read_bytes()
         except OSError as error:
-            raise ValueError(f"{modality} {position + 1} has no bytes and its file cannot be read: {error}") from error
+            raise ValueError(f"{modality} {position + 1} cannot be read from its file: {error}") from error
 
 
 class RowSource(Sequence[Row]):
@@ -67,6 +69,7 @@ class RowSource(Sequence[Row]):
         """
         table = _open(source)
         _check_columns(table.column_names, source)
+        _check_types(table.features, source)
         self.name = source.name or Path(source.path).stem
         self.columns = source.columns
         self._table = _keep_encoded(table, source.columns)
@@ -179,6 +182,41 @@ def _check_columns(found: list[str], source: DataSource) -> None:
     ]
     if problems:
         raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
+
+
+def _check_types(features: datasets.Features, source: DataSource) -> None:
+    """What no row can be made of: messages that are plain values, media that are neither files nor their paths."""
+    problems = []
+    messages = source.columns.messages
+    if isinstance(_inner(features[messages]), datasets.Value):
+        problems.append(
+            f"column {messages!r} (columns.messages) holds {_type_name(features[messages])}, expected messages"
+        )
+    for field in (f"{modality}s" for modality in MODALITIES):
+        name = getattr(source.columns, field)
+        if name in features and not _holds_files(_inner(features[name])):
+            found = _type_name(features[name])
+            problems.append(
+                f"column {name!r} (columns.{field}) holds {found}, expected files: {{bytes, path}}, bytes or paths"
+            )
+    if problems:
+        raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
+
+
+def _inner(feature: Any) -> Any:
+    return _inner(feature.feature) if isinstance(feature, (datasets.List, datasets.LargeList)) else feature
+
+
+def _holds_files(feature: Any) -> bool:
+    if isinstance(feature, datasets.Value):
+        return feature.dtype in ("string", "large_string", "binary", "large_binary", "null")
+    return hasattr(feature, "decode") or (isinstance(feature, dict) and bool({"bytes", "path"} & feature.keys()))
+
+
+def _type_name(feature: Any) -> str:
+    inner = _inner(feature)
+    name = inner.dtype if isinstance(inner, datasets.Value) else type(inner).__name__
+    return name if inner is feature else f"lists of {name}"
 
 
 def _first_of_each_kind(rows: pa.Array) -> list[tuple[tuple[Any, Any], int]]:

@@ -109,14 +109,23 @@ def _from_checkpoint(
 ) -> OmniModel:
     folder = config_path or weights_path
     try:
-        config = OmniConfig.from_pretrained(folder)
+        found = OmniConfig.get_config_dict(folder)[0].get("model_type")
+        config = OmniConfig.from_pretrained(folder) if found == OmniConfig.model_type else None
     except (OSError, ValueError) as error:
         raise UserError(f"no omni model at {folder!r}: {str(error).splitlines()[0]}") from None
+    if config is None:
+        raise UserError(f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}")
     if weights_path and init_device != "meta":
         model = cast(OmniModel, load_strictly(OmniModel, weights_path, torch_dtype, config=config))
         return model.to(init_device)
     with _on(init_device):
-        return OmniModel(config).to(torch_dtype or torch.float32)
+        model = OmniModel(config)
+    dtype = torch_dtype or torch.float32
+    for component in (model.foundation, *model.encoders.values()):
+        component.to(dtype)
+    for decoder in model.decoders.values():
+        _cast_decoder(decoder, dtype)
+    return model if init_device == "meta" else model.to(init_device)
 
 
 def _on(device: str) -> Any:
@@ -214,6 +223,15 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         decoder = TokenDecoder(config, tokenizer)
     except UserError as error:
         raise UserError(f"model.decoders.{name}: {error}") from None
-    decoder.embedding.to(dtype)
-    decoder.head.to(dtype)
+    _cast_decoder(decoder, dtype)
     return decoder
+
+
+def _cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Its weights but for those of a media tokenizer, which stay in fp32 when a saved model is loaded, too."""
+    kept = set(OmniModel._keep_in_fp32_modules_strict)
+    parts = dict(decoder.named_children())
+    if kept.isdisjoint(parts):
+        decoder.to(dtype)
+    for name in parts.keys() - kept:
+        parts[name].to(dtype)

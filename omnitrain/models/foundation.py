@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,13 @@ from transformers import PreTrainedModel
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
-from omnitrain.models.calls import MediaCall, media_calls
+from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
 from omnitrain.models.segments import run_by_segment
 from omnitrain.ops.attention import packed, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
 Head = Callable[[Tensor, nn.Module], Tensor]
 
@@ -85,6 +87,14 @@ class FoundationRunner:
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
 
+    def skip_unread_rows(self) -> Counter[str]:
+        """From now on, what the contract calls row-local computes only rows that a loss reads.
+
+        Returns:
+            Class name -> number of such modules.
+        """
+        return skip_unread_rows(self.model, self.contract.row_local)
+
     def encode(self, pack: Pack) -> dict[str, NativeRows]:
         """Rows of all media of a pack that the model reads by itself, made by its own feature methods.
 
@@ -104,8 +114,13 @@ class FoundationRunner:
         """The calls that the items of a modality (``foundation.image``, ...) in a pack ask for; often one, or none."""
         if name not in pack.inputs:
             return []
-        by_sample = name.removeprefix(NATIVE_PREFIX) in self.contract.by_sample
-        return list(media_calls(pack.inputs[name], pack.info.ids, by_sample=by_sample))
+        return list(media_calls(pack.inputs[name], pack.info.ids, apart=self.apart.get(name)))
+
+    @property
+    def apart(self) -> dict[str, Apart]:
+        """Modalities (``foundation.image``, ...) whose calls may not have two samples or two items; often none."""
+        samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
+        return samples | {NATIVE_PREFIX + m: "items" for m, port in self.native.ports.items() if not port.items_stack}
 
     def encode_call(self, name: str, call: MediaCall) -> NativeRows:
         """Rows of one call of a modality (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
@@ -146,7 +161,8 @@ class FoundationRunner:
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
 
-        Hidden states are None for a model that does not call its head as a module.
+        Hidden states are None for a model that does not call its head as a module. After :meth:`skip_unread_rows`,
+        those of rows that no head of this pack reads are not the model's.
 
         Raises:
             UserError: several samples in a pack of a model that cannot keep them apart.
@@ -155,19 +171,39 @@ class FoundationRunner:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
-        labels, states, losses = pack.text_labels, [], []
-        count = labels.numel()
+        run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
+        with reading(ReadRows(pack.read_rows, pack.num_tokens)):
+            return run(pack, media or EncodedMedia())
+
+    def _loss_in_head(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor]:
+        """Logits of the supervised rows only, chunk by chunk."""
+        made: list[tuple[LossTerm, Tensor]] = []
+
+        def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            term = linear_cross_entropy(
+                hidden[0, pack.text_rows],
+                lm_head.weight,
+                pack.text_labels,
+                getattr(lm_head, "bias", None),
+                count=pack.text_labels.numel(),
+                backend=self.loss_backend,
+            )
+            made.append((term, hidden))
+            return hidden.detach()  # nobody asks for these logits, and no hook on the output must wait for a gradient
+
+        self.run_pack(pack, media, head, self._borders(pack))
+        (result,) = made
+        return result
+
+    def _loss_on_logits(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor | None]:
+        """What the model makes of the supervised rows' logits; of all logits where it does not call its head."""
+        states: list[Tensor] = []
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
-            rows = hidden[0, pack.text_rows]
-            if self.contract.head == "plain":
-                return type(lm_head).forward(lm_head, rows[None])
-            bias = getattr(lm_head, "bias", None)
-            backend = self.loss_backend
-            losses.append(linear_cross_entropy(rows, lm_head.weight, labels, bias, count=count, backend=backend))
-            return hidden
+            return type(lm_head).forward(lm_head, hidden[:, pack.text_rows])
 
+<<<<<<< HEAD
         borders = tuple(accumulate(pack.info.lengths, initial=0)) if self.contract.packs else None
         output = self.run_pack(pack, media or EncodedMedia(), head, borders)
         hidden = states[0] if states else None
@@ -175,6 +211,16 @@ class FoundationRunner:
             return losses[0], hidden
         logits = output.logits[0]
         return cross_entropy_rows(logits if states else logits[pack.text_rows], labels), hidden
+=======
+        logits = self.run_pack(pack, media, head, self._borders(pack)).logits[0]
+        supervised = logits if states else logits[pack.text_rows]
+        term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
+        return term, states[0] if states else None
+
+    def _borders(self, pack: Pack) -> tuple[int, ...] | None:
+        """Of the samples, where they share a row; from the host's side, so that no device is waited for."""
+        return (0, *accumulate(pack.info.lengths)) if self.contract.packs else None
+>>>>>>> 8b61b7227102bda6577bf05816c8339ba4815929
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, borders: tuple[int, ...] | None = None) -> Any:
         """One forward over a pack; see :meth:`run`."""

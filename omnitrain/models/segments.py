@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -18,22 +19,23 @@ from omnitrain.ops.attention import MaskSpec, packed, packed_borders
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
     """Make every module of these classes run each sample of a packed row by itself; otherwise it stays as it is.
 
-    The modules keep their parameters and names; only their class changes, to a subclass of their own.
+    Only the ``forward`` of the modules changes: classes, parameters and names stay. To do it twice is to do it once.
+
+    Args:
+        model: changed in place.
+        class_names: names of classes of its modules.
     """
     for module in model.modules():
-        if type(module).__name__ in class_names and not isinstance(module, _Segmented):
-            module.__class__ = _segmented_class(type(module))  # type: ignore[arg-type]
+        if type(module).__name__ in class_names:
+            # A bound method: a deep copy of the module gets one that is bound to the copy.
+            module.forward = MethodType(_segmented_forward(type(module)), module)
 
 
-class _Segmented:
-    """Marks the classes that :func:`run_by_segment` makes."""
+def _segmented_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    alone: Callable[..., Any] = kind.forward
 
-
-@cache
-def _segmented_class(kind: type[nn.Module]) -> type[nn.Module]:
-    @wraps(kind.forward)
+    @wraps(alone)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        alone: Callable[..., Any] = kind.forward
         borders = packed_borders()
         if borders is None:
             _check_recomputation(self)
@@ -46,7 +48,7 @@ def _segmented_class(kind: type[nn.Module]) -> type[nn.Module]:
                 outputs.append(alone(self, *part[0], **part[1]))
         return _joined(outputs, [stop - start for start, stop in pairwise(borders)])
 
-    return type(kind.__name__, (_Segmented, kind), {"forward": forward, "__module__": kind.__module__})
+    return forward
 
 
 # Modules whose last forward was over a packed row.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from omnitrain.models.kernels import kernels_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import plain_implementation
 from omnitrain.ops.fuse import FusedOp
@@ -79,4 +80,5 @@ def _ops(model: OmniModel, name: str) -> list[str]:
         shown.append("loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised rows")
         shown += [] if contract.packs else ["one sample per row"]
         shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
+        shown += map(str, kernels_of(module))
     return shown

@@ -37,7 +37,7 @@ def choose(operation: str, backends: Sequence[Backend], wanted: str, device: tor
     """The backend called ``wanted``; ``auto``: the first of ``backends`` that is automatic on ``device``.
 
     Raises:
-        UserError: no backend has that name, or the one that has cannot run on ``device``.
+        UserError: no backend has that name, or the one that has cannot run on ``device``; names those that can.
     """
     if wanted == "auto":
         return next(b for b in backends if b.automatic is None or device.type in b.automatic)
@@ -47,7 +47,8 @@ def choose(operation: str, backends: Sequence[Backend], wanted: str, device: tor
         raise UserError(f"{operation}: no backend {wanted!r}; expected auto, {names}")
     lack = found.missing(device)
     if lack is not None:
-        raise UserError(f"{operation}: backend {wanted!r} {lack}; choose another one, or auto")
+        able = ", ".join(["auto", *(backend.name for backend in backends if backend.missing(device) is None)])
+        raise UserError(f"{operation}: backend {wanted!r} {lack}; choose from {able}")
     return found
 
 

@@ -33,15 +33,18 @@ class LossTerm:
     rows: torch.Tensor
 
 
-def cross_entropy_rows(logits: torch.Tensor, labels: torch.Tensor) -> LossTerm:
+def cross_entropy_rows(logits: torch.Tensor, labels: torch.Tensor, *, count: int | None = None) -> LossTerm:
     """The plain loss, for models that transform their logits after the head.
 
     Args:
         logits: ``[N, classes]``, any floating dtype.
         labels: ``[N]`` int64; -100 is ignored.
+        count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
     """
+    if count is None:
+        count = int((labels != IGNORED).sum())
     rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
-    return LossTerm(rows.sum(), int((labels != IGNORED).sum()), rows.detach())
+    return LossTerm(rows.sum(), count, rows.detach())
 
 
 def linear_cross_entropy(

@@ -19,9 +19,10 @@ from omnitrain.errors import UserError
 from omnitrain.ops.backends import Backend, choose
 from omnitrain.ops.patch_embed import PATCH_EMBED, is_patch_embedding
 from omnitrain.ops.rms_norm import RMS_NORM, rms_norm_form
+from omnitrain.ops.rotary import ROTARY, rotary_forward
 from omnitrain.ops.swiglu import SWIGLU, is_swiglu, swiglu_forward
 
-Forward = Callable[..., torch.Tensor]
+Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def _patch_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None
 _OPERATIONS = {
     "rms_norm": _Operation(RMS_NORM, _rms_norm_forward),
     "swiglu": _Operation(SWIGLU, _swiglu_forward),
+    "rotary": _Operation(ROTARY, rotary_forward),
     "patch_embed": _Operation(PATCH_EMBED, _patch_forward),
 }
 
@@ -81,8 +83,8 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str]) -> dict[str, FusedOp
 
     Args:
         model: on the device where it will run.
-        backends: operation (``rms_norm``, ``swiglu``, ``patch_embed``) -> ``auto``, ``torch`` (the model's own code) or
-            another backend's name.
+        backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
+            own code) or another backend's name.
 
     Returns:
         What was done, per operation asked for.
@@ -94,16 +96,24 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str]) -> dict[str, FusedOp
     return {name: _fuse(model, name, wanted, device) for name, wanted in backends.items()}
 
 
+def backends_of(operation: str) -> Sequence[Backend]:
+    """The implementations of an operation, in the order in which ``auto`` tries them.
+
+    Raises:
+        UserError: no such operation.
+    """
+    if operation not in _OPERATIONS:
+        raise UserError(f"no operation {operation!r}; expected one of {', '.join(_OPERATIONS)}")
+    return _OPERATIONS[operation].backends
+
+
 def _fuse(model: nn.Module, name: str, wanted: str, device: torch.device) -> FusedOp:
-    if name not in _OPERATIONS:
-        raise UserError(f"no operation {name!r}; expected one of {', '.join(_OPERATIONS)}")
-    operation = _OPERATIONS[name]
-    backend = choose(name, operation.backends, wanted, device)
+    backend = choose(name, backends_of(name), wanted, device)
     done = FusedOp(backend.name)
     if backend.name == "torch":
         return done
     for module in model.modules():
-        forward = operation.forward_of(module, backend.run)
+        forward = _OPERATIONS[name].forward_of(module, backend.run)
         if forward is not None:
             # A bound method: a deep copy of the module gets one that is bound to the copy.
             module.forward = MethodType(forward, module)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
-
-from omnitrain.parallel.units import blocks_of
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def follow_components(model: Any, note: Callable[[str], object]) -> None:
@@ -23,13 +22,12 @@ def follow_components(model: Any, note: Callable[[str], object]) -> None:
         model: an :class:`omnitrain.models.omni.OmniModel`.
         note: must not wait for a device.
     """
-    blocks = {path for paths in blocks_of(model).values() for path in paths}
     owners = {id(weight): name for name, weights in model.components.items() for weight in weights.values()}
     for path, name in _parts(model, owners, ""):
         part = model.get_submodule(path)
-        for module_path in (path, *(f"{path}.{child}" for child, _ in part.named_children())):
-            if module_path not in blocks:
-                _follow(model.get_submodule(module_path), name, note)
+        for module in (part, *part.children()):
+            if not isinstance(module, GradientCheckpointingLayer):
+                _follow(module, name, note)
 
 
 def _parts(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[tuple[str, str]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from omnitrain.data.native import component_key
 from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.models.calls import Apart
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.applied import layout_of
 from omnitrain.parallel.meeting import DataPeers, Meeting
@@ -60,24 +60,24 @@ def topology_of(model: OmniModel, places: Mapping[str, Place] | None = None) -> 
     return Topology(len(everyone), tuple(components), ("text", *model.decoder_names))
 
 
-def facts_of(pack: Pack, by_sample: Collection[str] = ()) -> MicroBatchFacts:
+def facts_of(pack: Pack, apart: Mapping[str, Apart] | None = None) -> MicroBatchFacts:
     """What planning must know of a pack.
 
     Args:
         pack: a micro-batch.
-        by_sample: names of media of which no call may take the items of two samples.
+        apart: names of media -> what no call may have two of.
     """
     return MicroBatchFacts(
         counts=pack.loss_counts(),
         lengths=pack.info.lengths,
         items={
-            name: tuple(_items(batch, pack.info.indices if name in by_sample else None))
+            name: tuple(_items(batch, pack.info.indices, (apart or {}).get(name)))
             for name, batch in (*pack.inputs.items(), *pack.targets.items())
         },
     )
 
 
-def _items(batch: MediaBatch, apart: Sequence[int] | None) -> list[ItemFacts]:
+def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None) -> list[ItemFacts]:
     """In the order in which the pack needs their rows; an item costs as much as it has numbers."""
     facts: list[ItemFacts] = []
     owners = iter(batch.samples)
@@ -87,7 +87,8 @@ def _items(batch: MediaBatch, apart: Sequence[int] | None) -> list[ItemFacts]:
         for place, rows in enumerate(group.num_tokens):
             owner = next(owners)
             cost = sum(counts[place] * per_row[name] for name, counts in group.num_rows.items())
-            shape = shape_key(key, None if apart is None else apart[owner])
+            mates = {None: None, "samples": indices[owner], "items": (indices[owner], len(facts))}[apart]
+            shape = shape_key(key, mates)
             facts.append(ItemFacts(rows=rows, cost=cost, shape=shape))
     return facts
 
@@ -98,15 +99,15 @@ class StepPlanner:
     Args:
         topology: of the run.
         peers: the data processes of all ranks.
-        by_sample: see :func:`facts_of`.
+        apart: see :func:`facts_of`.
     """
 
-    def __init__(self, topology: Topology, peers: DataPeers, by_sample: Collection[str] = ()) -> None:
-        self.topology, self.peers, self.by_sample = topology, peers, frozenset(by_sample)
+    def __init__(self, topology: Topology, peers: DataPeers, apart: Mapping[str, Apart] | None = None) -> None:
+        self.topology, self.peers, self.apart = topology, peers, dict(apart or {})
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan the step of these packs, and bring media to the ranks that encode them; every rank calls it."""
-        facts = RankFacts(tuple(facts_of(pack, self.by_sample) for pack in packs))
+        facts = RankFacts(tuple(facts_of(pack, self.apart) for pack in packs))
         tables = self.peers.tables(encode_table(self.topology, facts))
         plan = plan_step(self.topology, decode_tables(self.topology, tables))
         return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)
@@ -114,5 +115,4 @@ class StepPlanner:
 
 def step_planner(model: OmniModel, meeting: Meeting, places: Mapping[str, Place] | None = None) -> StepPlanner:
     """What plans the steps of a model; arguments as in :func:`topology_of` and :class:`DataPeers`."""
-    by_sample = [component_key(modality) for modality in model.runner.contract.by_sample]
-    return StepPlanner(topology_of(model, places), DataPeers(meeting), by_sample)
+    return StepPlanner(topology_of(model, places), DataPeers(meeting), model.runner.apart)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from omnitrain.ops.attention import packed, packed_borders
+from omnitrain.ops.unread_rows import reading, rows_read
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -47,8 +48,9 @@ def recompute_blocks(
     kept = None if saved_ops is None else [found for op in saved_ops if (found := find_op(op)) is not None]
     for block in blocks:
         context = partial(around, block) if around is not None else nullcontext
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept))
+        layer: Any = block
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept))
 
 
 def find_op(name: str) -> Any:
@@ -68,11 +70,11 @@ def _checkpointed(
 
 def _contexts(saved_ops: Sequence[Any] | None) -> Contexts:
     """For forward and recompute: the latter happens after the packed row's context was left."""
-    again = packed(packed_borders())
+    again = _both(packed(packed_borders()), reading(rows_read()))
     if saved_ops is None:
         return nullcontext(), again
-    saving, reading = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
-    return saving, _both(again, reading)
+    saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
+    return saving, _both(again, replaying)
 
 
 def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

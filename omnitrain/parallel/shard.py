@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,8 +61,6 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
         units: of each component.
         how: of each component; the root's own parameters lie as the foundation's.
     """
-    # What the foundation returns (hidden states, a view in most models) is written to by nobody.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     whole = kept_whole(model)
     for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in found.all:
@@ -76,7 +73,7 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
                 inner,
                 whole,
                 casts_inputs=name in found.fp32 or (name in found.rest and name != FOUNDATION and not is_attached),
-                keeps_unsharded=name == FOUNDATION,  # its backward begins with what its forward ended with
+                keeps_unsharded=name == FOUNDATION,  # its loss is made inside: no output says when the backward begins
             )
             if is_attached:
                 _call_as_one(model, component, inner.compute_dtype)
@@ -163,5 +160,4 @@ def _give_gradients_a_way(model: OmniModel) -> None:
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
-    index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-    return torch.device(mesh.device_type, index)
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

@@ -145,6 +145,9 @@ class ParallelState:
         return self._meshes["loss"].get_group()
 
 
+_DEGREE_ARGUMENTS = {axis: f"{axis}_size" for axis in ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+_DEGREE_ARGUMENTS["sp"] = "ulysses_size"
+
 _default: ParallelState | None = None
 
 
@@ -202,6 +205,7 @@ def init_parallel_state(
         sp=ulysses_size,
         tp=tp_size,
         ep=ep_size,
+        keys=_DEGREE_ARGUMENTS,
     )
     global _default
     _default = _state(shape, dp_mode)

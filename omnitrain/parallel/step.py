@@ -68,7 +68,8 @@ def accumulate_gradients(
             loss = torch.stack(terms).sum()
             if note is not None:
                 note(phase="backward")
-            loss.backward()
+            if loss.requires_grad:  # not where all that trains is a tower, and no rank has media for it
+                loss.backward()
             total += loss.detach()
         if observe is not None:
             observe(pack, output)

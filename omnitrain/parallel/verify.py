@@ -191,10 +191,8 @@ def _shown(plan: ParallelPlan) -> str:
     """A plan in a line: what it sets."""
     fields = plan.model_dump(exclude_none=True, exclude_defaults=True)
     parts = {"default": fields.pop("default", {}), **fields.pop("components", {}), **fields}
-    shown = (
-        f"{name}({', '.join(f'{key}={value}' for key, value in own.items())})" for name, own in parts.items() if own
-    )
-    return " ".join(shown) or "plan()"
+    shown = {name: ", ".join(f"{key}={value}" for key, value in own.items()) for name, own in parts.items() if own}
+    return " ".join(f"{name}({fields})" for name, fields in shown.items()) or "plan()"
 
 
 def _require_picklable(factory: Factory) -> None:

@@ -12,6 +12,7 @@ from omnitrain.errors import UserError
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "ep_fsdp", "ep", "tp")
+_RECIPE_KEYS = {"sp": "ulysses"}  # the axis is that of sequence parallelism, the key says by which method
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard", "cp", "sp"),
@@ -142,6 +143,7 @@ def fit_mesh(
     sp: int = 1,
     tp: int = 1,
     ep: int = 1,
+    keys: Mapping[str, str] = _RECIPE_KEYS,
 ) -> MeshShape:
     """The factorisation of ``world_size`` ranks with these degrees; those that are None are inferred.
 
@@ -155,19 +157,23 @@ def fit_mesh(
         sp: ranks that share a sequence, exchanging it for heads in attention (Ulysses).
         tp: ranks that share every layer's matrices.
         ep: ranks that share one copy of the experts; divides dp_shard x cp x sp.
+        keys: axis -> what the user calls its degree, for errors; left out: as the axis. The default is for recipes.
 
     Raises:
         UserError: all degrees that do not fit, each with those that would.
     """
     given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
     given |= {"cp": cp, "sp": sp, "tp": tp, "ep": ep}
-    problems = [f"{axis} is {n}; a degree is a whole number from 1" for axis, n in given.items() if not _is_degree(n)]
+    key = {axis: keys.get(axis, axis) for axis in given}
+    problems = [
+        f"{key[axis]} is {n}; a degree is a whole number from 1" for axis, n in given.items() if not _is_degree(n)
+    ]
     if not problems:
         model = {"pp": pp, "cp": cp, "sp": sp, "tp": tp}
-        problems = _model_problems(world_size, model)
+        problems = _model_problems(world_size, {key[axis]: degree for axis, degree in model.items()})
     if not problems:
         ranks_left = world_size // math.prod(model.values())
-        problems = _data_problems(ranks_left, dp, dp_replicate, dp_shard)
+        problems = _data_problems(ranks_left, dp, dp_replicate, dp_shard, key)
     if not problems:
         if dp_shard is None:
             dp_shard = ranks_left // (dp_replicate or 1)
@@ -175,7 +181,8 @@ def fit_mesh(
         fsdp = shape.size("fsdp")
         if fsdp % ep == 0:
             return shape
-        problems = [f"ep is {ep} and must divide dp_shard x cp x sp = {fsdp}; {_would_fit(_divisors(fsdp))}"]
+        product = " x ".join(key[axis] for axis in PRODUCTS["fsdp"])
+        problems = [f"{key['ep']} is {ep} and must divide {product} = {fsdp}; {_would_fit(_divisors(fsdp))}"]
     raise UserError("\n".join([f"these degrees do not fit {world_size} ranks:", *problems]))
 
 
@@ -198,19 +205,22 @@ def _model_problems(world_size: int, degrees: Mapping[str, int]) -> list[str]:
     return problems
 
 
-def _data_problems(ranks_left: int, dp: int | None, dp_replicate: int | None, dp_shard: int | None) -> list[str]:
+def _data_problems(
+    ranks_left: int, dp: int | None, dp_replicate: int | None, dp_shard: int | None, key: Mapping[str, str]
+) -> list[str]:
     if dp is not None and dp != ranks_left:
-        return [f"dp is {dp} and must be {ranks_left}, the ranks that the other degrees leave"]
+        return [f"{key['dp']} is {dp} and must be {ranks_left}, the ranks that the other degrees leave"]
+    copies, shards, divide = key["dp_replicate"], key["dp_shard"], f"must divide {key['dp']}"
     if dp_shard is None:
         if dp_replicate is not None and ranks_left % dp_replicate:
-            return [f"dp_replicate is {dp_replicate} and must divide dp; {_would_fit(_divisors(ranks_left))}"]
+            return [f"{copies} is {dp_replicate} and {divide}; {_would_fit(_divisors(ranks_left))}"]
         return []
     if ranks_left % dp_shard:
-        return [f"dp_shard is {dp_shard} and must divide dp; {_would_fit(_divisors(ranks_left))}"]
+        return [f"{shards} is {dp_shard} and {divide}; {_would_fit(_divisors(ranks_left))}"]
     if dp_replicate not in (None, ranks_left // dp_shard):
         fitting = [(ranks_left // shard, shard) for shard in _divisors(ranks_left)]
         pairs = ", ".join(f"{replicate} x {shard}" for replicate, shard in fitting)
-        return [f"dp_replicate x dp_shard is {dp_replicate} x {dp_shard} and must be {ranks_left}: one of {pairs}"]
+        return [f"{copies} x {shards} is {dp_replicate} x {dp_shard} and must be {ranks_left}: one of {pairs}"]
     return []
 
 

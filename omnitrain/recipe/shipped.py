@@ -57,7 +57,8 @@ def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> P
         The file written.
 
     Raises:
-        RecipeError: no such recipe, no such folder, or the file is there and ``force`` is not set.
+        RecipeError: no such recipe, no such folder, a file that cannot be written, is the recipe itself, or is there
+            and ``force`` is not set.
     """
     source = find_recipe(name)
     target = Path(destination)
@@ -67,7 +68,12 @@ def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> P
         raise RecipeError(f"no folder {target.parent} to copy `{name}` into; make it first")
     if target.exists() and not force:
         raise RecipeError(f"{target} exists; choose another name, or overwrite it with --force")
-    shutil.copyfile(source, target)
+    if target.exists() and target.samefile(source):
+        raise RecipeError(f"{target} is `{name}` itself; choose another destination")
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise RecipeError(f"{target} cannot be written: {error.strerror}; choose another destination") from None
     return target
 
 

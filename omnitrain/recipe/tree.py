@@ -91,8 +91,14 @@ class Ops(Strict):
         "auto", description="RMSNorm. `fused`: a backward of its own, same bits forward; `auto` takes it on CPU."
     )
     swiglu: Literal["auto", "torch", "liger"] = Field("auto", description="The product in a gated MLP with SiLU.")
+    rotary: Literal["auto", "torch", "liger"] = Field("auto", description="Rotary positions of query and key.")
     patch_embed: Literal["auto", "torch", "linear"] = Field(
         "auto", description="Convolutions whose kernel is their stride. `linear`: as one matrix product."
+    )
+    unread_rows: Literal["auto", "torch", "skip"] = Field(
+        "auto",
+        description="Rows whose last hidden state no loss reads. `skip`: what follows the last mixing of rows is not "
+        "computed for them; `auto` does so on CPU.",
     )
     cross_entropy: Literal["auto", "torch", "liger"] = Field(
         "auto", description="Softmax of the loss inside the head, which goes over the logits in chunks in any case."
@@ -254,10 +260,12 @@ class Train(Strict):
     save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
     stop_seconds: float = Field(
-        600, gt=0, description="After Ctrl-C, `--nproc` ranks get this long to finish the step and save; then they die."
+        600,
+        gt=0,
+        description="After Ctrl-C, ranks of `--nproc` have so long to finish the step and save.",
     )
-    stall_seconds: float = Field(
-        600, gt=0, description="A rank that stays this long at one place of a step ends the run, and is named."
+    stall_seconds: float | None = Field(
+        600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(

@@ -18,9 +18,11 @@ from omnitrain.models.hf import config_at
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.recipe import Recipe
+from omnitrain.train.device import use_device
 from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
 from omnitrain.train.evaluate import load_scorer
-from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.folder import RunFolder
+from omnitrain.train.setup import build_from_recipe, require_ops
 from omnitrain.train.trial import forward_problems, weights_problems
 
 
@@ -45,8 +47,11 @@ def check_recipe(recipe: Recipe) -> list[str]:
     built = attempt(lambda: build_from_recipe(recipe, init_device="meta"))
     problems += weights_problems(recipe.model)
     runs = built and attempt(lambda: built[0].runner)
+    device = attempt(lambda: use_device(recipe.train))
     if runs:
         _show_model(built[0])
+        if device is not None:
+            attempt(lambda: require_ops(built[0], recipe.model.ops, device))
         broken = forward_problems(built[0])
         problems += broken
         runs = not broken
@@ -54,6 +59,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         tables = attempt(functools.partial(open_sources, sources))
         if tables and runs:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens)
+    attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     return list(dict.fromkeys(problems))
 

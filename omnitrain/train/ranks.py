@@ -50,8 +50,8 @@ class Ranks:
         made = self.first(make)
         return agreed(self.peers, lambda: make() if made is None else made)
 
-    def watch(self, limit_s: float) -> Watch:
-        """Ends the run when no rank moves on for ``limit_s`` seconds; a process alone is not watched."""
+    def watch(self, limit_s: float | None) -> Watch:
+        """Ends the run when no rank moves on for ``limit_s`` seconds (None: never); a process alone is not watched."""
         if self.meeting.world_size == 1:
             return Watch(dist.HashStore(), 0, 1, None)
         store = dist.TCPStore(self.meeting.host, self.meeting.port, is_master=False)

@@ -16,13 +16,15 @@ from omnitrain.data.renderer import Renderer
 from omnitrain.data.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.contract.attention_trial import require_attention_backend
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import as_dict, require_folder
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_attention
 from omnitrain.ops.backends import choose
 from omnitrain.ops.cross_entropy import CROSS_ENTROPY
-from omnitrain.ops.fuse import FusedOp, fuse_ops
+from omnitrain.ops.fuse import FusedOp, backends_of, fuse_ops
+from omnitrain.ops.unread_rows import UNREAD_ROWS
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, Recipe
 
 
@@ -110,6 +112,33 @@ def _refused_part(parts: Model) -> str:
     return "model"
 
 
+def require_ops(model: OmniModel, ops: Ops, device: torch.device) -> None:
+    """Refuse backends of ``model.ops`` that cannot train the model, before anything is written.
+
+    Args:
+        model: on any device, ``meta`` too.
+        ops: the recipe's ``model.ops`` node.
+        device: where the model will train.
+
+    Raises:
+        UserError: every backend that cannot, with the reason and what may be chosen instead, a line each.
+    """
+    problems = []
+    for name, wanted in ops.model_dump(exclude={"attention"}).items():
+        try:
+            choose(name, CROSS_ENTROPY if name == "cross_entropy" else backends_of(name), wanted, device)
+        except UserError as error:
+            problems.append(f"model.ops.{error}")
+    if ops.attention != AUTO:
+        try:
+            require_trainable(ops.attention, device, torch.float32)
+            require_attention_backend(model.runner, ops.attention, device)
+        except UserError as error:
+            problems.append(f"model.ops.attention: {error}")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
 def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
     """Run the foundation and the encoders by the backends of ``model.ops``, and every loss.
 
@@ -119,17 +148,20 @@ def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
         Component name -> what was done there.
 
     Raises:
-        UserError: a backend cannot run on the model's device.
+        UserError: a backend cannot train the model on its device.
     """
-    choose("cross_entropy", CROSS_ENTROPY, ops.cross_entropy, model.device)
+    require_ops(model, ops, model.device)
     for part in (model.runner, *model.decoders.values()):
         part.loss_backend = ops.cross_entropy
     for reader in model.encoders.values():
         use_omnitrain_attention(reader, ops.attention)
     if model.runner.contract.attention == "omnitrain":
         use_omnitrain_attention(model.foundation, ops.attention)
-    wanted = ops.model_dump(exclude={"cross_entropy", "attention"})
-    return {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
+    wanted = ops.model_dump(exclude={"cross_entropy", "attention", "unread_rows"})
+    done = {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
+    if choose("unread_rows", UNREAD_ROWS, ops.unread_rows, model.device).run():
+        done["foundation"]["unread_rows"] = FusedOp("skip", model.runner.skip_unread_rows())
+    return done
 
 
 def _source(source: HFSource) -> Any:

@@ -41,6 +41,23 @@ def test_what_crashes_left_behind_is_cleared(tmp_path: Path) -> None:
     assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_every_file_and_folder_is_on_the_disk_before_a_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("omnitrain.checkpoint.store._sync", lambda path: synced.append(path.name))
+
+    def nested(folder: Path) -> None:
+        (folder / "weights").mkdir()
+        write("good")(folder / "weights")
+
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, nested)
+    *before, after = synced
+    assert sorted(before) == [".step-00000001.partial", "manifest.json", "state.txt", "weights"]
+    assert after == tmp_path.name
+
+
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     file = CheckpointStore(tmp_path, keep=1).save(1, write("good")) / "state.txt"

@@ -117,6 +117,42 @@ def test_cp_into_a_folder_keeps_the_name_and_needs_the_folder(shipped: Path) -> 
     assert "no folder nowhere" in call("cp", "small", "nowhere/mine.yaml").stderr
 
 
+def test_cp_onto_itself_or_to_where_nothing_can_be_written_is_refused(shipped: Path) -> None:
+    itself = call("cp", "small", "recipes/small.yaml", "--force")
+    assert (itself.exit_code, (shipped / "small.yaml").read_text()) == (2, RECIPE)
+    assert itself.stderr == "omnitrain: recipes/small.yaml is `small` itself; choose another destination\n"
+    nowhere = call("cp", "small", "/proc/small.yaml")
+    assert nowhere.exit_code == 2
+    assert "/proc/small.yaml cannot be written: No such file or directory" in nowhere.stderr
+
+
+@pytest.mark.parametrize("name", ["/missing/folder", "missing", "/missing/folder/config.yaml"])
+def test_check_of_nothing_says_that_there_is_neither_recipe_nor_model(shipped: Path, name: str) -> None:
+    found = call("check", name)
+    assert found.exit_code == 2
+    assert f"no recipe `{name}`: looked for the file" in found.stderr
+    assert found.stderr.endswith("; nor is there the folder of a model\n")
+
+
+def test_check_of_a_model_takes_no_overrides(shipped: Path) -> None:
+    found = call("check", "recipes", "train.steps=3")
+    assert (found.exit_code, found.stderr) == (
+        2,
+        "omnitrain: recipes: overrides such as `train.steps=3` are for recipes, and this is a model\n",
+    )
+
+
+def test_generate_refuses_a_model_that_is_not_omni_and_an_output_that_is_a_file(tmp_path: Path) -> None:
+    vq = "tasks/quickstart/tokenizers/image_vq"
+    other = call("generate", str(Path(__file__).parents[2] / vq), "--prompt", "hi")
+    assert other.exit_code == 2
+    assert "image_vq': its config is of type 'janus_vqgan', not 'omnitrain'" in other.stderr
+    (tmp_path / "file").touch()
+    refused = call("generate", str(tmp_path), "--prompt", "hi", "--output", str(tmp_path / "file"))
+    assert refused.exit_code == 2
+    assert "is a file" in refused.stderr
+
+
 def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: [])
     assert call("check", "small").exit_code == 0

@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from omnitrain.data.loader import require_usable
 from omnitrain.data.rows import Row, RowSource, open_sources
-from omnitrain.errors import UserError
+from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import DataSource
 from tests.tiny import TASKS, part, tiny_model, tiny_processor, tiny_row, write_parquet
 
@@ -38,8 +38,27 @@ def test_texts_without_parts_have_roles_only(tmp_path: Path) -> None:
     assert plain(tmp_path, rows).first_of_each_kind() == [0, 2]
 
 
-def test_a_column_that_holds_no_messages_has_no_kinds(tmp_path: Path) -> None:
-    assert plain(tmp_path, ["hello", "world"]).first_of_each_kind() == []
+def test_columns_of_another_type_are_refused_when_the_data_are_opened(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"column 'messages' \(columns\.messages\) holds string, expected messages"):
+        plain(tmp_path, ["hello", "world"])
+    said = [{"role": "user", "content": "hello"}]
+    Dataset.from_dict({"messages": [said], "images": [[7]], "audios": [1.5], "videos": [["a.webp"]]}).to_parquet(
+        str(tmp_path / "rows.parquet")
+    )
+    with pytest.raises(DataError) as caught:
+        open_sources([DataSource(path=str(tmp_path / "rows.parquet"))])
+    found, *problems = str(caught.value).split("; ")
+    assert (
+        "column 'images' (columns.images) holds lists of int64, expected files: {bytes, path}, bytes or paths" in found
+    )
+    assert [problem[:40] for problem in problems] == ["column 'audios' (columns.audios) holds f"]
+
+
+@pytest.mark.parametrize("medium", [None, "", {"bytes": None, "path": None}])
+def test_a_medium_without_content_is_a_damaged_one(medium: Any) -> None:
+    row = Row("r", "s", [], {"image": [medium]}, {})
+    with pytest.raises(ValueError, match=r"^image 1 has neither bytes nor a path$"):
+        row.media_bytes("image", 0)
 
 
 def test_whatever_a_late_row_asks_in_vain_is_one_error_before_training(tmp_path: Path) -> None:

@@ -240,3 +240,14 @@ def test_media_tokenizers_of_a_bf16_model_are_loaded_in_fp32_as_they_were_saved(
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if ".tokenizer." in name else torch.bfloat16)
         assert torch.equal(parameter, loaded[name]) and parameter.dtype == loaded[name].dtype
+
+
+@pytest.mark.parametrize("init_device", ["cpu", "meta"])
+def test_media_tokenizers_stay_fp32_in_a_model_built_from_a_saved_config_alone(
+    tmp_path: Path, init_device: str
+) -> None:
+    tiny_model().config.save_pretrained(tmp_path)
+    model = build_omni_model(str(tmp_path), init_device=init_device, torch_dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".tokenizer." in name else torch.bfloat16)
+        assert parameter.device.type == init_device

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -49,6 +50,28 @@ def test_borders_in_arguments_cut_the_row(layer: torch.nn.Module) -> None:
     borders = torch.tensor(BORDERS, dtype=torch.int32)
     out, _ = attend(layer, *draw(), None, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=5, max_length_k=5)
     assert close(out, alone(layer.is_causal))
+
+
+class ListReads(TorchFunctionMode):
+    """Counts tensors whose values are read into Python, for which a GPU would be waited for."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.Tensor.tolist
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_with_the_same_borders_read_them_once_and_again_when_they_change() -> None:
+    borders = torch.tensor(BORDERS, dtype=torch.int32)
+    with ListReads() as reads:
+        for _ in range(5):
+            attend(TowerLayer(), *draw(), None, cu_seq_lens_q=borders)
+        assert reads.count == 1
+        borders[1] = 3
+        out, _ = attend(TowerLayer(), *draw(), None, cu_seq_lens_q=borders)
+    assert reads.count == 2
+    assert not close(out[:, :8], alone(causal=False)[:, :8])
 
 
 def test_a_window_in_arguments_holds_where_the_model_makes_no_mask() -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from omnitrain.data.pack import Pack
 from omnitrain.parallel.follow import follow_components
 from omnitrain.parallel.ranks import RankError, RankPool
-from omnitrain.parallel.shard import shard
 from omnitrain.parallel.stall_report import Answer, Collectives, Place, behind, described, report
 from omnitrain.parallel.stalls import Watch
 from omnitrain.parallel.state import init_parallel_state
@@ -51,7 +51,9 @@ def train(folder: str, limit_s: float, stuck: int, how: str) -> None:
     """Four sharded steps; in the third, rank ``stuck`` does not come out of the encoder."""
     torch.manual_seed(0)
     model, rank = Small(), dist.get_rank()
-    shard(model, init_parallel_state().fsdp_mesh)
+    mesh = init_parallel_state().fsdp_mesh
+    for module in (model.image_encoder, model.foundation, model):
+        fully_shard(module, mesh=mesh)
     store = dist.distributed_c10d._get_default_store()
     with (
         open(Path(folder, f"report-{rank}"), "w") as stream,

@@ -6,8 +6,9 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.native import discover
+from omnitrain.parallel.outcome import Outcome
 from omnitrain.parallel.ranks import RankPool
-from omnitrain.parallel.verify import verify
+from omnitrain.parallel.verify import _compared, _in_one_process, _Rounding, verify
 from tests.parallel import factories
 from tests.tiny import tiny_processor, tiny_samples
 
@@ -71,3 +72,38 @@ def test_a_factory_that_is_not_there_is_named(factory: str) -> None:
 def test_a_word_that_no_layout_has_is_named() -> None:
     with pytest.raises(UserError, match="`zp2`"):
         verify("tests.parallel.factories:any_to_any", [], ["zp2"])
+
+
+def test_a_factory_that_no_other_process_can_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"cannot be sent to other processes .* expected a function at a module's top"):
+        verify(lambda: factories.any_to_any(), [], ["dp2"])
+
+
+def rounding() -> _Rounding:
+    return _Rounding({"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 0.0}, frozenset({"b"}))
+
+
+def outcome(a: float, b: float) -> Outcome:
+    tensors = {"a": torch.tensor([1.0, a]), "b": torch.tensor([b])}
+    return Outcome(1.0, tensors, {"a": torch.ones(2), "b": torch.ones(1)}, tensors, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("got", "status"),
+    [
+        (outcome(0.5, -1e-9), "equal"),  # rounding has any sign
+        (outcome(0.5, 1.9e-8), "equal"),
+        (outcome(0.5, 2.1e-8), "different"),  # twenty times the reference's rounding
+        (outcome(0.5 + 2e-5, 1e-9), "different"),
+    ],
+)
+def test_a_gradient_that_is_zero_up_to_rounding_must_stay_so_and_widens_no_tolerance(got: Outcome, status: str) -> None:
+    row = _compared("dp2", got, outcome(0.5, 1e-9), rounding(), tolerance=1e-5)
+    assert row.status == status, row
+
+
+def test_only_gradients_that_are_zero_in_exact_arithmetic_count_as_rounding() -> None:
+    batch = tiny_samples(tiny_processor(factories.any_to_any()), 3)
+    _, found = _in_one_process("tests.parallel.factories:any_to_any", batch, frozenset())
+    assert found.empty == {"image_encoder.tower.encoder.layers.0.self_attn.k_proj.bias"}
+    assert max(found.gradients[name] for name in found.gradients.keys() - found.empty) < 1e-6

@@ -36,15 +36,15 @@ def test_degrees_left_out_are_inferred(world_size: int, degrees: dict[str, int |
     ("degrees", "message"),
     [
         ({"tp": 3}, "tp 3 = 3 and must divide 8\ntp is 3; 1, 2, 4, 8 would fit"),
-        ({"tp": 3, "sp": 2}, "sp 2 x tp 3 = 6 and must divide 8\ntp is 3; 1, 2, 4 would fit"),
-        ({"tp": 4, "sp": 4}, "sp is 4; 1, 2 would fit\ntp is 4; 1, 2 would fit"),
+        ({"tp": 3, "sp": 2}, "ulysses 2 x tp 3 = 6 and must divide 8\ntp is 3; 1, 2, 4 would fit"),
+        ({"tp": 4, "sp": 4}, "ulysses is 4; 1, 2 would fit\ntp is 4; 1, 2 would fit"),
         ({"dp": 8, "tp": 2}, "dp is 8 and must be 4, the ranks that the other degrees leave"),
         ({"dp_replicate": 3}, "dp_replicate is 3 and must divide dp; 1, 2, 4, 8 would fit"),
         ({"dp_shard": 3, "tp": 2}, "dp_shard is 3 and must divide dp; 1, 2, 4 would fit"),
         ({"dp_shard": 2, "dp_replicate": 2}, "2 x 2 and must be 8: one of 8 x 1, 4 x 2, 2 x 4, 1 x 8"),
-        ({"ep": 3}, "ep is 3 and must divide dp_shard x cp x sp = 8; 1, 2, 4, 8 would fit"),
-        ({"ep": 8, "tp": 2}, "ep is 8 and must divide dp_shard x cp x sp = 4; 1, 2, 4 would fit"),
-        ({"sp": 0, "dp": -1, "tp": 2.0}, "dp is -1; a degree .* 1\nsp is 0; a degree .* 1\ntp is 2.0; a degree"),
+        ({"ep": 3}, "ep is 3 and must divide dp_shard x cp x ulysses = 8; 1, 2, 4, 8 would fit"),
+        ({"ep": 8, "tp": 2}, "ep is 8 and must divide dp_shard x cp x ulysses = 4; 1, 2, 4 would fit"),
+        ({"sp": 0, "dp": -1, "tp": 2.0}, "dp is -1; a degree .* 1\nulysses is 0; a degree .* 1\ntp is 2.0; a degree"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_those_that_would(degrees: dict[str, int], message: str) -> None:

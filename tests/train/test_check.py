@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.check import check_recipe
 from omnitrain.train.setup import build_from_recipe
 from omnitrain.train.trainer import Trainer
-from tests.tiny import tiny_recipe
+from tests.tiny import FOUNDATION, tiny_recipe
 
 
 def load(path: Path, *overrides: str) -> Recipe:
@@ -91,3 +93,40 @@ def test_check_names_the_component_whose_config_no_forward_can_run(
         rf"model[., a-z]*{component}: .*cannot (run with|be built from|be trained with) this config: ", problem
     )
     assert "\n" not in problem
+
+
+def test_ops_that_cannot_train_here_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    ops = ("model.ops.attention=flex", "model.ops.swiglu=liger", "model.ops.cross_entropy=liger")
+    recipe = load(tiny_recipe(tmp_path), "train.device=cpu", *ops)
+    expected = [
+        "model.ops.swiglu: backend 'liger' runs on CUDA only, not on cpu; choose from auto, torch",
+        "model.ops.cross_entropy: backend 'liger' runs on CUDA only, not on cpu; choose from auto, torch",
+        "model.ops.attention: attention backend 'flex' cannot compute ordinary attention: it has no backward on CPU; "
+        "sdpa, reference can",
+    ]
+    assert check_recipe(recipe) == ["\n".join(expected)]
+    with pytest.raises(UserError) as refused:
+        Trainer(recipe)
+    assert str(refused.value).splitlines() == expected
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_attention_backend_that_a_layer_of_the_model_needs_more_of_is_refused(tmp_path: Path) -> None:
+    sizes = {key: FOUNDATION[key] for key in FOUNDATION if key.startswith(("num_", "hidden", "intermediate", "head"))}
+    config = {"model_type": "gpt_oss", "vocab_size": 264, "num_local_experts": 4, "num_experts_per_tok": 2} | sizes
+    path = tiny_recipe(tmp_path)
+    foundation = f"model.foundation={{config: {json.dumps(config)}}}"
+    assert check_recipe(load(path, foundation, "model.ops.attention=reference")) == []
+    (problem,) = check_recipe(load(path, foundation, "model.ops.attention=sdpa"))
+    assert re.fullmatch(
+        r"model\.ops\.attention: attention backend 'sdpa' cannot compute GptOssAttention: "
+        r"it does not honour .*sinks.*; .*reference can",
+        problem,
+    )
+
+
+def test_check_finds_a_device_that_is_not_there_and_a_folder_that_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    problems = check_recipe(load(tiny_recipe(tmp_path), "train.device=tpu", f"output_dir={tmp_path / 'full'}"))
+    assert [problem.split(":")[0] for problem in problems] == ["train.device", "output_dir"]

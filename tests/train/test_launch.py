@@ -35,6 +35,7 @@ INTERRUPTIBLE = """
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed launcher leaves its folder
 
 
 def program(body: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,13 +18,16 @@ from omnitrain.models.contract.measure import (
     leaking_class,
     logit_error,
     mixing_modalities,
+    own_loss_fact,
     packing_fact,
     unread_side_features,
     without_gradient,
 )
 from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
-from omnitrain.models.contract.twin import twin_config
+from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.kernels import kernels_of, torch_kernels
 
 _MOST_SEGMENTED_CLASSES = 3
 
@@ -46,24 +50,38 @@ def contract_of(model: PreTrainedModel) -> Contract:
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
-    """Check ``model_class`` on a small twin of ``config``: same widths, few layers, peaked weights.
+    """Check ``model_class`` on a small twin of ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
 
-    Where towers do not work with fewer layers (a config may tie other numbers to their depth), they keep them.
+    A config may tie other numbers to what the twin cuts. So where not everything passes, towers are kept whole, and
+    where a model would be refused, MLPs, too.
 
     Returns:
         The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
     """
-    small, tall = twin_config(config), twin_config(config, cut_towers=False)
+    twins = [twin_config(config), twin_config(config, cut_towers=False)]
+    twins.append(twin_config(config, cut_towers=False, cut_mlps=False))
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        if small.to_dict() != tall.to_dict():
-            contract = attempt(lambda: _checked(Trial(model_class, small)))
-            if isinstance(contract, Contract) and all(f.outcome == "passed" for f in contract.findings):
+        for (small, larger), accepted in zip(pairwise(twins), ({"passed"}, {"passed", "fallback"}), strict=True):
+            if small.to_dict() == larger.to_dict():
+                continue
+            contract = attempt(partial(_contract_on, model_class, small))
+            if isinstance(contract, Contract) and {f.outcome for f in contract.findings} - {"left out"} <= accepted:
                 return contract
-        return _checked(Trial(model_class, tall))
+        return _contract_on(model_class, twins[-1])
+
+
+def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> Contract:
+    plain = build_twin(model_class, twin)
+    with torch_kernels(plain):
+        contract = _checked(Trial(plain))
+    if kernels := kernels_of(plain):
+        replaced = "; the check ran torch code in its place" if any(kernel.is_used for kernel in kernels) else ""
+        contract = contract.noting("kernels", "passed", ", ".join(map(str, kernels)) + replaced)
+    return contract
 
 
 def _checked(trial: Trial) -> Contract:
-    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _gradients):
+    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _own_loss, _last_rows, _gradients):
         check(trial)
         if trial.contract.refusals:
             break
@@ -150,9 +168,28 @@ def _packing(trial: Trial) -> None:
         trial.note("packing", "passed", "packed samples equal each alone")
 
 
+def _own_loss(trial: Trial) -> None:
+    """The model's own loss is that of its tokens, or what it adds (a balance of experts) is said to be left out."""
+    fact = attempt(partial(own_loss_fact, trial))
+    if fact is not None and not isinstance(fact, Failure):  # a model without a loss of its own adds nothing to it
+        trial.note("own loss", "left out", f"{fact}; only the loss of the tokens is trained")
+
+
+def _last_rows(trial: Trial) -> None:
+    """Modules that need not compute the rows which no loss reads; gradients are then checked without those rows."""
+    found = attempt(partial(row_local_modules, trial))
+    if found and not isinstance(found, Failure):
+        trial.use(row_local=found)
+        trial.note("last rows", "passed", f"rows that no loss reads can be left out of {', '.join(found)}")
+
+
 def _gradients(trial: Trial) -> None:
     """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
     fact = attempt(partial(gradient_fact, trial))
+    if fact is not None and trial.contract.row_local:
+        trial.use(row_local=())
+        trial.note("last rows", "fallback", f"{fact} without the rows that no loss reads; all are computed")
+        fact = attempt(partial(gradient_fact, trial))
     if fact is not None and trial.contract.packs:
         _unpack(trial, fact)
         fact = attempt(partial(gradient_fact, trial))

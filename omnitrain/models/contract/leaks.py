@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omnitrain.models.native import raise_if_ours
 from omnitrain.models.segments import cut_rows
 
 # Relative to the largest value of a tensor: rounding stays below, what another sample or place does is above.
@@ -39,7 +40,8 @@ def first_leak(
     expected = watch.calls(alone, stop - start, 0, stop - start)
     try:
         got = watch.calls(packed, length, start, stop)
-    except Exception:
+    except Exception as error:
+        raise_if_ours(error)
         return watch.running[-1] if watch.running else None
     for key, (inputs, outputs) in expected.items():
         other_inputs, other_outputs = got.get(key, ([], []))

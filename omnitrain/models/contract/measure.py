@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -14,11 +15,16 @@ from omnitrain.data.pack import Pack
 from omnitrain.models.contract.leaks import first_leak
 from omnitrain.models.contract.trial import Case, Trial, head_of, largest, relative
 from omnitrain.models.foundation import EncodedMedia
+from omnitrain.models.native import config_nodes
 
 # Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
 TOLERANCE = 1e-3
 # What expert layers' rounding may change by with the number of rows they get.
 ROUNDING = 1e-4
+# From this part of a loss on, something is added to it; rounding of a mean stays below.
+_ADDED = 1e-5
+_ROUTER_LOGITS = "output_router_logits"
+_LOSS_WEIGHTS = ("loss_coef", "loss_coefficient", "loss_weight", "loss_alpha")
 
 
 @torch.no_grad()
@@ -129,6 +135,23 @@ def leaking_class(trial: Trial) -> str | None:
         if name is not None:
             return type(trial.ours.get_submodule(name)).__name__
     return None
+
+
+@torch.no_grad()
+def own_loss_fact(trial: Trial) -> str | None:
+    """What transformers adds to the loss of a sample's tokens, such as a router's balance, is not in our loss."""
+    case, forward = trial.cases[0], inspect.signature(type(trial.plain).forward)
+    tokens = float(case.losses.mean())
+    added, when = trial.own_loss(case.probe) - tokens, ""
+    if abs(added) <= _ADDED * tokens and _ROUTER_LOGITS in forward.parameters:
+        added = trial.own_loss(case.probe, **{_ROUTER_LOGITS: True}) - tokens
+        when = f" where {_ROUTER_LOGITS} is set"
+    if abs(added) <= _ADDED * tokens:
+        return None
+    nodes = [vars(node).items() for _, node in config_nodes(trial.plain.config)]
+    weights = {f"{name} {value}" for items in nodes for name, value in items if name.endswith(_LOSS_WEIGHTS) and value}
+    by = f" ({', '.join(sorted(weights))})" if weights else ""
+    return f"transformers adds {added:.1e} to a sample's loss of {tokens:.2f}{when}{by}"
 
 
 def gradient_fact(trial: Trial) -> str | None:

@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.contract.findings import Contract, Outcome
 from omnitrain.models.contract.probes import Probe, ordinary_words, reworded
-from omnitrain.models.contract.twin import build_twin
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
-from omnitrain.models.native import discover
+from omnitrain.models.native import discover, failure_of_model
 
 _T = TypeVar("_T")
 
@@ -28,11 +27,11 @@ class Failure(str):
 
 
 def attempt(measure: Callable[[], _T]) -> _T | Failure:
-    """What ``measure`` returns; a failure of the model's own code is a fact about it."""
+    """What ``measure`` returns, or how the model's own code failed in it; other failures are raised."""
     try:
         return measure()
     except Exception as error:
-        return Failure(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+        return Failure(failure_of_model(error))
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class Trial:
         runner: runs it by the contract.
     """
 
-    def __init__(self, model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> None:
-        """Build both; ``twin``: what :func:`twin_config` made of the model's config."""
-        self.plain = build_twin(model_class, twin).train()
+    def __init__(self, twin: PreTrainedModel) -> None:
+        """Set the other one beside ``twin``, which :func:`build_twin` made."""
+        self.plain = twin.train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
         self.scales: dict[str, float] = {}
@@ -88,6 +87,7 @@ class Trial:
     def _attach(self) -> None:
         self.ours = self._twin_of(self._unused)
         self.runner = FoundationRunner(self.ours, self.contract, native=self.native)
+        self.runner.skip_unread_rows()
 
     # Plain transformers -----------------------------------------------------------------------------------------------
 
@@ -96,6 +96,12 @@ class Trial:
         """What plain transformers makes of a probe."""
         logits, losses = self._plain(probe)
         return Case(probe, logits, losses)
+
+    def own_loss(self, probe: Probe, **asked: Any) -> float:
+        """The model's own mean loss of a probe's tokens, with what it adds to that."""
+        trained = torch.from_numpy(probe.sample.loss_mask)[None]
+        labels = probe.arguments["input_ids"].where(trained, IGNORED)
+        return float(self.plain(**probe.arguments, labels=labels, use_cache=False, **asked).loss)
 
     def start_gradients(self, cases: Sequence[Case]) -> None:
         """Gradients of these cases by plain transformers, negated, so that ours add up to the error in their place."""

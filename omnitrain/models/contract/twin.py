@@ -1,4 +1,4 @@
-"""A model's twin: the same class and widths with fewer layers, experts and vocabulary rows, and peaked weights."""
+"""A model's twin: its class and hidden widths with fewer layers, experts and vocabulary rows, and peaked weights."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ _THRESHOLDS = (
     "window_size",
 )
 TWIN_THRESHOLD = 8
+# Widths inside an MLP, which nothing outside of it sees. They hold most of a layer's weights.
+_INNER_WIDTHS = ("intermediate_size", "ffn_dim", "mlp_dim", "n_inner", "ffn_hidden_size")
 _RANDOM = ("drop", "jitter")
 _TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index", "_token_idx")
 
 # Below this a vocabulary is small enough to stay as it is.
 TWIN_VOCABULARY = 512
 _TWIN_EXPERTS, _TWIN_CHOSEN_EXPERTS = 4, 2
+TWIN_INNER_WIDTH = 256
 
 
-def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True) -> PreTrainedConfig:
-    """A config of the same widths that is quick to build.
+def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True) -> PreTrainedConfig:
+    """A config of the same hidden widths that is quick to build.
 
     The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
     four experts per routing group, and a few hundred vocabulary rows, to which all special tokens
@@ -50,6 +53,7 @@ def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True) -> PreTrai
         config: of the whole model; it is not changed.
         cut_towers: towers keep their first layers only; layers that lists name by index (full attention, side
             features) become the first ones.
+        cut_mlps: MLPs of the language model, and of towers that are cut, are narrow inside.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
@@ -58,10 +62,11 @@ def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True) -> PreTrai
         len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)
     ]
     _cut_depth(text, least=1 + max(levels, default=1))
-    if cut_towers:
-        for node in _nodes(small):
-            if node is not text and node is not small:
-                _cut_tower(node)
+    towers = [node for node in _nodes(small) if node is not text and node is not small] if cut_towers else []
+    for tower in towers:
+        _cut_tower(tower)
+    for node in (text, *towers) if cut_mlps else ():
+        _cut_mlps(node)
     _cut_experts(text)
     _cut_thresholds(text)
     for node in _nodes(small):
@@ -142,6 +147,12 @@ def _cut_tower(node: PreTrainedConfig) -> None:
         if len(per_layer) == depth and key not in named:
             setattr(node, key, per_layer[:kept])
     setattr(node, name, kept)
+
+
+def _cut_mlps(node: PreTrainedConfig) -> None:
+    for name, value in vars(node).items():
+        if name.endswith(_INNER_WIDTHS) and isinstance(value, int) and value > TWIN_INNER_WIDTH:
+            setattr(node, name, TWIN_INNER_WIDTH)
 
 
 def _cut_thresholds(text: PreTrainedConfig) -> None:

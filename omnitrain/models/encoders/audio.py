@@ -14,7 +14,7 @@ from omnitrain.data.media import Waveform
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, to_tensors
-from omnitrain.models.encoders.projector import Projector, merge_frames
+from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_frames
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf import as_config
 
@@ -46,7 +46,7 @@ class AudioAdapter(ComponentAdapter):
         """Build the feature extractor of ``config``, and the tower without weights for its length function."""
         settings = dict(config.processor or {})
         self.extractor = feature_extractor(settings)
-        self.merge = config.projector["factor"] if config.projector["kind"] == "pixel_shuffle" else 1  # type: ignore[index]
+        self.merge = ProjectorSettings(**(config.projector or {})).merge
         with torch.device("meta"):
             tower = tower_from_config(as_config(config.tower or {}), "audio")
         if not hasattr(tower, "_get_feat_extract_output_lengths"):
@@ -94,9 +94,9 @@ class AudioEncoder(PreTrainedModel, EncoderMixin):
         """``tower``: its weights; None: random ones."""
         super().__init__(config)
         self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "audio")
-        kind, factor = config.projector["kind"], config.projector["factor"]  # type: ignore[index]
+        settings = ProjectorSettings(**(config.projector or {}))
         tower_size = self.tower.config.hidden_size
-        self.projector = Projector(kind, factor, factor, tower_size, config.hidden_size)
+        self.projector = Projector(settings, 1, tower_size, config.hidden_size)
         self.post_init()
 
     def adapter(self) -> AudioAdapter:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+
+class ProjectorSettings(NamedTuple):
+    """How a tower's rows become the foundation's.
+
+    Attributes:
+        kind: ``linear``, ``mlp`` or ``pixel_shuffle``.
+        factor: of ``pixel_shuffle``.
+    """
+
+    kind: str
+    factor: int
+
+    @property
+    def merge(self) -> int:
+        """Neighbours along a dim that become one row."""
+        return self.factor if self.kind == "pixel_shuffle" else 1
 
 
 class Projector(nn.Module):
@@ -14,13 +31,13 @@ class Projector(nn.Module):
     The merge itself is :func:`merge_grid` for images and :func:`merge_frames` for sound.
     """
 
-    def __init__(self, kind: str, factor: int, merged_rows: int, tower_size: int, hidden_size: int) -> None:
-        """``merged_rows``: tower rows that ``pixel_shuffle`` joins into one (``factor ** 2`` or ``factor``)."""
+    def __init__(self, settings: ProjectorSettings, dims: int, tower_size: int, hidden_size: int) -> None:
+        """``dims`` in which neighbours are merged: 2 for images, 1 for sound."""
         super().__init__()
-        self.factor = factor if kind == "pixel_shuffle" else 1
-        width = tower_size * (merged_rows if kind == "pixel_shuffle" else 1)
+        self.factor = settings.merge
+        width = tower_size * settings.merge**dims
         layers: list[nn.Module] = [nn.Linear(width, hidden_size)]
-        if kind != "linear":
+        if settings.kind != "linear":
             layers = [nn.LayerNorm(width), *layers, nn.GELU(), nn.Linear(hidden_size, hidden_size)]
         self.layers = nn.Sequential(*layers)
 

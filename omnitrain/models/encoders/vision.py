@@ -15,7 +15,7 @@ from transformers.models.auto.image_processing_auto import get_image_processor_c
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, to_tensors
-from omnitrain.models.encoders.projector import Projector, merge_grid
+from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_grid
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf import as_config
 
@@ -52,7 +52,7 @@ class VisionAdapter(ComponentAdapter):
         self.max_frames = config.max_frames
         self.processor = image_processor(dict(config.processor or {}))
         self.tower = as_config(config.tower or {})
-        self.merge = config.projector["factor"] if config.projector["kind"] == "pixel_shuffle" else 1  # type: ignore[index]
+        self.merge = ProjectorSettings(**(config.projector or {})).merge
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Pixels of one image, or of all frames of a video (see :meth:`VisionEncoder.lm_encode` for shapes)."""
@@ -101,12 +101,12 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
         super().__init__(config)
         self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "image")
         self.takes_grid = "grid_thw" in inspect.signature(self.tower.forward).parameters
-        kind, factor = config.projector["kind"], config.projector["factor"]  # type: ignore[index]
-        if self.takes_grid and kind == "pixel_shuffle":
+        settings = ProjectorSettings(**(config.projector or {}))
+        if self.takes_grid and settings.kind == "pixel_shuffle":
             raise UserError(f"{type(self.tower).__name__} merges patches itself; use projector.kind: linear or mlp")
         tower_config = self.tower.config
         tower_size = getattr(tower_config, "out_hidden_size", None) if self.takes_grid else tower_config.hidden_size
-        self.projector = Projector(kind, factor, factor**2, tower_size or tower_config.hidden_size, config.hidden_size)
+        self.projector = Projector(settings, 2, tower_size or tower_config.hidden_size, config.hidden_size)
         self.time_projector = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.post_init()
 

@@ -1,6 +1,7 @@
 """Whole HF models as foundation: components, rows, positions; found from signatures and configs."""
 
 from omnitrain.models.native.discover import Discovery, discover
+from omnitrain.models.native.failure import failure_of_model, raise_if_ours
 from omnitrain.models.native.geometry import config_nodes
 from omnitrain.models.native.inputs import native_inputs
 from omnitrain.models.native.peaked import peaked_
@@ -18,8 +19,10 @@ __all__ = [
     "check_rows",
     "config_nodes",
     "discover",
+    "failure_of_model",
     "native_inputs",
     "override",
     "peaked_",
+    "raise_if_ours",
     "special_ids",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,22 +13,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
+from omnitrain.models.native.failure import raise_if_ours
 from omnitrain.models.native.placeholders import TokenExtras, extra_arguments, marks, video_marks
-from omnitrain.models.native.port import NativePort
+from omnitrain.models.native.port import NativePort, method_name
 from omnitrain.models.native.positions import PositionFunction, config_json, own_function
+from omnitrain.models.native.probe import MAIN_ARGUMENTS
 from omnitrain.models.native.search import find_port
 from omnitrain.models.native.text_run import (
     MODALITIES,
     attention_implementation,
     called_with,
     feature_hosts,
+    first_position,
     plain_ids,
     separate_decoder,
     text_arguments,
-    typed,
     undisturbed,
 )
-from omnitrain.models.native.touch import ParameterReads, leaves
+from omnitrain.models.native.touch import leaves
 
 FOUNDATION = "foundation"
 
@@ -75,6 +78,8 @@ def discover(model: PreTrainedModel) -> Discovery:
         text = _text_parameters(model)
         for modality in MODALITIES:
             if not feature_hosts(model, modality):
+                if taken := _media_arguments(model, modality):
+                    refused[modality] = f"its forward takes {taken}, but no {method_name(modality)} makes rows of it"
                 continue
             found = find_port(model, modality)
             if isinstance(found, str):
@@ -84,6 +89,11 @@ def discover(model: PreTrainedModel) -> Discovery:
         extras = _extras(model, ports)
         positions = _positions(model, ports, extras)
     return _grouped(model, ports, refused, text, positions, extras)
+
+
+def _media_arguments(model: PreTrainedModel, modality: str) -> str:
+    parameters = inspect.signature(type(model).forward).parameters
+    return ", ".join(name for name in MAIN_ARGUMENTS[modality] if name in parameters)
 
 
 def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExtras:
@@ -108,14 +118,15 @@ def _text_call(model: PreTrainedModel) -> dict[str, Any]:
         return {}
     try:
         return called_with(model, decoder, text_arguments(model))[1]
-    except Exception:  # a forward that cannot do without an image
+    except Exception as error:  # a forward that cannot do without an image
+        raise_if_ours(error)
         return {}
 
 
 def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: TokenExtras) -> PositionFunction:
     """The model's own function where it has one, and how it counts where it has none."""
     given = _text_call(model).get("position_ids")
-    start = int(given.min()) if isinstance(given, Tensor) else 0
+    start = int(given.min()) if isinstance(given, Tensor) else _counted_from(model)
     if own_function(model) is None:
         return PositionFunction(type(model), None, start=start)
     function = PositionFunction(type(model), config_json(model.config), start=start)
@@ -127,15 +138,20 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: 
     return replace(function, axes=axes)
 
 
+def _counted_from(model: PreTrainedModel) -> int:
+    try:
+        return first_position(model)
+    except Exception as error:  # as in _text_call
+        raise_if_ours(error)
+        return 0
+
+
 def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativePort, extras: TokenExtras) -> int:
-    item = port.minimal_input()
-    with ParameterReads(model):
-        rows = port.encode(model, typed(model, item)).main.size(0)
     plain = plain_ids(model, 4)
     opening, closing = marks(model.config, port.modality) or (plain[1], plain[2])
-    ids = np.array([plain[0], opening, *[port.token_id] * rows, closing, plain[3]])
+    ids = np.array([plain[0], opening, *[port.token_id] * port.minimal_rows, closing, plain[3]])
     try:
-        positions = function(ids, item, extras(ids))
+        positions = function(ids, port.minimal_input(), extras(ids))
     except UserError:
         return 0
     return positions.shape[0] if positions.ndim == 2 else 0

@@ -35,6 +35,9 @@ class NativePort:
         parameters: names of all that the feature method reads, in the model.
         items_are_independent: rows of an item are the same whether encoded alone or beside others (of its size, unless
             ``sizes_may_differ``).
+        items_stack: the features of two items of one size, joined along dim 0 as packs join them, are those of both in
+            one call.
+        minimal_rows: that the tower makes of :meth:`minimal_input`; 0: it refuses that, alone.
     """
 
     modality: str
@@ -50,6 +53,8 @@ class NativePort:
     probe: ProbeInput
     parameters: tuple[str, ...]
     items_are_independent: bool
+    items_stack: bool
+    minimal_rows: int
 
     @property
     def method(self) -> str:

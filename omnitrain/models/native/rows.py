@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,7 +236,7 @@ def _row_numbers(value: Any) -> Iterator[int]:
 
 def _with_fields(output: type, values: dict[str, Any]) -> Any:
     """An output object; some models add attributes that its class does not declare."""
-    declared = {name for name in values if name in output.__dataclass_fields__}  # type: ignore[attr-defined]
+    declared = values.keys() & inspect.signature(output).parameters.keys()
     made = output(**{name: values[name] for name in declared})
     for name in set(values) - declared:
         setattr(made, name, values[name])
@@ -330,16 +331,20 @@ class Watched:
         if not isinstance(output, ModelOutput):
             return
         values = {name: getattr(output, name) for name in {**vars(output), **output}}
-        looked, known = self.fields, set(values)
-
-        class Watching(type(output)):  # type: ignore[misc]
-            def __getattribute__(self, name: str) -> Any:
-                if name in known and name not in looked:
-                    looked.append(name)
-                return super().__getattribute__(name)
-
-            def __getitem__(self, key: Any) -> Any:
-                return getattr(self, key) if isinstance(key, str) else getattr(self, list(self.keys())[key])
-
         self.output = _with_fields(type(output), values)
-        object.__setattr__(self.output, "__class__", Watching)
+        # Only now: to make an output, transformers looks at its fields, and keeps a record of its class.
+        object.__setattr__(self.output, "__class__", _watching(type(output), values.keys(), self.fields))
+
+
+def _watching(kind: type[ModelOutput], known: Set[str], looked: list[str]) -> type[ModelOutput]:
+    """A subclass that adds to ``looked`` the name of each field in ``known`` that is read, once."""
+
+    def getattribute(self: Any, name: str) -> Any:
+        if name in known and name not in looked:
+            looked.append(name)
+        return object.__getattribute__(self, name)
+
+    def getitem(self: Any, key: Any) -> Any:
+        return getattr(self, key if isinstance(key, str) else list(self.keys())[key])
+
+    return type(f"Watched{kind.__name__}", (kind,), {"__getattribute__": getattribute, "__getitem__": getitem})

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from omnitrain.models.native.failure import failure_of_model
 from omnitrain.models.native.placeholders import token_ids
 from omnitrain.models.native.port import NativePort, method_name
 from omnitrain.models.native.probe import MAIN_ARGUMENTS, ProbeInput, candidates
@@ -92,8 +93,10 @@ class _Search:
             probe=probe,
             parameters=tuple(sorted(reads.names)),
             items_are_independent=True,
+            items_stack=_stacks(replace(probe, variable=False)),
+            minimal_rows=0,
         )
-        return self._with_independence(self._with_trigger(port, features, output))
+        return self._with_independence(self._with_trigger(port, features, output), output)
 
     # What the method is called with -----------------------------------------------------------------------------------
 
@@ -226,21 +229,27 @@ class _Search:
                     return replace(port, trigger={name: value.cpu() for name, value in given.items()})
         raise WrongGuessError("no argument makes the forward take rows made before")
 
-    def _with_independence(self, port: NativePort) -> NativePort:
-        """Items of any sizes are independent, or those of equal sizes, or none."""
-        if self._independent(port):
-            return port
-        equal = replace(port, probe=replace(port.probe, variable=False))
-        return replace(equal, items_are_independent=port.probe.variable and self._independent(equal))
+    def _with_independence(self, port: NativePort, output: Any) -> NativePort:
+        """Items of any sizes are independent, or those of equal sizes, or none.
 
-    def _independent(self, port: NativePort) -> bool:
+        Args:
+            port: without this fact and the rows of its minimal input.
+            output: of the feature method for the port's first two items.
+        """
+        apart, together = self._encoded(port, port.probe_items(2)), [flatten(output, port.layout)]
+        if port.probe.variable and not _same_rows(apart, together):
+            port = replace(port, probe=replace(port.probe, variable=False))
+            apart, together = self._encoded(port, port.probe_items(2)), self._encoded(port, [port.probe_batch(2)])
+        minimal_rows = apart[0].main.size(0) if apart else 0
+        return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
+
+    def _encoded(self, port: NativePort, inputs: Sequence[dict[str, Tensor]]) -> list[NativeRows]:
+        """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""
         try:
             with _guess(""), ParameterReads(self.model):
-                together = port.encode(self.model, typed(self.model, port.probe_batch(2)))
-                apart = NativeRows.cat([port.encode(self.model, typed(self.model, i)) for i in port.probe_items(2)])
-        except WrongGuessError:  # a size that only passes beside a larger one
-            return False
-        return all(_close(a, b) for a, b in zip(apart.tensors(), together.tensors(), strict=True))
+                return [port.encode(self.model, typed(self.model, features)) for features in inputs]
+        except WrongGuessError:
+            return []
 
 
 @contextmanager
@@ -251,8 +260,7 @@ def _guess(where: str) -> Iterator[None]:
     except WrongGuessError:
         raise
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else ""
-        raise WrongGuessError(f"{where}{type(error).__name__}: {first}"[:200]) from error
+        raise WrongGuessError(f"{where}{failure_of_model(error)}") from error
 
 
 def _values(output: Any) -> dict[str, Any]:
@@ -276,6 +284,18 @@ def _source(value: Tensor, features: Mapping[str, Tensor]) -> tuple[str, bool] |
 
 def _same(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
     return len(expected) == len(got) and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def _stacks(probe: ProbeInput) -> bool:
+    one, other, both = probe.make([0]), probe.make([1]), probe.make([0, 1])
+    return all(_same([torch.cat([one[name], other[name]])], [value]) for name, value in both.items())
+
+
+def _same_rows(apart: Sequence[NativeRows], together: Sequence[NativeRows]) -> bool:
+    if not apart or not together:
+        return False
+    pairs = zip(NativeRows.cat(apart).tensors(), NativeRows.cat(together).tensors(), strict=True)
+    return all(_close(a, b) for a, b in pairs)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native.placeholders import MODALITY_CODES, extra_arguments, marks, special_ids
 from omnitrain.models.native.port import method_name
-from omnitrain.models.native.touch import ParameterReads
+from omnitrain.models.native.touch import ParameterReads, leaves
 
 MODALITIES = ("image", "video", "audio")
 
@@ -40,8 +42,11 @@ def text_core(model: PreTrainedModel) -> nn.Module:
     if decoder is not None:
         return decoder
     towers = {id(inner) for tower in _towers(model) for inner in tower.modules()}
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in towers]
-    return max(stacks, key=len)[0]
+    return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)[0]
+
+
+def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
+    return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
 
 
 def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -74,6 +79,27 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
     return caught[0]
 
 
+def first_position(model: PreTrainedModel) -> int:
+    """The position from which a model counts that is given none: its first layer is then called with the same.
+
+    Some count from behind their padding token, in a table or a formula. 0 for a model that takes no positions, or that
+    no guess fits. Whatever the model raises is passed on.
+    """
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return 0
+    layer = max(_stacks(separate_decoder(model) or model), key=len)[0]
+    embeddings: nn.Embedding = model.get_input_embeddings()
+    rows = torch.zeros(1, 3, embeddings.weight.size(1), device=input_device(model), dtype=model.dtype)
+    behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
+    expected = _floats(called_with(model, layer, {"inputs_embeds": rows}))
+    for start in dict.fromkeys((0, 1, 2, behind_padding)):
+        positions = torch.arange(start, start + rows.size(1), device=rows.device)[None]
+        got = _floats(called_with(model, layer, {"inputs_embeds": rows, "position_ids": positions}))
+        if all(torch.equal(one, other) for one, other in zip(expected, got, strict=True)):
+            return start
+    return 0
+
+
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
     """Arguments of a forward: ids with ``rows`` placeholders between text, and what it asks for beside them.
 
@@ -99,11 +125,15 @@ def text_arguments(model: PreTrainedModel, modality: str = "image", token: int |
     }
 
 
+def _floats(call: Any) -> list[Tensor]:
+    return [value for value in leaves(call) if isinstance(value, Tensor) and value.is_floating_point()]
+
+
 def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
     """Ids of ordinary text: those that the config gives no meaning to."""
     used = special_ids(model.config)
     size = model.get_input_embeddings().weight.size(0)
-    return [token for token in range(size) if token not in used][:number]
+    return list(islice((token for token in range(size) if token not in used), number))
 
 
 def typed(model: PreTrainedModel, features: dict[str, Tensor]) -> dict[str, Tensor]:

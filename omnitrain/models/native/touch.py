@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# Values drawn for a tensor on the meta device, which repeat in a larger one: drawing all would take most of the time.
-# A prime, so that no row of a matrix equals its neighbours.
-_DRAWN = 65_537
+# Random values that all large tensors on the meta device stand on: to write each out at every read would take most of
+# the time. Tensors begin this far apart, so no two are equal.
+_DRAWN, _APART = 2**24, 1_021
+# Below this a tensor has values of its own.
+_SMALL = 2**16
 
 
 class ParameterReads(TorchFunctionMode):
@@ -19,7 +22,7 @@ class ParameterReads(TorchFunctionMode):
 
     Looking at a parameter's dtype or device is no reading: only calls that return tensors count. Parameters and buffers
     on the meta device are replaced by small random values for the moment of the call, so that code which depends on
-    its inputs' values runs on a model without weights, in the memory of its largest tensor.
+    its inputs' values runs on a model without weights. Large ones are windows onto the same values, and take no memory.
 
     Attributes:
         names: of the parameters read.
@@ -50,12 +53,30 @@ class ParameterReads(TorchFunctionMode):
         seed = self._seeds.get(id(value))
         if seed is None:
             return value
-        if not value.is_floating_point():
-            return torch.zeros(value.shape, dtype=value.dtype)
+        return _random(value, seed) if value.is_floating_point() else torch.zeros(value.shape, dtype=value.dtype)
+
+
+def _random(like: Tensor, seed: int) -> Tensor:
+    """Values in [-0.1, 0.1) of the shape and dtype of ``like``, the same for each call with this seed.
+
+    What is written to a large one is seen by others.
+    """
+    size = like.numel()
+    if size <= _SMALL:
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.empty(min(value.numel(), _DRAWN), dtype=value.dtype).uniform_(-0.1, 0.1, generator=generator)
-        repeats = -(-value.numel() // max(1, drawn.numel()))
-        return drawn.repeat(repeats)[: value.numel()].view(value.shape)
+        return torch.empty(like.shape, dtype=like.dtype).uniform_(-0.1, 0.1, generator=generator)
+    values, offset = _shared_values(like.dtype), seed * _APART % (_DRAWN // 4)
+    rows, width = like.size(0), size // like.size(0)
+    # The rows of a tensor that is larger than the values overlap, each a few values behind the one before.
+    step = min(width, (_DRAWN - offset - width) // max(1, rows - 1))
+    if step < 1:
+        return values.repeat(-(-size // _DRAWN))[:size].view(like.shape)
+    return values.as_strided(like.shape, (step, *torch.empty(like.shape[1:], device="meta").stride()), offset)
+
+
+@lru_cache(maxsize=2)
+def _shared_values(dtype: torch.dtype) -> Tensor:
+    return torch.empty(_DRAWN).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

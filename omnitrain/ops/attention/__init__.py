@@ -9,13 +9,14 @@ The registered name contains ``flash``: transformers then hands ``cu_seq_lens_q`
 masking by itself.
 """
 
-from omnitrain.ops.attention.choose import AttentionRow, attention_report, backend_names
+from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable
 from omnitrain.ops.attention.mask_spec import MaskSpec
 from omnitrain.ops.attention.packing import packed, packed_borders
 from omnitrain.ops.attention.use import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
 
 __all__ = [
     "ATTENTION_NAME",
+    "AUTO",
     "AttentionRow",
     "MaskSpec",
     "attention_report",
@@ -23,5 +24,6 @@ __all__ = [
     "packed",
     "packed_borders",
     "plain_implementation",
+    "require_trainable",
     "use_omnitrain_attention",
 ]

@@ -21,6 +21,7 @@ DROPOUT = "dropout"
 SINKS = "sinks"
 SOFTCAP = "softcap"
 POSITION_BIAS = "position_bias"
+EVERYTHING = frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT, SINKS, SOFTCAP, POSITION_BIAS})
 
 
 @dataclass(frozen=True, eq=False)

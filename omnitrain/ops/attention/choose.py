@@ -10,6 +10,7 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.backends import BACKENDS
 from omnitrain.ops.attention.call import Backend, Call
+from omnitrain.ops.attention.mask_spec import MaskSpec
 
 AUTO = "auto"
 
@@ -65,13 +66,27 @@ def attention_report() -> list[AttentionRow]:
     return sorted(set(rows), key=lambda row: (row.module, row.needs, row.device, row.dtype, row.asked))
 
 
+def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a backend that cannot train on ``device``, whatever the model: ordinary causal attention is tried.
+
+    Args:
+        asked: a backend's name, or ``auto``.
+        device: of the training.
+        dtype: of queries, keys and values.
+
+    Raises:
+        UserError: the reason, and the backends that can.
+    """
+    if asked == AUTO:
+        return
+    states = torch.empty(1, 1, 2, 64, device=device, dtype=dtype, requires_grad=True)
+    with torch.enable_grad():
+        _named("ordinary attention", Call(states, states, states, MaskSpec((0, 2), causal=True)), asked)
+
+
 def _choose(module: str, call: Call, asked: str) -> Backend:
     if asked != AUTO:
-        named = next(backend for backend in BACKENDS if backend.name == asked)
-        if problem := _problem(named, call):
-            others = ", ".join(backend.name for backend in BACKENDS if not _problem(backend, call))
-            raise UserError(f"attention backend {asked!r} cannot compute {module}: {problem}; {others or 'none'} can")
-        return named
+        return _named(module, call, asked)
     device = call.query.device.type
     candidates = [b for b in BACKENDS if b.automatic_on is None or device in b.automatic_on]
     able = [backend for backend in candidates if not _problem(backend, call)]
@@ -79,6 +94,14 @@ def _choose(module: str, call: Call, asked: str) -> Backend:
         problems = "; ".join(f"{backend.name}: {_problem(backend, call)}" for backend in candidates)
         raise UserError(f"no attention backend can compute {module}: {problems}")
     return able[0]
+
+
+def _named(module: str, call: Call, asked: str) -> Backend:
+    named = next(backend for backend in BACKENDS if backend.name == asked)
+    if problem := _problem(named, call):
+        others = ", ".join(backend.name for backend in BACKENDS if not _problem(backend, call))
+        raise UserError(f"attention backend {asked!r} cannot compute {module}: {problem}; {others or 'none'} can")
+    return named
 
 
 def _problem(backend: Backend, call: Call) -> str | None:

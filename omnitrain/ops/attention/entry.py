@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.arguments import refuse_unknown
@@ -20,8 +20,8 @@ from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
 # Layers that learnt from the context alone that their row is packed, and so need it in a recomputation, too.
 _rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
 
-# Tensor of borders -> its version and its values.
-_read_borders: Any = WeakIdKeyDictionary()
+# Tensor of borders -> its version, and its values.
+_read_before = WeakTensorKeyDictionary()
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
@@ -131,15 +131,18 @@ def _borders(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]
     queries, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if keys is not None and keys is not queries and not torch.equal(keys, queries):
         raise UserError(f"{type(module).__name__}: queries and keys of a packed row have different borders")
-    return _on_host(queries)
+    return _read(queries)
 
 
-def _on_host(borders: torch.Tensor) -> tuple[int, ...]:
-    """Values of a tensor of borders. The layers of a tower share it, and only the first waits for the device."""
-    read = _read_borders.get(borders)
-    if read is None or read[0] != borders._version:
-        read = _read_borders[borders] = (borders._version, tuple(borders.tolist()))
-    return read[1]
+def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """Its values; all layers of a tower get one tensor, and only the first waits for the device."""
+    if cu_seqlens.is_inference():  # cannot tell whether it was written to
+        return tuple(cu_seqlens.tolist())
+    version, borders = _read_before.get(cu_seqlens, (None, ()))
+    if version != cu_seqlens._version:
+        borders = tuple(cu_seqlens.tolist())
+        _read_before[cu_seqlens] = (cu_seqlens._version, borders)
+    return borders
 
 
 def _spec_of_layer(

@@ -57,6 +57,12 @@ class Leaking(Qwen3ForCausalLM):
         self.model.layers[1].mlp = nn.Sequential(self.model.layers[1].mlp, Smear())
 
 
+class MixingAtTheEnd(Qwen3ForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm = nn.Sequential(Smear(), self.model.norm)
+
+
 class LeakingOutsideOfModules(Qwen3ForCausalLM):
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         embeds = self.model.embed_tokens(input_ids)
@@ -80,6 +86,27 @@ class WithSpareParts(Qwen3ForCausalLM):
 class Refusing(Qwen3ForCausalLM):
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         raise ValueError("rows must be a multiple of 128")
+
+
+class Asserting(Qwen3ForCausalLM):
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        raise AssertionError("rows come in pairs")
+
+
+class TiedWidths(Qwen3ForCausalLM):
+    """Its MLP is four times as wide as a row."""
+
+    def __init__(self, config: Any) -> None:
+        if config.intermediate_size != 4 * config.hidden_size:
+            raise ValueError("the MLP of this model has four times the hidden width")
+        super().__init__(config)
+
+
+class CrossAttending(Qwen3ForCausalLM):
+    """Takes images by another way than rows in the place of tokens."""
+
+    def forward(self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
 
 
 class _Flat(Qwen3VLTextModel):

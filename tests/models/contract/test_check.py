@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, RobertaForCausalLM
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import MediaItem, MediaSpan
 from omnitrain.errors import UserError
+from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.contract.findings import Contract
+from omnitrain.models.contract.twin import twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import peaked_
+from omnitrain.models.native import NativeRows, discover, peaked_
 from omnitrain.ops.attention import entry, packed
 from omnitrain.ops.attention.mask_spec import plain_spec
 from tests.families import FAMILIES
@@ -34,9 +38,34 @@ def facts(contract: Contract, check: str) -> str:
 
 def test_a_sound_model_passes_every_check() -> None:
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
-    assert [finding.outcome for finding in contract.findings] == ["passed"] * 4
-    assert contract == Contract(findings=contract.findings)
+    assert [finding.outcome for finding in contract.findings] == ["passed"] * 5
+    assert contract == Contract(findings=contract.findings, row_local=contract.row_local)
     assert "bit for bit" in facts(contract, "attention")
+
+
+def test_modules_behind_the_last_mixing_of_rows_are_found() -> None:
+    contract = checked(foundation_class(FAMILIES["qwen3"]()))
+    layer = "model.layers.-1"
+    attention = [f"{layer}.self_attn.{name}" for name in ("q_proj", "o_proj", "q_norm")]
+    assert set(contract.row_local) == {*attention, f"{layer}.mlp", f"{layer}.post_attention_layernorm", "model.norm"}
+
+
+def test_where_rows_mix_at_the_end_only_what_follows_is_row_local() -> None:
+    contract = checked(broken.MixingAtTheEnd)
+    assert contract.row_local == ("model.norm.1",)
+
+
+def test_a_model_with_experts_computes_all_rows() -> None:
+    config = FAMILIES["qwen3_vl_moe"]()
+    assert check_contract(foundation_class(config), config).row_local == ()
+
+
+def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = ("model.layers.-1.self_attn.k_proj",)
+    monkeypatch.setattr("omnitrain.models.contract.check.row_local_modules", lambda trial: wrong)
+    contract = checked(foundation_class(FAMILIES["qwen3"]()))
+    assert contract.row_local == () and "all are computed" in facts(contract, "last rows")
+    assert facts(contract, "gradients").startswith("passed")
 
 
 def test_a_capped_head_gets_the_plain_loss() -> None:
@@ -93,6 +122,42 @@ def test_a_tower_that_mixes_images_encodes_one_sample_at_a_time() -> None:
     assert facts(contract, "gradients").startswith("passed")
 
 
+def test_images_in_one_strip_are_encoded_item_by_item_and_so_can_be_packed() -> None:
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "minicpmv4_6",
+        text_config=FAMILIES["qwen3"]().to_dict(),
+        vision_config=tower | {"image_size": 448, "patch_size": 14},
+        image_token_id=190,
+        video_token_id=191,
+    )
+    assert facts(check_contract(foundation_class(config), config), "packing").startswith("passed")
+    both = pair_of(config)
+    assert not both.ours.runner.native.ports["image"].items_stack
+    image = next(probe.sample for probe in both.probes if probe.modalities == ("image",))
+    with torch.no_grad():
+        one, two = (both.ours(Pack.from_samples([image] * number)).losses["text"].sum for number in (1, 2))
+    torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=0)
+
+
+def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "roberta", **sizes, vocab_size=200, max_position_embeddings=64, pad_token_id=1, is_decoder=True
+    )
+    model = RobertaForCausalLM(config)
+    with torch.device("meta"):
+        empty = RobertaForCausalLM(config)
+    assert [discover(each).positions.start for each in (model, empty)] == [2, 2]  # behind that of padding
+    contract = check_contract(RobertaForCausalLM, config)
+    assert contract.packs and not contract.refusals
+
+
+def test_images_that_no_feature_method_makes_rows_of_are_said_to_be_refused() -> None:
+    fact = facts(checked(broken.CrossAttending), "modality image")
+    assert fact.endswith("its forward takes pixel_values, but no get_image_features makes rows of it")
+
+
 def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
     assert checked(broken.WithSpareParts).without_gradient == ("spare.weight", "spare.bias")
 
@@ -100,6 +165,56 @@ def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
 def test_a_model_whose_forward_fails_is_refused_with_its_own_words() -> None:
     contract = checked(broken.Refusing)
     assert "text: ValueError: rows must be a multiple of 128" in contract.refusals[0].fact
+
+
+def test_a_loss_of_the_router_that_transformers_would_add_is_said_to_be_left_out() -> None:
+    config = FAMILIES["qwen3_moe"]()
+    config.router_aux_loss_coef = 0.02
+    silent, asking = (check_contract(foundation_class(config), _asking(config, flag)) for flag in (False, True))
+    for contract, when in ((silent, " where output_router_logits is set"), (asking, "")):
+        (left_out,) = [finding for finding in contract.findings if finding.outcome == "left out"]
+        added, tokens = map(float, re.findall(r"adds (\S+) to a sample's loss of (\S+?)(?: |$)", left_out.fact)[0])
+        assert left_out.fact.split(f"{tokens:.2f}")[1].startswith(f"{when} (router_aux_loss_coef 0.02)")
+        assert 0.02 <= added < 0.02 * config.num_experts
+    config.router_aux_loss_coef = 0.0
+    assert "own loss" not in {finding.check for finding in check_contract(foundation_class(config), config).findings}
+
+
+def _asking(config: PreTrainedConfig, flag: bool) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.output_router_logits = flag
+    return config
+
+
+def test_a_model_that_ties_its_mlps_to_another_width_is_checked_with_wide_ones() -> None:
+    config = FAMILIES["qwen3"]()
+    config.hidden_size, config.intermediate_size = 128, 512
+    contract = check_contract(broken.TiedWidths, config)
+    assert contract.findings and {finding.outcome for finding in contract.findings} == {"passed"}
+    with pytest.raises(ValueError, match="four times the hidden width"):
+        broken.TiedWidths(twin_config(config))
+
+
+def _out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("8 GiB")
+
+
+def _assertion_of_our_own(*_: object) -> None:
+    NativeRows.cat([])
+
+
+@pytest.mark.parametrize("failing", [_out_of_memory, _assertion_of_our_own])
+def test_a_failure_of_the_check_itself_is_not_taken_for_one_of_the_model(
+    failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "packing_fact", failing)
+    with pytest.raises((torch.OutOfMemoryError, AssertionError)):
+        checked(foundation_class(FAMILIES["qwen3"]()))
+
+
+def test_an_assertion_of_the_model_is_a_fact_with_its_place() -> None:
+    contract = checked(broken.Asserting)
+    assert re.search(r"text: AssertionError: rows come in pairs \(broken.py:\d+\)", contract.refusals[0].fact)
 
 
 def test_random_draws_in_training_are_off_in_the_check() -> None:

@@ -54,15 +54,17 @@ def num_parameters(config: PreTrainedConfig) -> int:
         return sum(parameter.numel() for parameter in foundation_class(config)(config).parameters())
 
 
-def test_a_twin_keeps_widths_and_loses_depth_experts_and_vocabulary() -> None:
+def test_a_twin_keeps_hidden_widths_and_loses_depth_experts_vocabulary_and_what_is_inside_mlps() -> None:
     full = real_size()
     small = twin_config(full)
     text = small.text_config
-    assert num_parameters(full) > 200e9 and num_parameters(small) < 1.5e9
+    assert num_parameters(full) > 200e9 and num_parameters(small) < 0.6e9
     assert (text.num_hidden_layers, text.num_experts, text.num_experts_per_tok, text.vocab_size) == (4, 4, 2, 512)
-    for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "moe_intermediate_size"):
+    for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"):
         assert getattr(text, name) == getattr(full.text_config, name)
-    shallow = {"depth": 4, "deepstack_visual_indexes": [0, 1, 2]}  # three levels of side features, and a layer without
+    assert (text.moe_intermediate_size, text.intermediate_size) == (256, 256)
+    # three levels of side features, and a layer without
+    shallow = {"depth": 4, "deepstack_visual_indexes": [0, 1, 2], "intermediate_size": 256}
     assert small.vision_config.to_dict() == full.vision_config.to_dict() | shallow
     assert twin_config(full, cut_towers=False).vision_config.to_dict() == full.vision_config.to_dict()
     tokens = {small.image_token_id, small.video_token_id, small.vision_start_token_id, small.vision_end_token_id}

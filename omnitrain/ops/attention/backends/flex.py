@@ -8,19 +8,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.ops.attention.call import (
-    CAUSAL,
-    FULL,
-    GENERAL,
-    GQA,
-    POSITION_BIAS,
-    SINKS,
-    SOFTCAP,
-    VALUE_WIDTH,
-    WINDOW,
-    Backend,
-    Call,
-)
+from omnitrain.ops.attention.call import DROPOUT, EVERYTHING, Backend, Call
 
 _MIN_HEAD_DIM = 16  # of its CUDA kernel
 
@@ -94,7 +82,7 @@ def _obstacle(call: Call) -> str | None:
 
 FLEX = Backend(
     name="flex",
-    honours=frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, SINKS, SOFTCAP, POSITION_BIAS}),
+    honours=EVERYTHING - {DROPOUT},
     obstacle=_obstacle,
     attend=attend,
     automatic_on=frozenset({"cuda"}),

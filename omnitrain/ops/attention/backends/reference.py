@@ -6,21 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
-from omnitrain.ops.attention.call import (
-    CAUSAL,
-    DROPOUT,
-    FULL,
-    GENERAL,
-    GQA,
-    POSITION_BIAS,
-    SINKS,
-    SOFTCAP,
-    VALUE_WIDTH,
-    WINDOW,
-    Backend,
-    Call,
-    repeat_heads,
-)
+from omnitrain.ops.attention.call import EVERYTHING, Backend, Call, repeat_heads
 
 
 def attend(call: Call) -> torch.Tensor:
@@ -58,9 +44,7 @@ def _weights(call: Call, scores: torch.Tensor) -> torch.Tensor:
 
 REFERENCE = Backend(
     name="reference",
-    honours=frozenset(
-        {FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT, SINKS, SOFTCAP, POSITION_BIAS},
-    ),
+    honours=EVERYTHING,
     obstacle=lambda _: None,
     attend=attend,
 )

@@ -1,0 +1,82 @@
+"""What tests run on ranks: the any-to-any model under a plan, its packs, and what they measure there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import omnitrain as ot
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+from tests.parallel import factories
+from tests.tiny import TASKS, tiny_processor, tiny_samples
+
+PLAIN = {"enable_mixed_precision": False}
+
+
+def laid_out(
+    default: Mapping[str, Any] | None = None,
+    components: Mapping[str, Mapping[str, Any]] | None = None,
+    state: Mapping[str, Any] | None = None,
+    model: Any = None,
+    **flags: Any,
+) -> ot.OmniModel:
+    """The any-to-any model under a plan, in training mode."""
+    ot.init_parallel_state(**(state or {}))
+    plan = ot.ParallelPlan(
+        default=ot.ComponentPlan(**(default or {})),
+        components={name: ot.ComponentPlan(**fields) for name, fields in (components or {}).items()},
+    )
+    built = model or factories.any_to_any().train()
+    return ot.build_parallelize_model(built, parallel_plan=plan, **(PLAIN | flags))
+
+
+def samples(task: str | None = None) -> list[Sample]:
+    """One sample per task; or that of ``task`` alone."""
+    every = tiny_samples(tiny_processor(factories.any_to_any()), len(TASKS))
+    return every if task is None else [every[TASKS.index(task)]]
+
+
+def pack(task: str | None = None) -> Pack:
+    """Samples of :func:`samples` in one pack."""
+    return Pack.from_samples(samples(task))
+
+
+def total(output: ot.OmniOutput) -> torch.Tensor:
+    """The sum of all losses."""
+    return torch.stack([term.sum for term in output.losses.values()]).sum()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter or gradient, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model: ot.OmniModel) -> dict[str, torch.Tensor]:
+    """Full gradients by parameter."""
+    return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Ops(TorchDispatchMode):
+    """Counts ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[f"{func.namespace}.{func.overloadpacket.__name__}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts of the ops that run inside, collectives among them."""
+    with Ops() as ops:
+        yield ops.counts

@@ -1,0 +1,127 @@
+"""Plans that contradict the model, the state, the call or themselves: refused before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import omnitrain as ot
+from omnitrain.errors import UserError
+from omnitrain.parallel.resolve import CallFlags, resolve_plans
+from omnitrain.parallel.state import ParallelState
+from omnitrain.plan.mesh import fit_mesh
+from tests.parallel.factories import any_to_any
+
+
+@pytest.fixture(scope="module")
+def model() -> ot.OmniModel:
+    return any_to_any()
+
+
+def resolve(model: ot.OmniModel, plan: ot.ParallelPlan, flags: CallFlags | None = None, **degrees: int) -> Any:
+    state = ParallelState(fit_mesh(4, **degrees), 0, "cpu", "fsdp2", {})
+    return resolve_plans(model, plan, state, flags or CallFlags())
+
+
+def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
+    return ot.ParallelPlan(components={component: ot.ComponentPlan(**fields)})
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (plan(mode="hsdp", dp_replicate=3), r"dp_replicate is 3 and must divide dp; 1, 2, 4 would fit"),
+        (plan(dp_replicate=2, dp_shard=4), r"must be 4: one of 4 x 1, 2 x 2, 1 x 4"),
+        (plan(mode="hsdp"), r"components.image_encoder.mode: hsdp needs dp_replicate or dp_shard"),
+        (plan("image_encodr"), r"components.image_encodr: unknown component; did you mean `image_encoder`"),
+        (plan("image_decoder", recompute="full"), r"recompute: the component has no blocks"),
+        (plan("image_decoder", activation_offload=True), r"activation_offload: the component has no blocks"),
+        (plan(compile=True), r"only the foundation can be compiled"),
+        (plan("foundation", compile=True, activation_offload=True), r"compiled blocks cannot offload"),
+        (plan("foundation", dp_replicate=2), r"found 2 x 2 .* but the parallel state has 1 x 4"),
+        (plan(tp=2), r"components.image_encoder.tp: found tp 2, but tensor parallelism is not available yet; use 1"),
+        (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
+        (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
+        (ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj": 0}), r"ep_plan: expert parallelism is not available yet"),
+        (ot.ParallelPlan(default=ot.ComponentPlan(ulysses=2)), r"default.ulysses: found ulysses 2, but sequence"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_what_would(
+    model: ot.OmniModel, refused: ot.ParallelPlan, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(model, refused)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "message"),
+    [
+        (CallFlags(recompute=True), {"recompute": "none"}, "enable_gradient_checkpointing is True"),
+        (CallFlags(parameter_offload=True), {"parameter_offload": False}, "enable_fsdp_offload is True"),
+        (
+            CallFlags(mixed_precision=False),
+            {"precision": ot.Precision(compute="bfloat16")},
+            "enable_mixed_precision is False",
+        ),
+    ],
+)
+def test_what_a_plan_and_the_call_say_differently_is_refused(
+    model: ot.OmniModel, flags: CallFlags, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(model, plan(**fields), flags)
+
+
+def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
+    model = any_to_any()
+    model.image_encoder.requires_grad_(False)
+    with pytest.raises(UserError, match=r"image_encoder.optimizer_offload: found true, but what is frozen"):
+        resolve(model, plan(optimizer_offload=True))
+    assert not resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(optimizer_offload=True)))[
+        "image_encoder"
+    ].optimizer_offload
+
+
+def test_a_state_with_an_axis_that_is_not_there_yet_is_refused(model: ot.OmniModel) -> None:
+    with pytest.raises(UserError, match="parallel state: found tp 2, but tensor parallelism is not available yet"):
+        resolve(model, ot.ParallelPlan(), tp=2)
+
+
+def test_all_problems_are_listed_at_once(model: ot.OmniModel) -> None:
+    both = ot.ParallelPlan(components={"x": ot.ComponentPlan(), "image_encoder": ot.ComponentPlan(tp=2, compile=True)})
+    with pytest.raises(UserError, match="3 problems"):
+        resolve(model, both)
+
+
+def test_a_refused_plan_leaves_the_model_as_it_was() -> None:
+    model = any_to_any()
+    before = {name: (p, p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    refused = ot.ParallelPlan(
+        default=ot.ComponentPlan(freeze=True, recompute="full", precision=ot.Precision(param="bfloat16")),
+        components={"nothing": ot.ComponentPlan()},
+    )
+    state = ParallelState(fit_mesh(1), 0, "cpu", "fsdp2", {})
+    with pytest.raises(UserError, match="unknown component"):
+        ot.build_parallelize_model(model, parallel_state=state, parallel_plan=refused)
+    after = {name: (p, p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    assert before.keys() == after.keys() and all(before[n][0] is after[n][0] for n in before)
+    assert [value[1:] for value in before.values()] == [value[1:] for value in after.values()]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert ot.layout_of(model) is None
+
+
+def test_fields_come_from_the_plan_then_the_default_then_the_state_then_the_call(model: ot.OmniModel) -> None:
+    given = ot.ParallelPlan(
+        default=ot.ComponentPlan(recompute="full"),
+        components={"image_encoder": ot.ComponentPlan(recompute="none", mode="replicate")},
+    )
+    found = resolve(model, given, CallFlags(parameter_offload=True), dp_replicate=2)
+    image, audio, decoder = (found[name] for name in ("image_encoder", "audio_encoder", "image_decoder"))
+    assert (image.recompute, image.mode, image.dp_replicate, image.dp_shard) == ("none", "replicate", 4, 1)
+    assert (audio.recompute, audio.mode, audio.dp_replicate, audio.dp_shard) == ("full", "hsdp", 2, 2)
+    assert decoder.recompute == "none"  # nothing there that could be recomputed
+    assert (image.parameter_offload, audio.parameter_offload) == (False, True)
+    assert found["foundation"].precision == ot.Precision(param="float32", compute="bfloat16", reduce="float32")
+    assert torch.bfloat16 is getattr(torch, found["foundation"].precision.compute)
