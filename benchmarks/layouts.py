@@ -260,7 +260,7 @@ def time_on_rank(kind: str, tokens: int, rounds: int, steps: int) -> dict[str, d
 
 def peak_bytes_on_rank(kind: str, tokens: int, name: str) -> int:
     """Largest sum of live tensor bytes in the second step of a side."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         side = SIDES[name](kind, tokens)
         side.run()
         gc.collect()

@@ -41,7 +41,7 @@ class OmniStep:
         self.model = build_omni_model(foundation=foundation, init_device=str(device)).train()
         use_ops(self.model, Ops())
         build_parallelize_model(
-            self.model, parallel_state=self._ranks.state, parallel_plan=plan, enable_mixed_precision=False
+            self.model, parallel_state=self._ranks.state, parallel_plan=plan, enable_mixed_precision=None
         )
         layout = layout_of(self.model)
         assert layout is not None

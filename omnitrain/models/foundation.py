@@ -203,15 +203,6 @@ class FoundationRunner:
             states.append(hidden)
             return type(lm_head).forward(lm_head, hidden[:, pack.text_rows])
 
-<<<<<<< HEAD
-        borders = tuple(accumulate(pack.info.lengths, initial=0)) if self.contract.packs else None
-        output = self.run_pack(pack, media or EncodedMedia(), head, borders)
-        hidden = states[0] if states else None
-        if losses:
-            return losses[0], hidden
-        logits = output.logits[0]
-        return cross_entropy_rows(logits if states else logits[pack.text_rows], labels), hidden
-=======
         logits = self.run_pack(pack, media, head, self._borders(pack)).logits[0]
         supervised = logits if states else logits[pack.text_rows]
         term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
@@ -220,7 +211,6 @@ class FoundationRunner:
     def _borders(self, pack: Pack) -> tuple[int, ...] | None:
         """Of the samples, where they share a row; from the host's side, so that no device is waited for."""
         return (0, *accumulate(pack.info.lengths)) if self.contract.packs else None
->>>>>>> 8b61b7227102bda6577bf05816c8339ba4815929
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, borders: tuple[int, ...] | None = None) -> Any:
         """One forward over a pack; see :meth:`run`."""
