@@ -243,7 +243,7 @@ class FoundationRunner:
         """
         given = dict(arguments)
         if borders is not None:
-            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=input_ids.device)
+            cu_seqlens = torch.tensor(borders, dtype=torch.int32).to(input_ids.device, non_blocking=True)
             longest = max(stop - start for start, stop in pairwise(borders))
             given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             given |= {"max_length_q": longest, "max_length_k": longest}
