@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import omnitrain as ot
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.meeting import Meeting, open_meeting
 from omnitrain.parallel.planning import StepPlanner, step_planner
