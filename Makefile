@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 
-.PHONY: install quickstart test test-slow coverage lint bench
+.PHONY: install quickstart test test-slow test-families coverage lint bench
 
 install: $(INSTALLED)
 
@@ -24,13 +24,17 @@ quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-slow coverage bench: export OMP_NUM_THREADS := 1
+test test-slow test-families coverage bench: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m pytest -q
 
 test-slow: install
 	@$(BIN)/python -m pytest -q -m slow
+
+# Families of transformers that nothing here names; prints which are exact, which are refused, and why.
+test-families: install
+	@$(BIN)/python -m pytest -q -m slow tests/models/test_unnamed_families.py
 
 coverage: install
 	@$(BIN)/python -m pytest -q --cov --cov-report=term

@@ -31,13 +31,18 @@ def parser(description: str, *, rounds: int, steps: int) -> argparse.ArgumentPar
 
 
 def start(options: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the command line, take one thread, and go to the repository's root, where recipes find their data."""
+    """Read the command line, and :func:`settle`."""
     given = options.parse_args()
     if given.json is not None:
         given.json = given.json.resolve()
+    settle()
+    return given
+
+
+def settle() -> None:
+    """Take one thread, and go to the repository's root, where recipes find their data."""
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    return given
 
 
 def in_turn(sides: tuple[str, ...], index: int) -> tuple[str, ...]:

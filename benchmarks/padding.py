@@ -10,16 +10,19 @@ same clipping and as many data workers, in fp32 on one thread:
 - ``hf_flattened``: ``DataCollatorWithFlattening``, samples end to end in one row, attention by sdpa.
 
 HF neither logs nor saves. Its batch size is ``pack_tokens / mean length``, so that a step has as many tokens on all
-sides. Each round is a run of its own; the clock runs from the end of its warm-up to the end of its last step.
+sides. Each run of a round has a fresh process, as a user's run has: no side finds the memory, the threads or the caches
+that another left behind. Its clock runs from the end of the warm-up to the end of the last step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -28,7 +31,7 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
+from harness import QUICKSTART, Around, Result, in_turn, parser, report, settle, start
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
@@ -38,10 +41,12 @@ from transformers import (
 )
 
 from omnitrain.data.loader import StepLoader
-from omnitrain.data.pack import IGNORED, Pack
+from omnitrain.data.pack import IGNORED
 from omnitrain.data.rows import RowSource
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.models.build import build_foundation_model
+from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.planning import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.train.display import console
 from omnitrain.train.setup import build_from_recipe
@@ -91,12 +96,12 @@ class Marked(Around):
         self.asked: list[float] = []
         self.tokens: list[int] = []
 
-    def __iter__(self) -> Iterator[tuple[Pack, ...]]:
+    def __iter__(self) -> Iterator[StepBatch]:
         steps = iter(self.loader)
         while True:
             self.asked.append(time.perf_counter())
             step = next(steps)
-            self.tokens.append(sum(pack.num_tokens for pack in step))
+            self.tokens.append(sum(pack.num_tokens for pack in step.packs))
             yield step
 
 
@@ -105,7 +110,9 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
     # One step more than is measured: the clock stops when it is asked for.
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
-    marked = Marked(StepLoader([samples], ReadySamples(), recipe.data, seed=seed))  # type: ignore[list-item,arg-type]
+    then = step_planner(trainer.model, trainer.ranks.meeting)
+    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, then=then)  # type: ignore[list-item,arg-type]
+    marked = Marked(loader)
     trainer.loader = marked  # type: ignore[assignment]
     trainer.fit()
     seconds = marked.asked[WARM_UP + steps] - marked.asked[WARM_UP]
@@ -175,6 +182,19 @@ def _arguments(
     )
 
 
+def in_a_fresh_process(run: Callable[[], float]) -> float:
+    """What ``run`` returns there; the process is forked from one that has imported everything and run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["padding"])
+    with ProcessPoolExecutor(1, context, initializer=_begin) as pool:
+        return pool.submit(run).result()
+
+
+def _begin() -> None:
+    settle()
+    console.quiet = True
+
+
 def measure(rounds: int, steps: int, limit: int | None, folder: str) -> Result:
     """All four sides in turn, each round with another order of the data."""
     quickstart = Recipe.load(QUICKSTART)
@@ -195,7 +215,7 @@ def measure(rounds: int, steps: int, limit: int | None, folder: str) -> Result:
     speeds: dict[str, list[float]] = {side: [] for side in runs}
     for index in range(rounds):
         for side in in_turn(tuple(runs), index):
-            speeds[side].append(runs[side](seed=index))
+            speeds[side].append(in_a_fresh_process(partial(runs[side], seed=index)))
     ratios = [ours / max(theirs) for ours, *theirs in zip(*speeds.values(), strict=True)]
     return Result(
         name="padding",
@@ -214,7 +234,6 @@ def main() -> None:
     options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=30)
     options.add_argument("--samples", type=int, help="take only so many of the training samples")
     given = start(options)
-    console.quiet = True
     with tempfile.TemporaryDirectory() as folder:
         report(measure(given.rounds, given.steps, given.samples, folder), given.json)
 

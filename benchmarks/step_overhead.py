@@ -27,6 +27,7 @@ from omnitrain.data.loader import build_dataloader
 from omnitrain.data.pack import Pack
 from omnitrain.models.omni import OmniModel
 from omnitrain.optim.adamw import build_optimizer
+from omnitrain.parallel.placing import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 
@@ -76,7 +77,7 @@ class Rounds(Around):
         self.waited: list[float] = []
         self.ids: list[tuple[str, ...]] = []
 
-    def __iter__(self) -> Iterator[tuple[Pack, ...]]:
+    def __iter__(self) -> Iterator[StepBatch]:
         steps = islice(iter(self.loader), self.first, None)
         for index in range(self.rounds):
             for side in in_turn(("trainer", "bare"), index):
@@ -88,13 +89,13 @@ class Rounds(Around):
                 self.readings[side].append(clock.read())
         yield next(steps)
 
-    def _steps(self, steps: Iterator[tuple[Pack, ...]]) -> Iterator[tuple[Pack, ...]]:
+    def _steps(self, steps: Iterator[StepBatch]) -> Iterator[StepBatch]:
         waited = 0.0
         for _ in range(self.steps):
             asked = time.perf_counter()
             step = next(steps)
             waited += time.perf_counter() - asked
-            self.ids += [pack.info.ids for pack in step]
+            self.ids += [pack.info.ids for pack in step.packs]
             yield step
         self.waited.append(waited)
 

@@ -113,6 +113,11 @@ class Pack:
         """Length of the longest sample, tokens."""
         return max(self.info.lengths)
 
+    @property
+    def read_rows(self) -> torch.Tensor:
+        """``[n]`` int64, rows from whose hidden states a head predicts: each once, for each has one successor."""
+        return torch.cat([self.text_rows, *(batch.positions - 1 for batch in self.targets.values())])
+
     def loss_counts(self) -> dict[str, int]:
         """Loss name -> number of predicted tokens, known before anything is computed."""
         return {"text": self.text_labels.numel()} | {n: b.positions.numel() for n, b in self.targets.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from omnitrain.models.native import Discovery, NativeRows, check_rows, discover,
 from omnitrain.models.segments import run_by_segment
 from omnitrain.ops.attention import packed, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
 Head = Callable[[Tensor, nn.Module], Tensor]
 
@@ -84,6 +86,14 @@ class FoundationRunner:
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
+
+    def skip_unread_rows(self) -> Counter[str]:
+        """From now on, what the contract calls row-local computes only rows that a loss reads.
+
+        Returns:
+            Class name -> number of such modules.
+        """
+        return skip_unread_rows(self.model, self.contract.row_local)
 
     def encode(self, pack: Pack) -> dict[str, NativeRows]:
         """Rows of all media of a pack that the model reads by itself, made by its own feature methods.
@@ -151,7 +161,8 @@ class FoundationRunner:
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
 
-        Hidden states are None for a model that does not call its head as a module.
+        Hidden states are None for a model that does not call its head as a module. After :meth:`skip_unread_rows`,
+        those of rows that no head of this pack reads are not the model's.
 
         Raises:
             UserError: several samples in a pack of a model that cannot keep them apart.
@@ -161,7 +172,8 @@ class FoundationRunner:
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
-        return run(pack, media or EncodedMedia())
+        with reading(ReadRows(pack.read_rows, pack.num_tokens)):
+            return run(pack, media or EncodedMedia())
 
     def _loss_in_head(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor]:
         """Logits of the supervised rows only, chunk by chunk."""

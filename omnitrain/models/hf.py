@@ -63,7 +63,8 @@ def resolve(
     """
     class_of = class_of or model_class
     if isinstance(source, str):
-        return load_strictly(class_of(config_at(source)), source, dtype, allow_extra=True)
+        config = config_at(source)
+        return load_strictly(class_of(config), source, dtype, allow_extra=True, config=config)
     if not isinstance(source, (dict, PreTrainedConfig)):
         return source if dtype is None else source.to(dtype)
     config = as_config(source) if isinstance(source, dict) else source
@@ -139,19 +140,21 @@ _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM
 
 def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     known = [getattr(transformers, name, None) for name in config.architectures or ()]
-    named = [cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)]
+    named: list[type[PreTrainedModel]] = [
+        cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    ]
     mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
-    classes = [cls for cls in [*named, *mapped] if _is_language_model(cls, config)]
-    beside = [cls for cls in _classes_beside(config) if _is_language_model(cls, config)]
+    own = [cls for cls in [*named, *mapped] if cls.config_class is type(config)]
+    # A config without a model of its own is built by another's; that of one of its parts would leave out the rest.
+    parts = {type(part) for part in vars(config).values()}
+    borrowed = [cls for cls in mapped if cls.config_class not in parts]
+    classes = [cls for cls in [*own, *borrowed] if _is_language_model(cls)]
+    beside = [cls for cls in _classes_beside(config) if cls.config_class is type(config) and _is_language_model(cls)]
     return classes or (beside if len(beside) == 1 else [])
 
 
-def _is_language_model(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    return (
-        cls.config_class is type(config)
-        and cls.can_generate()
-        and "input_ids" in inspect.signature(cls.forward).parameters
-    )
+def _is_language_model(cls: type[PreTrainedModel]) -> bool:
+    return cls.can_generate() and "input_ids" in inspect.signature(cls.forward).parameters
 
 
 def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:

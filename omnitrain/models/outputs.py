@@ -16,7 +16,7 @@ class OmniOutput:
     Attributes:
         losses: ``text`` and decoder names -> :class:`LossTerm`.
         hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None where it hides
-            them.
+            them. A trainer leaves out rows that no head reads (``model.ops.unread_rows``).
     """
 
     losses: dict[str, LossTerm]

@@ -83,6 +83,7 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
 
     Blocks are the items of the module lists that transformers can recompute (``GradientCheckpointingLayer``). All sizes
     are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to stay out.
+    So a block is two graphs, and blocks that are alike share them.
 
     Args:
         model: on its device.
@@ -98,6 +99,7 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     if backend == "inductor":
         _require_compiler()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KEPT_COMPILATIONS)
+    torch._dynamo.config.nested_graph_breaks = True  # a break inside a call does not break its callers, too
     for block in blocks.values():
         block.compile(backend=_counting(backend), dynamic=True)
     return CompiledBlocks(list(blocks), max_recompiles)

@@ -19,9 +19,10 @@ from omnitrain.errors import UserError
 from omnitrain.ops.backends import Backend, choose
 from omnitrain.ops.patch_embed import PATCH_EMBED, is_patch_embedding
 from omnitrain.ops.rms_norm import RMS_NORM, rms_norm_form
+from omnitrain.ops.rotary import ROTARY, rotary_forward
 from omnitrain.ops.swiglu import SWIGLU, is_swiglu, swiglu_forward
 
-Forward = Callable[..., torch.Tensor]
+Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def _patch_forward(module: nn.Module, run: Callable[..., Any]) -> Forward | None
 _OPERATIONS = {
     "rms_norm": _Operation(RMS_NORM, _rms_norm_forward),
     "swiglu": _Operation(SWIGLU, _swiglu_forward),
+    "rotary": _Operation(ROTARY, rotary_forward),
     "patch_embed": _Operation(PATCH_EMBED, _patch_forward),
 }
 
@@ -81,8 +83,8 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str]) -> dict[str, FusedOp
 
     Args:
         model: on the device where it will run.
-        backends: operation (``rms_norm``, ``swiglu``, ``patch_embed``) -> ``auto``, ``torch`` (the model's own code) or
-            another backend's name.
+        backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
+            own code) or another backend's name.
 
     Returns:
         What was done, per operation asked for.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from omnitrain.ops.attention import packed, packed_borders
+from omnitrain.ops.unread_rows import reading, rows_read
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -69,11 +70,11 @@ def _checkpointed(
 
 def _contexts(saved_ops: Sequence[Any] | None) -> Contexts:
     """For forward and recompute: the latter happens after the packed row's context was left."""
-    again = packed(packed_borders())
+    again = _both(packed(packed_borders()), reading(rows_read()))
     if saved_ops is None:
         return nullcontext(), again
-    saving, reading = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
-    return saving, _both(again, reading)
+    saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
+    return saving, _both(again, replaying)
 
 
 def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

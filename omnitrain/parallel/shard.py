@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,8 +61,6 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
         units: of each component.
         how: of each component; the root's own parameters lie as the foundation's.
     """
-    # What the foundation returns (hidden states, a view in most models) is written to by nobody.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     whole = kept_whole(model)
     for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in found.all:
@@ -76,8 +73,7 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
                 inner,
                 whole,
                 casts_inputs=name in found.fp32 or (name in found.rest and name != FOUNDATION and not is_attached),
-                keeps_unsharded=name
-                == FOUNDATION,  # the loss is made inside it: no output tells when its backward begins
+                keeps_unsharded=name == FOUNDATION,  # its loss is made inside: no output says when the backward begins
             )
             if is_attached:
                 _call_as_one(model, component, inner.compute_dtype)

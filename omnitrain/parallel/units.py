@@ -92,11 +92,12 @@ class _Parameters:
         self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
 
     def units_of(self, component: str) -> ComponentUnits:
-        return ComponentUnits(
-            fp32=tuple(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module)))),
-            blocks=tuple(self.blocks(component)),
-            rest=() if component == FOUNDATION else tuple(self._largest(component, lambda _: True)),
-        )
+        """The component's units; the foundation's without what is beside its blocks."""
+        fp32 = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
+        blocks = [name for name in self.blocks(component) if name not in fp32]
+        rest = [] if component == FOUNDATION else list(self._largest(component, lambda _: True))
+        inner = {*fp32, *blocks}
+        return ComponentUnits(tuple(fp32), tuple(blocks), tuple(name for name in rest if name not in inner))
 
     def blocks(self, component: str) -> Iterator[str]:
         for name, module in self._modules.items():

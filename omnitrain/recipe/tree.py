@@ -91,8 +91,14 @@ class Ops(Strict):
         "auto", description="RMSNorm. `fused`: a backward of its own, same bits forward; `auto` takes it on CPU."
     )
     swiglu: Literal["auto", "torch", "liger"] = Field("auto", description="The product in a gated MLP with SiLU.")
+    rotary: Literal["auto", "torch", "liger"] = Field("auto", description="Rotary positions of query and key.")
     patch_embed: Literal["auto", "torch", "linear"] = Field(
         "auto", description="Convolutions whose kernel is their stride. `linear`: as one matrix product."
+    )
+    unread_rows: Literal["auto", "torch", "skip"] = Field(
+        "auto",
+        description="Rows whose last hidden state no loss reads. `skip`: what follows the last mixing of rows is not "
+        "computed for them; `auto` does so on CPU.",
     )
     cross_entropy: Literal["auto", "torch", "liger"] = Field(
         "auto", description="Softmax of the loss inside the head, which goes over the logits in chunks in any case."

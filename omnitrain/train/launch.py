@@ -55,7 +55,7 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
     """
     if "RANK" in os.environ:
         raise UserError("--nproc starts ranks, and this process is one already (RANK is set); remove one of the two")
-    logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())  # else it would print warnings
+    _silence_torch()
     others = range(1, nproc)
     with tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder, _Signals() as signals:
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -75,6 +75,13 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
         finally:
             context.close(signal.SIGKILL)  # whatever is left; and shows the last lines of stderr
     return ranks.exit_code()
+
+
+def _silence_torch() -> None:
+    """No log lines about the signals that end ranks: what a user has to know is returned or raised."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:

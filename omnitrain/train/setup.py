@@ -24,6 +24,7 @@ from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_atten
 from omnitrain.ops.backends import choose
 from omnitrain.ops.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.fuse import FusedOp, backends_of, fuse_ops
+from omnitrain.ops.unread_rows import UNREAD_ROWS
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, Recipe
 
 
@@ -156,8 +157,11 @@ def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
         use_omnitrain_attention(reader, ops.attention)
     if model.runner.contract.attention == "omnitrain":
         use_omnitrain_attention(model.foundation, ops.attention)
-    wanted = ops.model_dump(exclude={"cross_entropy", "attention"})
-    return {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
+    wanted = ops.model_dump(exclude={"cross_entropy", "attention", "unread_rows"})
+    done = {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
+    if choose("unread_rows", UNREAD_ROWS, ops.unread_rows, model.device).run():
+        done["foundation"]["unread_rows"] = FusedOp("skip", model.runner.skip_unread_rows())
+    return done
 
 
 def _source(source: HFSource) -> Any:

@@ -43,7 +43,8 @@ def weights_problems(recipe: Model) -> list[str]:
                 load_strictly(OmniModel, str(newest_checkpoint(path)), device_map="meta")
             else:
                 class_of = foundation_class if key == "model.foundation" else model_class
-                load_strictly(class_of(config_at(path)), path, allow_extra=True, device_map="meta")
+                config = config_at(path)
+                load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
         except UserError as error:
             problems.append(f"{key}: {error}")
     return problems

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.probes import Probe, probe_samples
+from omnitrain.models.foundation import EncodedMedia
 from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import discover, peaked_
+from omnitrain.models.native import NativeRows, config_nodes, discover, override, peaked_
 from omnitrain.models.omni import OmniModel
 
 
@@ -35,8 +39,12 @@ class Pair:
 
 
 def pair_of(config: PreTrainedConfig) -> Pair:
-    """Texts of three lengths, every modality alone, two items of one, all together."""
-    model = foundation_class(config)(config)
+    """A model of this config, and :func:`paired`."""
+    return paired(foundation_class(config)(config))
+
+
+def paired(model: PreTrainedModel) -> Pair:
+    """With peaked weights: texts of three lengths, every modality alone, two items of one, all together."""
     peaked_(model)
     model.train()
     plain = copy.deepcopy(model)
@@ -60,9 +68,28 @@ def plain_logits(model: PreTrainedModel, probe: Probe) -> Tensor:
 
 
 @torch.no_grad()
-def our_logits(model: OmniModel, pack: Pack) -> dict[int, Tensor]:
-    """Sample index -> ``[T, vocabulary]``, for models whose logits are what the head returns."""
-    logits = model.foundation.get_output_embeddings()(model(pack).hidden)[0]
+def plain_logits_of_items_apart(both: Pair, probe: Probe) -> Tensor:
+    """The same, with each image, video and clip run through the plain model's tower by itself."""
+    ports = both.ours.runner.native.ports
+    rows: dict[str, NativeRows] = {}
+    for modality in dict.fromkeys(probe.modalities):
+        port = ports[modality]
+        items = port.probe_items(probe.modalities.count(modality))
+        rows[modality] = NativeRows.cat([port.encode(both.plain, item) for item in items])
+    media = {name for port in ports.values() for name in port.arguments}
+    arguments = {name: value for name, value in probe.arguments.items() if name not in media}
+    positions = torch.from_numpy(probe.sample.position_ids)
+    with override(both.plain, ports, rows) as extra:
+        return both.plain(**arguments, **extra, position_ids=positions[..., None, :], use_cache=False).logits
+
+
+@torch.no_grad()
+def our_logits(model: OmniModel, pack: Pack, *, packed: bool) -> dict[int, Tensor]:
+    """Sample index -> ``[T, vocabulary]``, of the forward that training runs: as a packed row, or unpacked."""
+    runner = model.runner
+    borders = tuple(pack.cu_seqlens.tolist()) if packed else None
+    media = EncodedMedia(runner.encode(pack))
+    logits = runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), borders).logits[0]
     return dict(zip(pack.info.indices, logits.split(pack.info.lengths), strict=True))
 
 
@@ -81,6 +108,53 @@ def plain_step(pair: Pair, order: Sequence[int]) -> tuple[float, dict[str, Tenso
     return total, _gradients(pair.plain)
 
 
+def exact_step(pair: Pair) -> tuple[float, dict[str, Tensor]]:
+    """:func:`plain_step` in fp64 from first to last, for the same weights."""
+    with _doubled(pair) as exact:
+        return plain_step(exact, range(len(exact.probes)))
+
+
+def exact_logits(pair: Pair) -> dict[int, Tensor]:
+    """Sample index -> :func:`plain_logits` in fp64, ``[T, vocabulary]``."""
+    with _doubled(pair) as exact:
+        return {probe.sample.index: plain_logits(exact.plain, probe)[0] for probe in exact.probes}
+
+
+@contextmanager
+def _doubled(pair: Pair) -> Iterator[Pair]:
+    """The plain model and the samples in fp64. Experts run one by one: torch's grouped matrix product has no fp64."""
+    plain = copy.deepcopy(pair.plain).double()
+    for _, node in config_nodes(plain.config):
+        node._experts_implementation_internal = "eager"
+    probes = [replace(probe, arguments=_as_double(probe.arguments)) for probe in pair.probes]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubling():
+            yield Pair(plain, pair.ours, probes)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _as_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+class _Doubling(TorchFunctionMode):
+    """Where models ask for fp32 (norms, softmax, rotary positions), they get fp64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        named = {name: _wider(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_wider, args), **named)
+
+
+def _wider(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
 def our_step(pair: Pair, packs: Sequence[Pack]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the same mean by omnitrain."""
     pair.ours.zero_grad()
@@ -96,24 +170,3 @@ def our_step(pair: Pair, packs: Sequence[Pack]) -> tuple[float, dict[str, Tensor
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {name: gradient for name, gradient in found.items() if gradient.any()}
-
-
-def gradient_errors(pair: Pair, packs: Sequence[Pack]) -> dict[str, float]:
-    """Tensors outside of max(1e-5, 20 x their own noise) -> error, relative to the tensor's largest value.
-
-    The noise of a tensor is what the reference itself differs by when the samples are added in another order.
-    """
-    order = list(range(len(pair.probes)))
-    loss, expected = plain_step(pair, order)
-    _, reordered = plain_step(pair, order[::-1])
-    our_loss, got = our_step(pair, packs)
-    wrong = {} if abs(our_loss - loss) <= 1e-5 * abs(loss) else {"loss": abs(our_loss - loss) / abs(loss)}
-    # What a key bias without rotary positions gets: zero, but for the rounding of what cancels.
-    zero = 1e-6 * max(float(gradient.abs().max()) for gradient in expected.values())
-    for name in {**expected, **got}:
-        one, other, again = (gradients.get(name, torch.zeros(1)) for gradients in (got, expected, reordered))
-        scale = max(float(other.abs().max()), 1e-30)
-        error, noise = (float((each - other).abs().max()) / scale for each in (one, again))
-        if not error <= max(1e-5, 20 * noise) and max(scale, float(one.abs().max())) > zero:
-            wrong[name] = error
-    return wrong

@@ -7,11 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.phi3 import modeling_phi3 as phi3
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from omnitrain.errors import UserError
+from omnitrain.ops import fuse
+from omnitrain.ops.backends import Backend
 from omnitrain.ops.fuse import fuse_ops
 from omnitrain.ops.patch_embed import is_patch_embedding, patch_linear
 from omnitrain.ops.rms_norm import RMS_NORM, RMSNormForm, fused_rms_norm, rms_norm, rms_norm_form
+from omnitrain.ops.rotary import ROTARY, is_rotary, rotary, rotary_forward
 from omnitrain.ops.swiglu import is_swiglu, swiglu_forward
 
 SIZES = {
@@ -220,3 +225,63 @@ def test_liger_gets_the_form_of_the_norm(monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(LigerRMSNormFunction=Function))
     x = torch.randn(2, 32)
     torch.testing.assert_close(RMS_NORM[-1].run(x, Norm().weight, FORMS[1]), F.rms_norm(x, (32,), eps=1e-5))
+
+
+def apart(query, key, cos, sin):
+    """What recognition must not take for the reference: neighbouring features are pairs."""
+    pairs = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (query, key)]
+    return tuple(x * cos[:, None] + y * sin[:, None] for x, y in zip((query, key), pairs, strict=True))
+
+
+def test_rotary_functions_are_recognised_by_what_they_compute():
+    assert is_rotary(qwen3.apply_rotary_pos_emb) and not is_rotary(qwen3.apply_rotary_pos_emb, partial=True)
+    assert is_rotary(phi3.apply_rotary_pos_emb) and is_rotary(phi3.apply_rotary_pos_emb, partial=True)
+    assert is_rotary(rotary) and is_rotary(rotary, partial=True)
+    assert not any(map(is_rotary, (apart, qwen3.eager_attention_forward, qwen3.rotate_half, torch.stack)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("qwen3", 2), ("llama", 2), ("gemma2", 2), ("cohere", 0), ("glm", 0)]
+)
+def test_another_rotary_runs_in_every_layer_of_one_model_and_in_no_other(model_type, layers, monkeypatch):
+    calls = []
+
+    def counted(*args):
+        calls.append([x.shape for x in args])
+        return rotary(*args)
+
+    monkeypatch.setitem(fuse._OPERATIONS, "rotary", fuse._Operation((Backend("mine", counted),), rotary_forward))
+    plain = tiny(model_type)
+    fused, keys, ids = copy.deepcopy(plain), list(plain.state_dict()), torch.randint(0, 60, (1, 20))
+    assert fuse_ops(fused, {"rotary": "mine"})["rotary"].classes.total() == layers
+    outputs = [model(input_ids=ids, use_cache=False).logits for model in (plain, copy.deepcopy(fused))]
+    assert torch.equal(*outputs) and list(fused.state_dict()) == keys
+    assert calls == [[(1, 2, 20, 16), (1, 1, 20, 16), (1, 20, 16), (1, 20, 16)]] * layers
+
+
+def test_calls_of_another_kind_go_to_the_models_own_rotary():
+    attention = tiny("qwen3").model.layers[0].self_attn
+    forward = rotary_forward(attention, lambda *_: pytest.fail("not its kind of call"))
+    apply = forward.__globals__["apply_rotary_pos_emb"]
+    query, key, cos = torch.randn(1, 5, 2, 16), torch.randn(1, 5, 1, 16), torch.randn(1, 5, 16)
+    for args, kwargs in (
+        ((query, key, cos, cos), {"unsqueeze_dim": 2}),
+        ((query, key, cos, cos, 2), {}),
+        ((query.transpose(1, 2).bfloat16(), key.transpose(1, 2).bfloat16(), cos, cos), {}),
+    ):
+        expected = qwen3.apply_rotary_pos_emb(*args, **kwargs)
+        assert all(map(torch.equal, apply(*args, **kwargs), expected))
+
+
+def test_liger_turns_whole_heads_and_the_reference_parts_of_them(monkeypatch):
+    class Function:
+        @staticmethod
+        def apply(query, key, cos, sin):
+            return query + 1, key + 1
+
+    for name in ("liger_kernel", "liger_kernel.ops", "liger_kernel.ops.rope"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LigerRopeFunction=Function))
+    query, key, cos = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16), torch.randn(1, 5, 16)
+    assert torch.equal(ROTARY[-1].run(query, key, cos, cos)[1], key + 1)
+    part = cos[..., :8]
+    assert all(map(torch.equal, ROTARY[-1].run(query, key, part, part), rotary(query, key, part, part)))

@@ -33,6 +33,13 @@ def test_native_components_are_the_largest_modules_that_have_nothing_of_another(
     assert rest == ("foundation.model.vision_tower", "foundation.model.multi_modal_projector")
 
 
+def test_a_tower_with_a_parameter_that_no_call_reads_is_taken_apart() -> None:
+    units = find_units(omni("qwen2_5_omni_thinker"))["audio_encoder"]
+    tower = "foundation.model.audio_tower"
+    assert units.blocks == (f"{tower}.layers.0", f"{tower}.layers.1")
+    assert units.rest == tuple(f"{tower}.{name}" for name in ("conv1", "conv2", "ln_post", "proj"))
+
+
 def test_a_bare_parameter_of_a_tower_beside_the_modules_of_the_foundation_is_the_roots() -> None:
     model = omni("llava_next")
     assert "foundation.model.image_newline" in model.components["image_encoder"]

@@ -103,17 +103,27 @@ def test_metrics_split_losses_and_tokens_by_head_and_source(tmp_path: Path) -> N
 def test_ops_and_compile_are_chosen_in_the_recipe_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omnitrain.train.trainer.compile_blocks", partial(compile_blocks, backend="eager"))
     plain, changed = tiny_recipe(tmp_path, steps=3), ["model.ops.patch_embed=torch", "train.compile=true"]
-    Trainer(load(plain, f"output_dir={tmp_path / 'plain'}", "model.ops.rms_norm=torch")).fit()
+    Trainer(
+        load(plain, f"output_dir={tmp_path / 'plain'}", "model.ops.rms_norm=torch", "model.ops.unread_rows=torch")
+    ).fit()
     trainer = Trainer(load(plain, *changed))
     trainer.fit()
     ops = {row.name: row.ops for row in component_rows(trainer.model, trainer.ops)}
     assert "rms_norm: fused (9)" in ops["foundation"] and "patch_embed" not in ops["image_encoder"]
+    assert "unread_rows: skip (6)" in ops["foundation"]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["recompiles"] == trainer.compiled.recompiles
     # Behind inserted media the first block gets a view, and torch compiles views apart.
     assert max(trainer.compiled.compilations.values()) <= 2
     torch._dynamo.reset()
+
+
+def test_leaving_out_rows_that_no_head_reads_changes_no_loss(tmp_path: Path) -> None:
+    plain = tiny_recipe(tmp_path, steps=3)
+    Trainer(load(plain, f"output_dir={tmp_path / 'plain'}", "model.ops.unread_rows=torch")).fit()
+    Trainer(load(plain)).fit()
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
 def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -> None:

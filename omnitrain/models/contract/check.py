@@ -24,6 +24,7 @@ from omnitrain.models.contract.measure import (
     without_gradient,
 )
 from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.kernels import kernels_of, torch_kernels
@@ -80,7 +81,7 @@ def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> 
 
 
 def _checked(trial: Trial) -> Contract:
-    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _own_loss, _gradients):
+    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _own_loss, _last_rows, _gradients):
         check(trial)
         if trial.contract.refusals:
             break
@@ -174,9 +175,21 @@ def _own_loss(trial: Trial) -> None:
         trial.note("own loss", "left out", f"{fact}; only the loss of the tokens is trained")
 
 
+def _last_rows(trial: Trial) -> None:
+    """Modules that need not compute the rows which no loss reads; gradients are then checked without those rows."""
+    found = attempt(partial(row_local_modules, trial))
+    if found and not isinstance(found, Failure):
+        trial.use(row_local=found)
+        trial.note("last rows", "passed", f"rows that no loss reads can be left out of {', '.join(found)}")
+
+
 def _gradients(trial: Trial) -> None:
     """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
     fact = attempt(partial(gradient_fact, trial))
+    if fact is not None and trial.contract.row_local:
+        trial.use(row_local=())
+        trial.note("last rows", "fallback", f"{fact} without the rows that no loss reads; all are computed")
+        fact = attempt(partial(gradient_fact, trial))
     if fact is not None and trial.contract.packs:
         _unpack(trial, fact)
         fact = attempt(partial(gradient_fact, trial))

@@ -34,6 +34,8 @@ class Contract:
         packs: several samples may share a row.
         segmented: names of module classes that run one sample at a time, because they carry state along the row.
         by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
+        row_local: modules of which a row reaches the same row of the last hidden states only; items of a module list
+            are named by their place from its end.
         without_gradient: parameters of the twin that no loss reaches.
         findings: every check with what it measured.
     """
@@ -43,6 +45,7 @@ class Contract:
     packs: bool = True
     segmented: tuple[str, ...] = ()
     by_sample: tuple[str, ...] = ()
+    row_local: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 

@@ -87,6 +87,7 @@ class Trial:
     def _attach(self) -> None:
         self.ours = self._twin_of(self._unused)
         self.runner = FoundationRunner(self.ours, self.contract, native=self.native)
+        self.runner.skip_unread_rows()
 
     # Plain transformers -----------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ def _text_call(model: PreTrainedModel) -> dict[str, Any]:
 def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: TokenExtras) -> PositionFunction:
     """The model's own function where it has one, and how it counts where it has none."""
     given = _text_call(model).get("position_ids")
-    start = int(given.min()) if isinstance(given, Tensor) else _looked_up_first(model)
+    start = int(given.min()) if isinstance(given, Tensor) else _counted_from(model)
     if own_function(model) is None:
         return PositionFunction(type(model), None, start=start)
     function = PositionFunction(type(model), config_json(model.config), start=start)
@@ -138,7 +138,7 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: 
     return replace(function, axes=axes)
 
 
-def _looked_up_first(model: PreTrainedModel) -> int:
+def _counted_from(model: PreTrainedModel) -> int:
     try:
         return first_position(model)
     except Exception as error:  # as in _text_call

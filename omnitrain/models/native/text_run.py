@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -79,33 +80,24 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """Position of a text's first token, as the model looks it up in a table; 0 where it has no table.
+    """The position from which a model counts that is given none: its first layer is then called with the same.
 
-    A table of positions is an embedding that is called, before the first layer, with consecutive numbers. Whatever the
-    model raises before is passed on.
+    Some count from behind their padding token, in a table or a formula. 0 for a model that takes no positions, or that
+    no guess fits. Whatever the model raises is passed on.
     """
-    decoder, arguments = separate_decoder(model) or model, text_arguments(model)
-    tokens = model.get_input_embeddings()
-    tables = [m for m in decoder.modules() if isinstance(m, nn.Embedding) and m is not tokens]
-    if not tables:
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0
-    expected = torch.arange(arguments["input_ids"].numel())
-    first: list[int] = []
-
-    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for value in leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value.numel() == expected.numel() and not value.is_floating_point():
-                numbers = value.flatten().cpu()
-                if torch.equal(numbers - numbers[0], expected):
-                    first.append(int(numbers[0]))
-
-    handles = [table.register_forward_pre_hook(note, with_kwargs=True) for table in tables]
-    try:
-        called_with(model, max(_stacks(decoder), key=len)[0], arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return first[0] if first else 0
+    layer = max(_stacks(separate_decoder(model) or model), key=len)[0]
+    embeddings: nn.Embedding = model.get_input_embeddings()
+    rows = torch.zeros(1, 3, embeddings.weight.size(1), device=input_device(model), dtype=model.dtype)
+    behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
+    expected = _floats(called_with(model, layer, {"inputs_embeds": rows}))
+    for start in dict.fromkeys((0, 1, 2, behind_padding)):
+        positions = torch.arange(start, start + rows.size(1), device=rows.device)[None]
+        got = _floats(called_with(model, layer, {"inputs_embeds": rows, "position_ids": positions}))
+        if all(torch.equal(one, other) for one, other in zip(expected, got, strict=True)):
+            return start
+    return 0
 
 
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
@@ -131,6 +123,10 @@ def text_arguments(model: PreTrainedModel, modality: str = "image", token: int |
         "attention_mask": torch.ones_like(ids),
         **dict.fromkeys(extra_arguments(type(model)), types),
     }
+
+
+def _floats(call: Any) -> list[Tensor]:
+    return [value for value in leaves(call) if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def plain_ids(model: PreTrainedModel, number: int) -> list[int]:

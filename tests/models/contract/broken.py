@@ -57,6 +57,12 @@ class Leaking(Qwen3ForCausalLM):
         self.model.layers[1].mlp = nn.Sequential(self.model.layers[1].mlp, Smear())
 
 
+class MixingAtTheEnd(Qwen3ForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.norm = nn.Sequential(Smear(), self.model.norm)
+
+
 class LeakingOutsideOfModules(Qwen3ForCausalLM):
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         embeds = self.model.embed_tokens(input_ids)

@@ -38,9 +38,34 @@ def facts(contract: Contract, check: str) -> str:
 
 def test_a_sound_model_passes_every_check() -> None:
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
-    assert [finding.outcome for finding in contract.findings] == ["passed"] * 4
-    assert contract == Contract(findings=contract.findings)
+    assert [finding.outcome for finding in contract.findings] == ["passed"] * 5
+    assert contract == Contract(findings=contract.findings, row_local=contract.row_local)
     assert "bit for bit" in facts(contract, "attention")
+
+
+def test_modules_behind_the_last_mixing_of_rows_are_found() -> None:
+    contract = checked(foundation_class(FAMILIES["qwen3"]()))
+    layer = "model.layers.-1"
+    attention = [f"{layer}.self_attn.{name}" for name in ("q_proj", "o_proj", "q_norm")]
+    assert set(contract.row_local) == {*attention, f"{layer}.mlp", f"{layer}.post_attention_layernorm", "model.norm"}
+
+
+def test_where_rows_mix_at_the_end_only_what_follows_is_row_local() -> None:
+    contract = checked(broken.MixingAtTheEnd)
+    assert contract.row_local == ("model.norm.1",)
+
+
+def test_a_model_with_experts_computes_all_rows() -> None:
+    config = FAMILIES["qwen3_vl_moe"]()
+    assert check_contract(foundation_class(config), config).row_local == ()
+
+
+def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = ("model.layers.-1.self_attn.k_proj",)
+    monkeypatch.setattr("omnitrain.models.contract.check.row_local_modules", lambda trial: wrong)
+    contract = checked(foundation_class(FAMILIES["qwen3"]()))
+    assert contract.row_local == () and "all are computed" in facts(contract, "last rows")
+    assert facts(contract, "gradients").startswith("passed")
 
 
 def test_a_capped_head_gets_the_plain_loss() -> None:

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_foundation_model
-from omnitrain.models.hf import as_dict, foundation_class, require_sub_configs
+from omnitrain.models.hf import as_dict, foundation_class, require_sub_configs, resolve
 from tests.families import FAMILIES
 
 
@@ -15,6 +15,18 @@ def test_every_family_has_one_class_with_a_forward_and_a_head(family: str) -> No
     config = FAMILIES[family]()
     found = foundation_class(config)
     assert found.config_class is type(config) and found.can_generate() and "forward" in vars(found)
+
+
+def test_a_config_without_a_model_of_its_own_is_built_and_loaded_by_the_one_that_transformers_names(
+    tmp_path: Path,
+) -> None:
+    values = {name: value for name, value in FAMILIES["qwen3"]().to_dict().items() if name != "model_type"}
+    config = AutoConfig.for_model("iquestcoder", **values)
+    model = foundation_class(config)(config)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    model.save_pretrained(tmp_path)
+    loaded = resolve(str(tmp_path), foundation_class)
+    assert type(loaded) is type(model) and type(loaded.config) is type(config)
 
 
 def test_a_whole_omni_config_names_the_part_to_give() -> None:

@@ -1,7 +1,10 @@
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from omnitrain.errors import UserError
+from omnitrain.models.hf import foundation_class
+from omnitrain.models.native import discover
 from omnitrain.models.native.placeholders import TokenExtras
 from tests.models.native.samples import built, media_sample
 
@@ -44,3 +47,11 @@ def test_media_that_the_model_cannot_place_are_a_clear_error() -> None:
     grid = sample.features["image_grid_thw"][:1]
     with pytest.raises(UserError, match="Qwen3VLForConditionalGeneration cannot place this sample's media"):
         sample.found.positions(sample.ids, {"image_grid_thw": grid}, sample.found.extras(sample.ids))
+
+
+@pytest.mark.parametrize("padding", [1, 4])
+def test_a_model_that_counts_from_behind_its_padding_token_is_followed(padding: int) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AutoConfig.for_model("roberta", vocab_size=20, max_position_embeddings=40, pad_token_id=padding, **sizes)
+    found = discover(foundation_class(config)(config))
+    assert found.positions(np.arange(4), {}, {}).tolist() == list(range(padding + 1, padding + 5))

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.attention.call import Call
 from omnitrain.ops.attention.mask_spec import MaskSpec
@@ -64,20 +66,52 @@ class Batch:
         """Of all its segments."""
         return sum(segment.length for segment in self.segments)
 
-    def fold(self, x_HTD: torch.Tensor) -> torch.Tensor:
-        """``[heads, tokens, dim] -> [segments, heads, length, dim]``."""
-        rows = x_HTD if self.padded_rows is None else x_HTD.index_select(1, self.padded_rows)
-        return rows.unflatten(1, (len(self.segments), self.length)).transpose(0, 1)
+    def fold(self, x_THD: torch.Tensor) -> torch.Tensor:
+        """``[tokens, heads, dim] -> [segments, heads, length, dim]``."""
+        rows = x_THD if self.padded_rows is None else _FillUp.apply(x_THD, self.padded_rows, self.real_places)
+        return rows.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
 
     def unfold(self, x_BHLD: torch.Tensor) -> torch.Tensor:
         """``[segments, heads, length, dim] -> [tokens, heads, dim]``."""
         x_THD = x_BHLD.transpose(1, 2).flatten(0, 1)
-        return x_THD if self.real_places is None else x_THD.index_select(0, self.real_places)
+        return x_THD if self.real_places is None else _Real.apply(x_THD, self.real_places)
 
     def cut(self, bias: torch.Tensor) -> torch.Tensor:
         """``[1, heads, T, T] -> [segments, heads, length, length]``; only where all segments have one length."""
         spans = [slice(segment.start, segment.start + segment.length) for segment in self.segments]
         return torch.cat([bias[:, :, span, span] for span in spans])
+
+
+class _FillUp(torch.autograd.Function):
+    """Rows by index, with a backward that only picks, where autograd's would add row by row.
+
+    What was filled up has no gradient: its output is dropped, and no real token attends to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, padded_rows: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(real_places)
+        return x.index_select(0, padded_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Real(torch.autograd.Function):
+    """The inverse of :class:`_FillUp`: the real rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(real_places)
+        ctx.places = x.size(0)
+        return x.index_select(0, real_places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.new_zeros(ctx.places, *grad.shape[1:]).index_copy_(0, ctx.saved_tensors[0], grad), None
 
 
 # Query, key and value of a batch of segments -> [segments, heads, length, value width].
@@ -89,7 +123,8 @@ def attend_in_batches(call: Call, kernel: Kernel) -> torch.Tensor:
     slack = CAUSAL_SLACK if call.position_bias is None else 1.0
     batches = batches_of(call.mask, slack, call.query.device)
     sizes = [batch.tokens for batch in batches]
-    rows = (states[0].split(sizes, dim=1) for states in (call.query, call.key, call.value))
+    # Tokens first, as projections lay them out: gradients of the parts are then put together in that layout, too.
+    rows = (states[0].transpose(0, 1).split(sizes) for states in (call.query, call.key, call.value))
     outputs = [
         batch.unfold(kernel(batch.fold(q), batch.fold(k), batch.fold(v), batch))
         for batch, q, k, v in zip(batches, *rows, strict=True)

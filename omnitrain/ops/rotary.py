@@ -1,0 +1,125 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and the function of a model's file that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain.ops.backends import Backend, liger_missing
+
+# query [B, H, T, D], key [B, K, T, D], cosine and sine [B or 1, T, R] -> both rotated, same shapes.
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference, in transformers' own order of operations: feature ``i`` is paired with ``i + R / 2``.
+
+    Args:
+        query: ``[B, H, T, D]``, any floating dtype.
+        key: ``[B, K, T, D]``, same dtype.
+        cos: ``[B or 1, T, R]``, same dtype; ``R`` is even. Features behind the first ``R`` stay as they are.
+        sin: the same.
+    """
+    return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turning, rest = x[..., : cos.size(-1)], x[..., cos.size(-1) :]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
+
+
+def _liger_rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    if cos.size(-1) != query.size(-1):  # its kernel turns all features
+        return rotary(query, key, cos, sin)
+    turned: tuple[torch.Tensor, torch.Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
+    return turned
+
+
+# On CPU a hand-written backward, over query and key at once or apart, was not faster than autograd's.
+ROTARY = (Backend("torch", rotary), Backend("liger", _liger_rotary, liger_missing, automatic=()))
+
+
+def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:
+    """The forward of ``module``'s class with ``run`` in place of the rotary function of its file.
+
+    A function that the forward names is taken for it if its outputs are bit for bit those of :func:`rotary`; where it
+    leaves features behind the first ``R`` alone, so does the new one. A call that is not of that kind (more arguments,
+    several dtypes) goes to the model's own function.
+
+    Returns:
+        None where the forward names no such function.
+    """
+    if "forward" in vars(module) or not isinstance(type(module).forward, FunctionType):
+        return None
+    return _with_rotary(type(module).forward, run)
+
+
+@cache  # one function for all layers of a class
+def _with_rotary(forward: FunctionType, run: Rotary) -> Callable[..., Any] | None:
+    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    found = {name: f for name, f in named.items() if isinstance(f, FunctionType) and is_rotary(f)}
+    if not found:
+        return None
+    own = forward.__globals__ | {name: _exchanged(function, run) for name, function in found.items()}
+    changed = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
+
+
+def _exchanged(plain: Rotary, run: Rotary) -> Rotary:
+    """``run`` for the calls that it was recognised by, ``plain`` for all others and in compiled blocks."""
+    partial = is_rotary(plain, partial=True)
+
+    def apply(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_compiling() or kwargs or len(args) != 4 or not _fits(*args, partial=partial):
+            return plain(*args, **kwargs)
+        return run(*args)
+
+    return apply
+
+
+def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, partial: bool) -> bool:
+    if (query.ndim, key.ndim, cos.ndim) != (4, 4, 3) or len({x.dtype for x in (query, key, cos, sin)}) != 1:
+        return False
+    turning, width = cos.size(-1), query.size(-1)
+    return turning == width or (partial and turning < width)
+
+
+@cache
+def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
+    """Whether ``function(query, key, cos, sin)`` is :func:`rotary` on random numbers in fp32 and bf16.
+
+    Args:
+        function: any; one that fails is not.
+        partial: tried with fewer turning features than a head has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 6, 5, 16), (2, 3, 5, 16), *[(2, 5, 8 if partial else 16)] * 2]
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        return all(
+            _behaves_as_rotary(function, [x.to(dtype) for x in values]) for dtype in (torch.float32, torch.bfloat16)
+        )
+
+
+def _behaves_as_rotary(function: Callable[..., Any], values: list[torch.Tensor]) -> bool:
+    try:
+        theirs = function(*(x.clone() for x in values))
+    except Exception:  # whatever it wants, it is not these four
+        return False
+    if not (isinstance(theirs, tuple) and len(theirs) == 2 and all(isinstance(x, torch.Tensor) for x in theirs)):
+        return False
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(theirs, rotary(*values), strict=True))

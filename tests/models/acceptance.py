@@ -1,0 +1,133 @@
+"""What it means that a model trains as plain transformers would train it; every function returns what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.contract.probes import Probe
+from tests.models.plain import (
+    Pair,
+    exact_logits,
+    exact_step,
+    our_logits,
+    our_step,
+    plain_logits,
+    plain_logits_of_items_apart,
+    plain_step,
+)
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+TOLERANCE = 1e-5
+NOISE_FACTOR = 20
+ROUNDING_FACTOR = 4
+"""Two fp32 computations of one number differ from it by about as much; the worst ratio measured is 2.8."""
+
+
+def differences(both: Pair) -> dict[str, float]:
+    """All that is wrong with a model: name -> error. Packed samples count only where the contract packs."""
+    packs = both.ours.runner.contract.packs
+    wrong = unpacked_errors(both) | gradient_errors(both, [both.pack()] if packs else both.packs_of_one())
+    return wrong | packed_errors(both) if packs else wrong
+
+
+def unpacked_errors(both: Pair) -> dict[str, float]:
+    """Samples, each alone and unpacked, of which a single bit of the logits differs from plain transformers'.
+
+    Items of one sample may share a call of their tower, or not. Where that changes a bit in plain transformers itself,
+    because a matrix product rounds otherwise with more rows, or sdpa with keys that a mask leaves out, the bits must be
+    those of plain transformers with each item by itself, and stay within 1e-5 of those with all items in one call.
+    """
+    return _bitwise_errors(both, packed=False)
+
+
+def pack_of_one_errors(both: Pair) -> dict[str, float]:
+    """The same for packed rows of one sample, whose attention is another backend's."""
+    return _bitwise_errors(both, packed=True)
+
+
+def _bitwise_errors(both: Pair, *, packed: bool) -> dict[str, float]:
+    wrong = {}
+    for probe, pack in zip(both.probes, both.packs_of_one(), strict=True):
+        together = plain_logits(both.plain, probe)[0]
+        got = our_logits(both.ours, pack, packed=packed)[probe.sample.index]
+        if torch.equal(got, together):
+            continue
+        error = _relative(got, together)
+        is_rounding = len(probe.modalities) > 1 and error <= TOLERANCE
+        if not (is_rounding and torch.equal(got, plain_logits_of_items_apart(both, probe)[0])):
+            wrong[_named(probe)] = error
+    return wrong
+
+
+def packed_errors(both: Pair) -> dict[str, float]:
+    """Samples whose logits, in one row with all others, are not those of plain transformers alone: 1e-5 of the largest.
+
+    A sample beyond that is held against fp64, as in :func:`gradient_errors`.
+    """
+    got = our_logits(both.ours, both.pack(), packed=True)
+    plain = {probe.sample.index: plain_logits(both.plain, probe)[0] for probe in both.probes}
+    wrong = {index: error for index in got if not (error := _relative(got[index], plain[index])) <= TOLERANCE}
+    if wrong:
+        wrong = beyond_rounding(wrong, got, plain, exact_logits(both))
+    return {f"packed, {_named(p)}": wrong[p.sample.index] for p in both.probes if p.sample.index in wrong}
+
+
+def _named(probe: Probe) -> str:
+    return f"logits of {' and '.join(probe.modalities) or 'text'}, {len(probe.sample)} tokens"
+
+
+def gradient_errors(both: Pair, packs: Sequence[Pack]) -> dict[str, float]:
+    """Loss, and tensors whose gradient is not plain transformers', with errors relative to the tensor's largest value.
+
+    A tensor may differ by max(1e-5, 20 x its noise); the noise is what plain transformers differs by from itself when
+    the samples are added in the other order.
+
+    That noise lacks what one sample's forward and backward round. In most tensors it is far below 1e-5. It is all there
+    is of a gradient that is zero in exact arithmetic (a key bias without rotary positions adds the same to every score
+    of a query), and a recurrence multiplies it. So a tensor beyond that bound is held against plain transformers in
+    fp64: it may be at most 4 x as far from that as plain transformers in fp32 is itself.
+    """
+    order = range(len(both.probes))
+    loss, expected = plain_step(both, order)
+    _, reordered = plain_step(both, order[::-1])
+    our_loss, got = our_step(both, packs)
+    wrong = {} if abs(our_loss - loss) <= TOLERANCE * abs(loss) else {"loss": abs(our_loss - loss) / abs(loss)}
+    for name, one, other, again in _aligned(got, expected, reordered):
+        error, noise = _relative(one, other), _relative(again, other)
+        if not error <= max(TOLERANCE, NOISE_FACTOR * noise):
+            wrong[name] = error
+    if not wrong:
+        return wrong
+    exact_loss, exact = exact_step(both)
+    if not abs(exact_loss - loss) <= TOLERANCE * abs(loss):  # other experts were chosen: this is not about rounding
+        return wrong
+    return beyond_rounding(wrong, got, expected, exact)
+
+
+def beyond_rounding(
+    wrong: dict[_Key, float], got: dict[_Key, Tensor], expected: dict[_Key, Tensor], exact: dict[_Key, Tensor]
+) -> dict[_Key, float]:
+    """Those of ``wrong`` that are further from ``exact`` than 4 x what ``expected`` is."""
+    excused = {
+        key
+        for key, ours, plain, true in _aligned(got, expected, exact)
+        if (ours - true).abs().max() <= ROUNDING_FACTOR * (plain - true).abs().max()
+    }
+    return {key: error for key, error in wrong.items() if key not in excused}
+
+
+def _aligned(*tensors: dict[_Key, Tensor]) -> Iterator[tuple[_Key, Tensor, Tensor, Tensor]]:
+    """``(key, one tensor of each)``; a tensor that is missing, such as a gradient that never came, is zero."""
+    for key in dict.fromkeys(key for found in tensors for key in found):
+        one, other, third = (found.get(key, torch.zeros(1)) for found in tensors)
+        yield key, one, other, third
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max()) / max(float(expected.abs().max()), 1e-30)
