@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,3 +106,17 @@ def test_a_step_is_the_same_wherever_its_media_are_encoded(
     loads = np.array(results[0][2]["image_encoder"])  # [micro-batches, ranks]
     busy = (loads > 0).sum(axis=1).tolist()
     assert busy == ([1, 1] if place == "local" else [3, 3])
+
+
+def test_a_step_in_which_only_a_decoder_has_something_to_predict_has_a_backward_on_every_rank(
+    ranks: RankPool, model: OmniModel, samples: list[Sample]
+) -> None:
+    """Calls without data are tied to the loss of the text, also where no token of text is predicted."""
+    silent = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in samples]
+    drawing = [sample for sample in silent if sample.source == "text_to_image"]
+    seeing = [sample for sample in silent if sample.source == "image_to_text"]
+    loss, gradients = reference(model, [*drawing, *seeing])
+    results = ranks.run(gradients_on_ranks, [[drawing], [seeing]], "world", timeout_s=60, world=2)
+    got_loss, got = summed(results)
+    assert loss > 1 and abs(got_loss - loss) <= 1e-5 * loss
+    assert_same(got, gradients)
