@@ -64,7 +64,9 @@ class MediaBatch:
 
     def to(self, device: torch.device) -> MediaBatch:
         """The same batch on ``device``."""
-        return MediaBatch(tuple(group.to(device) for group in self.groups), _moved(self.positions, device), self.samples)
+        return MediaBatch(
+            tuple(group.to(device) for group in self.groups), _moved(self.positions, device), self.samples
+        )
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def attend_ragged(call: Call, kernel: Callable[[Ragged], torch.Tensor]) -> torch
 
 
 def _filled_up(value: torch.Tensor, missing: int) -> torch.Tensor:
-    """torch pads by nothing with a copy, in every layer."""
+    """Torch pads by nothing with a copy, in every layer."""
     return F.pad(value, (0, missing)) if missing else value
 
 
