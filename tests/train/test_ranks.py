@@ -69,7 +69,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (2, []),
         (4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"]),
-        (2, ["parallel.components.image_encoder.place=world", "parallel.default.mode=replicate"]),
+        (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
     ],
     ids=["dp2", "hsdp2x2.recompute", "replicate2.world"],
 )
