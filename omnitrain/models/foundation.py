@@ -189,7 +189,7 @@ class FoundationRunner:
                 backend=self.loss_backend,
             )
             made.append((term, hidden))
-            return hidden.detach()  # nobody asks for these logits, and no hook on the output must wait for a gradient
+            return hidden  # as logits; of all outputs, its gradient is the first to come, with media or without
 
         self.run_pack(pack, media, head, self._borders(pack))
         (result,) = made

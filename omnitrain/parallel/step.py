@@ -63,8 +63,9 @@ def accumulate_gradients(
             note(micro_batch=number, phase="forward", samples=pack.info.ids)
         reduce_on_last(model, batch.plan, number)
         output = model(pack, share_of(batch, number, model.device))
-        terms = [weights.get(n, 1.0) * term.sum / counts[n] for n, term in output.losses.items() if counts[n]]
-        if terms:  # the same on all ranks: the counts are those of all
+        if any(counts.values()):  # the same on all ranks: the counts are those of all
+            # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
+            terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
             loss = torch.stack(terms).sum()
             if note is not None:
                 note(phase="backward")
@@ -94,7 +95,8 @@ def share_of(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:
     for component in plan.topology.components:
         if component.place != "local" and plan.is_active(component.name, micro_batch):
             made = [item for call in plan.calls_of(_rank(), component.name, micro_batch) for item in call.items]
-            exchanges[component.name] = Exchange(plan.routes(component.name, micro_batch), made=made)
+            routes = plan.routes(component.name, micro_batch)
+            exchanges[component.name] = Exchange(routes, made=made, is_differentiable=component.is_trained)
     there = {name: [MediaCall(c.items.to(device), c.samples) for c in made] for name, made in work.items()}
     return Share(calls=calls, heads=heads, work=there, exchanges=exchanges)
 

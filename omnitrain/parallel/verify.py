@@ -27,6 +27,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.outcome import Outcome, micro_batches, train
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankError, RankPool
+from omnitrain.parallel.shrink import described, num_parameters, twin_of
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
@@ -71,10 +72,12 @@ class VerifyReport:
     Attributes:
         rows: one per layout.
         parameters: of the model that was verified.
+        size: of that model, in words; where the user's is too large for this machine, what was cut.
     """
 
     rows: tuple[VerifyRow, ...]
     parameters: int
+    size: str = ""
 
     @property
     def ok(self) -> bool:
@@ -97,6 +100,7 @@ class VerifyReport:
         console = Console(width=160)
         with console.capture() as capture:
             console.print(table)
+            console.print(f"model: {escape(self.size)}", highlight=False)
         return capture.get()
 
 
@@ -141,12 +145,16 @@ def verify(
     tolerance: float = 1e-5,
     timeout_s: float = 600.0,
     pool: RankPool | None = None,
+    memory: float | None = None,
 ) -> VerifyReport:
     """Train one global batch under each layout and compare with one process.
 
+    A model that is too large for this machine is cut in layers, experts and vocabulary rows; hidden widths stay.
+    :attr:`VerifyReport.size` says what was used.
+
     Args:
         model_factory: makes the model, the same on every rank: a picklable function or ``"module:function"`` that
-            returns a HF model or an :class:`OmniModel`.
+            returns a HF model or an :class:`OmniModel`. On the meta device it has no weights: they are drawn.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
             its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
@@ -157,15 +165,22 @@ def verify(
             within 20 times, as in one process.
         timeout_s: of one layout, seconds.
         pool: ranks to run on; None: a pool of its own.
+        memory: bytes that it may take; None: what is available.
 
     Raises:
-        UserError: no such factory or layout, or a factory that cannot be sent to another process.
+        UserError: no such factory or layout, a factory that cannot be sent to another process, or a model that is too
+            large even when it is cut.
     """
     cases = [_case(layout, nproc) for layout in layouts]
     _require_picklable(model_factory)
     own = pool or RankPool(nproc, preload=("omnitrain.parallel.verify",))
     try:
-        model = _built(model_factory)
+        full = _called(model_factory)
+        if twin := twin_of(full, nproc, memory):
+            model_factory, samples = twin, [twin.sample(sample) for sample in samples]
+        model = _omni(twin() if twin else full)
+        size = described(model, full)
+        del full
         batch = to_samples(model.runner.native, samples)
         reference = cache(partial(_in_one_process, model_factory, batch))
         rows = []
@@ -173,7 +188,7 @@ def verify(
             frozen = frozenset(name for name in model.components if case.plan.of(name).freeze)
             run = partial(_row, own, model_factory, batch, case, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
             rows.append(run(partial(reference, frozen)))
-        return VerifyReport(tuple(rows), sum(p.numel() for p in model.parameters()))
+        return VerifyReport(tuple(rows), num_parameters(model), size)
     finally:
         if pool is None:
             own.close()
@@ -320,14 +335,21 @@ def _moved(model: OmniModel) -> OmniModel:
 
 
 def _built(factory: Factory) -> OmniModel:
+    return _omni(_called(factory))
+
+
+def _omni(model: PreTrainedModel) -> OmniModel:
+    return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
+
+
+def _called(factory: Factory) -> PreTrainedModel:
     if isinstance(factory, str):
         module, _, name = factory.partition(":")
         try:
             factory = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise UserError(f"no model factory {factory!r}: {error}") from None
-    model = factory()  # type: ignore[operator]
-    return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
+    return factory()  # type: ignore[operator]
 
 
 def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcome | str | None:

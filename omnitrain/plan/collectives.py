@@ -21,7 +21,8 @@ class Collective:
             ``reduce_scatter`` and, across replicas, ``all_reduce``.
         component: whose parameters or items move.
         micro_batch: in which.
-        call: index among the component's calls in this micro-batch; -1 for exchanges.
+        call: index among the component's calls in this micro-batch; -1: once for all of them, as exchanges and
+            reductions are.
     """
 
     kind: CollectiveKind
@@ -34,8 +35,13 @@ def implied_collectives(plan: StepPlan, rank: int) -> tuple[Collective, ...]:
     """The collectives that ``rank`` takes part in, in order.
 
     A micro-batch encodes component by component, each followed by its exchange, then runs the foundation, then the
-    heads; its backward is the mirror image, as far as there are gradients. Units whose input has no gradient reduce
-    once for all calls of the micro-batch, at its end.
+    heads; its backward is the mirror image, as far as there are gradients. A step without a token to predict has no
+    backward.
+
+    A component is several sharded units: blocks, and an outermost one around them. Each unit reduces once in a
+    micro-batch, because autograd adds up the gradients of all calls first; one that is given no gradient at its input,
+    as the outermost of an encoder, does so at the micro-batch's end. In the backward, blocks are gathered again for
+    each call; the outermost unit is gathered again once and kept, that of the foundation never.
     """
     return tuple(
         collective for micro_batch in range(plan.num_micro_batches) for collective in _of_one(plan, rank, micro_batch)
@@ -65,11 +71,11 @@ def _of_one(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[Collective]
 
 def _phases(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[_Phase]:
     topology, made = plan.topology, dict.fromkeys((c.name for c in plan.topology.components), 0)
-    has_gradient = any(component.is_trained for component in topology.components)
+    has_gradient = any(c.is_trained for c in topology.components) and any(plan.loss_counts.values())
     for index, entrance in enumerate(topology.entrances):
         component = topology.component(entrance.component)
         # Gradients reach the foundation and the heads on their way to whatever trains.
-        has_backward = component.is_trained if entrance.kind == "encode" else has_gradient
+        has_backward = has_gradient and (component.is_trained or entrance.kind != "encode")
         if rank in component.ranks:
             for _ in range(int(plan.calls[micro_batch, index])):
                 yield _Phase(component, made[component.name], has_backward)
@@ -93,7 +99,9 @@ def _backward(plan: StepPlan, phase: _Phase, micro_batch: int) -> Iterator[Colle
         return
     if component.num_shards > 1:
         yield Collective("unshard_again", component.name, micro_batch, phase.call)
-    if component.is_trained and component.num_shards > 1:
-        yield Collective("reduce_scatter", component.name, micro_batch, phase.call)
-    if component.is_trained and component.num_replicas > 1 and micro_batch == plan.last_active(component.name):
-        yield Collective("all_reduce", component.name, micro_batch, phase.call)
+    if not component.is_trained or phase.call > 0:  # the backward comes to the first call last
+        return
+    if component.num_shards > 1:
+        yield Collective("reduce_scatter", component.name, micro_batch, -1)
+    if component.num_replicas > 1 and micro_batch == plan.last_active(component.name):
+        yield Collective("all_reduce", component.name, micro_batch, -1)

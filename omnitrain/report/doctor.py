@@ -8,11 +8,12 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from omnitrain.parallel.memory import available_memory
 
 _GIB = 2**30
 
@@ -150,17 +151,9 @@ def _why_no_cuda() -> str:
 
 def _memory() -> list[Finding]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = _available_memory()
+    available = available_memory()
     free = "" if available is None else f"{available / _GIB:.1f} GiB available of "
     return [Finding("memory", "host", f"{free}{total / _GIB:.1f} GiB", True)]
-
-
-def _available_memory() -> int | None:
-    """Bytes, from Linux's /proc/meminfo; None elsewhere."""
-    table = Path("/proc/meminfo")
-    lines = table.read_text().splitlines() if table.is_file() else []
-    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kibibytes[0] * 1024 if kibibytes else None
 
 
 def _backend(backend: Backend) -> Finding:

@@ -10,7 +10,9 @@ from omnitrain.data.loader import StepLoader, build_dataloader
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.memory import available_memory
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.shrink import fits
 from omnitrain.parallel.verify import VerifyReport, verify
 from omnitrain.recipe import Recipe
 from omnitrain.train.display import quiet_libraries
@@ -18,7 +20,13 @@ from omnitrain.train.setup import build_from_recipe
 
 
 def verify_recipe(
-    recipe: Recipe, layouts: Sequence[str], *, nproc: int = 4, num_samples: int = 12, pool: RankPool | None = None
+    recipe: Recipe,
+    layouts: Sequence[str],
+    *,
+    nproc: int = 4,
+    num_samples: int = 12,
+    pool: RankPool | None = None,
+    memory: float | None = None,
 ) -> VerifyReport:
     """Train one global batch of the recipe's first samples under each layout and compare with one process.
 
@@ -28,20 +36,26 @@ def verify_recipe(
         nproc: ranks on this machine.
         num_samples: of the global batch.
         pool: ranks to run on; None: a pool of its own.
+        memory: bytes that it may take; None: what is available. A model that needs more is cut, see there.
 
     Raises:
         UserError: whatever does not fit together in the recipe; an unknown layout; no usable sample.
     """
     quiet_libraries()
-    _, processor = build_from_recipe(recipe)
+    shapes, processor = build_from_recipe(recipe, "meta")
     samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
-    return verify(partial(model_of, recipe), samples, layouts, nproc=nproc, pool=pool)
+    memory = available_memory() if memory is None else memory
+    factory = partial(model_of, recipe, "cpu" if fits(shapes, nproc, memory) else "meta")
+    return verify(factory, samples, layouts, nproc=nproc, pool=pool, memory=memory)
 
 
-def model_of(recipe: Recipe) -> OmniModel:
-    """The model of a recipe; the same on every rank, for its weights come from files or from the recipe's seed."""
+def model_of(recipe: Recipe, device: str) -> OmniModel:
+    """The model of a recipe; the same on every rank, for its weights come from files or from the recipe's seed.
+
+    On the device ``meta`` it has none.
+    """
     quiet_libraries()
-    return build_from_recipe(recipe)[0]
+    return build_from_recipe(recipe, device)[0]
 
 
 def first_usable(loader: StepLoader, number: int) -> list[Sample]:

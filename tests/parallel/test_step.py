@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share, num_calls
 from omnitrain.models.hf_samples import idle_sample
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.meeting import Meeting, open_meeting
+from omnitrain.parallel.meeting import Meeting
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.step import accumulate_gradients
@@ -27,8 +28,7 @@ def gradients_on_ranks(table: Sequence[Sequence[Sequence[Sample]]], place: Place
     rank, model = torch.distributed.get_rank(), tiny_model()
     idle = idle_sample(model.runner.native, 9)
     packs = [Pack.from_samples(samples or [idle]) for samples in table[rank]]
-    meeting, _store = open_meeting()
-    batch = step_planner(model, meeting, dict.fromkeys(ENCODERS, place))(packs)
+    batch = step_planner(model, places=dict.fromkeys(ENCODERS, place))(packs)
     loss = accumulate_gradients(model, batch)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     loads = {name: batch.plan.loads(name).tolist() for name in ENCODERS}
@@ -106,3 +106,17 @@ def test_a_step_is_the_same_wherever_its_media_are_encoded(
     loads = np.array(results[0][2]["image_encoder"])  # [micro-batches, ranks]
     busy = (loads > 0).sum(axis=1).tolist()
     assert busy == ([1, 1] if place == "local" else [3, 3])
+
+
+def test_a_step_in_which_only_a_decoder_has_something_to_predict_has_a_backward_on_every_rank(
+    ranks: RankPool, model: OmniModel, samples: list[Sample]
+) -> None:
+    """Calls without data are tied to the loss of the text, also where no token of text is predicted."""
+    silent = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in samples]
+    drawing = [sample for sample in silent if sample.source == "text_to_image"]
+    seeing = [sample for sample in silent if sample.source == "image_to_text"]
+    loss, gradients = reference(model, [*drawing, *seeing])
+    results = ranks.run(gradients_on_ranks, [[drawing], [seeing]], "world", timeout_s=60, world=2)
+    got_loss, got = summed(results)
+    assert loss > 1 and abs(got_loss - loss) <= 1e-5 * loss
+    assert_same(got, gradients)

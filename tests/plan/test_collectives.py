@@ -44,17 +44,15 @@ def test_replicas_are_reduced_in_the_last_micro_batch_that_has_media_and_the_bac
         "0 encoder exchange -1",
         "0 foundation unshard 0",
         "0 foundation unshard_again 0",
-        "0 foundation reduce_scatter 0",
+        "0 foundation reduce_scatter -1",
         "0 encoder exchange_back -1",
         "0 encoder unshard_again 1",
-        "0 encoder reduce_scatter 1",
-        "0 encoder all_reduce 1",
         "0 encoder unshard_again 0",
-        "0 encoder reduce_scatter 0",
-        "0 encoder all_reduce 0",
+        "0 encoder reduce_scatter -1",
+        "0 encoder all_reduce -1",
         "1 foundation unshard 0",
         "1 foundation unshard_again 0",
-        "1 foundation reduce_scatter 0",
+        "1 foundation reduce_scatter -1",
     ]
     assert [written(facts, rank, place="world") for rank in range(4)] == [expected] * 4
     stays_home = [line for line in expected if "exchange" not in line]
@@ -69,7 +67,16 @@ def test_a_frozen_encoder_has_no_backward() -> None:
         "0 encoder exchange -1",
         "0 foundation unshard 0",
         "0 foundation unshard_again 0",
-        "0 foundation reduce_scatter 0",
+        "0 foundation reduce_scatter -1",
+    ]
+
+
+def test_a_step_without_a_token_to_predict_has_no_backward() -> None:
+    ignored = RankFacts((MicroBatchFacts({"text": 0}, (5,), IMAGE.items),))
+    assert written([ignored] * 4, 0) == [
+        "0 encoder unshard 0",
+        "0 encoder unshard 1",
+        "0 foundation unshard 0",
     ]
 
 

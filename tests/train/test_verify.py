@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.shrink import needed_memory, num_parameters
 from omnitrain.recipe import Recipe
-from omnitrain.train.verify import verify_recipe
+from omnitrain.train.verify import model_of, verify_recipe
 from tests.tiny import tiny_recipe
 
 
@@ -13,3 +14,14 @@ def test_a_recipe_is_verified_on_its_own_model_and_data(tmp_path: Path, ranks: R
     (row,) = report.rows
     assert row.status == "equal" and report.ok, row.reason
     assert row.loss_error < 1e-6 and row.collectives > 0
+
+
+def test_a_recipe_too_large_for_the_machine_is_shrunk_in_depth_and_rows(tmp_path: Path, ranks: RankPool) -> None:
+    config = "model.foundation.config"
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), [f"{config}.num_hidden_layers=7", f"{config}.vocab_size=5000"])
+    parameters = num_parameters(model_of(recipe, "meta"))
+    memory = needed_memory(parameters, 2) - 1
+    report = verify_recipe(recipe, ["dp2"], nproc=2, num_samples=7, pool=ranks, memory=memory)
+    assert [row.status for row in report.rows] == ["equal"], str(report)
+    assert report.parameters < parameters
+    assert "2 of 7 layers, 512 of 5,000 vocabulary rows" in " ".join(str(report).split())

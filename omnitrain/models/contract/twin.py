@@ -96,6 +96,31 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     return twin
 
 
+def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A tower's config with its first layers only, see :func:`twin_config`; ``config`` is not changed."""
+    small = copy.deepcopy(config)
+    for node in _nodes(small):
+        _cut_tower(node)
+    return small
+
+
+def sizes(config: PreTrainedConfig) -> dict[str, int]:
+    """What a twin has fewer of, in the language model of ``config``: ``layers``, ``experts``, ``vocabulary rows``."""
+    text = config.get_text_config(decoder=True)
+    names = {"layers": _first(text, _DEPTHS), "experts": _first(text, _EXPERTS), "vocabulary rows": "vocab_size"}
+    return {what: getattr(text, name) for what, name in names.items() if name is not None}
+
+
+def moved_tokens(config: PreTrainedConfig, twin: PreTrainedConfig) -> dict[int, int]:
+    """Special token id of ``config`` -> its id in the twin's config."""
+    return {
+        old: new
+        for node, small in zip(_nodes(config), _nodes(twin), strict=True)
+        for (_, olds), (_, news) in zip(_tokens(node), _tokens(small), strict=True)
+        for old, new in zip(olds, news, strict=True)
+    }
+
+
 class _Undrawn(TorchFunctionMode):
     """Leaves matrices undrawn: all of them are drawn anew, and drawing takes most of the time to build a twin."""
 

@@ -1,0 +1,161 @@
+"""A model too large to be verified on this machine, and its twin: the same widths, fewer layers, experts and rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.data.pack import IGNORED
+from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.contract.twin import build_twin, moved_tokens, sizes, tower_config, twin_config
+from omnitrain.models.hf import as_config, as_dict
+from omnitrain.models.omni import OmniConfig, OmniModel
+from omnitrain.parallel.memory import available_memory
+
+# fp32 numbers per parameter. On a rank: the weight, its gradient and momentum, the weight before, and what comes back
+# of it (gradient, weight, movement). In the process that compares: the model, a run like that of a rank, and what came
+# back of three others (the reference, the reference in another order, a layout).
+_ON_A_RANK = 7
+_IN_THE_COMPARISON = 1 + _ON_A_RANK + 3 * 3
+_GIB = 2**30
+
+
+def needed_memory(parameters: int, ranks: int) -> int:
+    """Bytes that verifying a model takes: ranks and comparison do not work at the same time."""
+    return 4 * parameters * max(_ON_A_RANK * ranks, _IN_THE_COMPARISON)
+
+
+def fits(model: PreTrainedModel, ranks: int, memory: float | None = None) -> bool:
+    """Whether a model can be verified here.
+
+    Args:
+        model: on any device, ``meta`` too.
+        ranks: that hold a copy each while they build it.
+        memory: bytes; None: what is available, and as much as needed where this machine does not tell.
+    """
+    memory = available_memory() if memory is None else memory
+    return memory is None or needed_memory(num_parameters(model), ranks) <= memory
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Elements of all parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Makes a model with new weights, the same in every process; it can be pickled.
+
+    Attributes:
+        model_class: of the model.
+        config: of the size that is used.
+        frozen: names of parameters that do not train.
+        tokens: special token id -> its id here.
+        rows: ordinary token ids here, ``0 .. rows - 1``; None: those of the samples.
+    """
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    frozen: frozenset[str]
+    tokens: Mapping[int, int]
+    rows: int | None
+
+    def __call__(self) -> PreTrainedModel:
+        """The model, fp32 on the CPU."""
+        model = build_twin(self.model_class, self.config)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name not in self.frozen)
+        return model
+
+    def sample(self, sample: Any) -> Any:
+        """A :class:`Sample`, or HF-style arguments, with token ids of this model."""
+        if self.rows is None:
+            return sample
+        if isinstance(sample, Sample):
+            return replace(sample, input_ids=self._ids(sample.input_ids))
+        ids = {name: torch.from_numpy(self._ids(np.asarray(sample[name]))) for name in ("input_ids", "labels")}
+        return {**sample, **ids}
+
+    def _ids(self, ids: np.ndarray) -> np.ndarray:
+        assert self.rows is not None
+        small = np.where(ids == IGNORED, IGNORED, ids % self.rows)
+        for old, new in self.tokens.items():
+            small[ids == old] = new
+        return small
+
+
+def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> Twin | None:
+    """What stands in for a model that is on the meta device, or too large; None: it can be verified itself.
+
+    Hidden widths stay. The language model has its first layers, up to the last that shows a new kind, at most four
+    experts per routing group and a few hundred vocabulary rows; towers have their first layers.
+
+    Args:
+        model: a HF model, or an :class:`OmniModel`.
+        ranks: see :func:`fits`.
+        memory: see :func:`fits`.
+
+    Raises:
+        UserError: the twin, too, is too large.
+    """
+    if fits(model, ranks, memory):
+        return _twin(model, model.config) if model.device.type == "meta" else None
+    twin = _twin(model, _small(model))
+    with torch.device("meta"):
+        shapes = twin.model_class(copy.deepcopy(twin.config))
+    if not fits(shapes, ranks, memory):
+        have = available_memory() if memory is None else memory
+        assert have is not None
+        least = needed_memory(num_parameters(shapes), ranks)
+        raise UserError(
+            f"the model is too large to be verified here: found {have / _GIB:.1f} GiB, expected {least / _GIB:.1f} GiB "
+            f"for {num_parameters(shapes):,} parameters, its smallest size, on {ranks} ranks; use fewer ranks (nproc)"
+        )
+    return twin
+
+
+def described(model: PreTrainedModel, full: PreTrainedModel) -> str:
+    """The size of ``model``, and of ``full``, for which it stands."""
+    if num_parameters(model) == num_parameters(full):
+        drawn = ", their weights drawn at random" if full.device.type == "meta" else ""
+        return f"{num_parameters(model):,} parameters{drawn}"
+    whole = sizes(_foundation(full))
+    counts = [
+        f"{count:,} of {whole[what]:,} {what}"
+        for what, count in sizes(_foundation(model)).items()
+        if count < whole[what]
+    ]
+    counts.append(f"{num_parameters(model):,} of {num_parameters(full):,} parameters")
+    return f"too large for this machine, verified at the same widths with {', '.join(counts)}"
+
+
+def _foundation(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.foundation.config if isinstance(model, OmniModel) else model.config
+
+
+def _small(model: PreTrainedModel) -> PreTrainedConfig:
+    config = twin_config(_foundation(model), cut_mlps=False)
+    if not isinstance(model, OmniModel):
+        return config
+    encoders = {name: as_dict(encoder.config) for name, encoder in model.encoders.items()}
+    for encoder in encoders.values():
+        if encoder.get("tower"):
+            encoder["tower"] = as_dict(tower_config(as_config(encoder["tower"])))
+    return OmniConfig(foundation=as_dict(config), encoders=encoders, decoders=model.config.decoders)
+
+
+def _twin(model: PreTrainedModel, config: PreTrainedConfig) -> Twin:
+    full = _foundation(model)
+    small = as_config(config.foundation) if isinstance(config, OmniConfig) else config
+    tokens, rows = moved_tokens(full, small), None
+    if sizes(small)["vocabulary rows"] < sizes(full)["vocabulary rows"]:
+        rows = sizes(small)["vocabulary rows"] - len(tokens)
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return Twin(type(model), config, frozen, tokens, rows)
