@@ -86,6 +86,8 @@ def report(result: Result, json_path: Path | None) -> None:
         return
     where = {"versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES}}
     where |= {"cpu": f"{_processor()}, {torch.get_num_threads()} thread"}
+    if torch.cuda.is_available():
+        where |= {"gpu": torch.cuda.get_device_name()}
     json_path.write_text(json.dumps(vars(result) | where, indent=2) + "\n")
 
 

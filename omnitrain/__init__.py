@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from omnitrain.ops.cross_entropy import LossTerm
     from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of
     from omnitrain.parallel.parallelize import build_parallelize_model
+    from omnitrain.parallel.planning import step_planner
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
+    from omnitrain.parallel.step import accumulate_gradients
     from omnitrain.parallel.verify import VerifyReport, VerifyRow, verify
     from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
     from omnitrain.train.trainer import Trainer
@@ -51,6 +53,7 @@ _HOMES = {
     "Trainer": "omnitrain.train.trainer",
     "VerifyReport": "omnitrain.parallel.verify",
     "VerifyRow": "omnitrain.parallel.verify",
+    "accumulate_gradients": "omnitrain.parallel.step",
     "build_dataloader": "omnitrain.data.loader",
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
@@ -59,6 +62,7 @@ _HOMES = {
     "init_parallel_state": "omnitrain.parallel.state",
     "layout_of": "omnitrain.parallel.applied",
     "parse_layout": "omnitrain.recipe",
+    "step_planner": "omnitrain.parallel.planning",
     "verify": "omnitrain.parallel.verify",
 }
 
@@ -84,6 +88,7 @@ __all__ = [
     "Trainer",
     "VerifyReport",
     "VerifyRow",
+    "accumulate_gradients",
     "build_dataloader",
     "build_foundation_model",
     "build_omni_model",
@@ -92,6 +97,7 @@ __all__ = [
     "init_parallel_state",
     "layout_of",
     "parse_layout",
+    "step_planner",
     "verify",
 ]
 

@@ -39,7 +39,7 @@ class MediaGroup:
 
     def to(self, device: torch.device) -> MediaGroup:
         """The same items on ``device``."""
-        moved = {name: tensor.to(device) for name, tensor in self.features.items()}
+        moved = {name: _moved(tensor, device) for name, tensor in self.features.items()}
         return MediaGroup(moved, self.num_rows, self.num_tokens)
 
 
@@ -64,7 +64,9 @@ class MediaBatch:
 
     def to(self, device: torch.device) -> MediaBatch:
         """The same batch on ``device``."""
-        return MediaBatch(tuple(group.to(device) for group in self.groups), self.positions.to(device), self.samples)
+        return MediaBatch(
+            tuple(group.to(device) for group in self.groups), _moved(self.positions, device), self.samples
+        )
 
 
 @dataclass(frozen=True)
@@ -128,15 +130,15 @@ class Pack:
         if device == self.input_ids.device:
             return self
         return Pack(
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            text_rows=self.text_rows.to(device),
-            text_labels=self.text_labels.to(device),
+            input_ids=_moved(self.input_ids, device),
+            position_ids=_moved(self.position_ids, device),
+            cu_seqlens=_moved(self.cu_seqlens, device),
+            text_rows=_moved(self.text_rows, device),
+            text_labels=_moved(self.text_labels, device),
             inputs={name: batch.to(device) for name, batch in self.inputs.items()},
             targets={name: batch.to(device) for name, batch in self.targets.items()},
             info=self.info,
-            token_inputs={name: tensor.to(device) for name, tensor in self.token_inputs.items()},
+            token_inputs={name: _moved(tensor, device) for name, tensor in self.token_inputs.items()},
         )
 
     @classmethod
@@ -179,6 +181,11 @@ class Pack:
                 for name in ordered[0].token_inputs
             },
         )
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``. A plain copy to a GPU would first wait for all that is queued there."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 class _Placed(NamedTuple):

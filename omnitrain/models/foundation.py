@@ -189,7 +189,7 @@ class FoundationRunner:
                 backend=self.loss_backend,
             )
             made.append((term, hidden))
-            return hidden.detach()  # nobody asks for these logits, and no hook on the output must wait for a gradient
+            return hidden  # as logits; of all outputs, its gradient is the first to come, with media or without
 
         self.run_pack(pack, media, head, self._borders(pack))
         (result,) = made
@@ -243,7 +243,7 @@ class FoundationRunner:
         """
         given = dict(arguments)
         if borders is not None:
-            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=input_ids.device)
+            cu_seqlens = torch.tensor(borders, dtype=torch.int32).to(input_ids.device, non_blocking=True)
             longest = max(stop - start for start, stop in pairwise(borders))
             given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             given |= {"max_length_q": longest, "max_length_k": longest}

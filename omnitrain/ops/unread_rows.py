@@ -61,8 +61,8 @@ def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
     """Make modules compute the rows that are read, and put zeros in the place of the others, inside :func:`reading`.
 
     Exact only for modules of which a row reaches the same row of the last hidden states and no other. Their parameters
-    and names stay. Rows are dim 1 of their input ``[1, T, ...]``; on any other input, outside of :func:`reading` and
-    in a compiled block, they do what they did before.
+    and names stay. Rows are dim 1 of their input ``[1, T, ...]``; on any other input (a DTensor, too), outside of
+    :func:`reading` and in a compiled block, they do what they did before.
 
     Args:
         model: in which they are; changed in place.
@@ -100,7 +100,7 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
 def _on_read_rows(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         read = None if torch.compiler.is_compiling() else _read.get()
-        if read is None or x.ndim < 3 or x.shape[:2] != (1, read.length):
+        if read is None or type(x) is not torch.Tensor or x.ndim < 3 or x.shape[:2] != (1, read.length):
             return plain(self, x)
         y = plain(self, x.index_select(1, read.rows))
         return y.new_zeros(1, read.length, *y.shape[2:]).index_copy(1, read.rows, y)

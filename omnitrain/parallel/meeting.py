@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -22,28 +22,36 @@ _FIRST_CAPACITY = 1024  # words
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the data processes of all ranks find each other: the store at ``host:port``."""
+    """Where the data processes of all ranks find each other.
+
+    Attributes:
+        host: of the store.
+        port: of the store.
+        rank: that the process belongs to.
+        world_size: number of ranks.
+        store: keeps the place open, on rank 0; not pickled.
+    """
 
     host: str
     port: int
     rank: int
     world_size: int
+    store: dist.Store | None = field(default=None, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Meeting, (self.host, self.port, self.rank, self.world_size)
 
 
-def open_meeting() -> tuple[Meeting, dist.Store | None]:
-    """A new place to meet for processes that belong to the ranks; every rank must call it.
-
-    Returns:
-        The place as this rank sees it, and the store, which must live as long as the meeting (None: another rank's).
-    """
+def open_meeting() -> Meeting:
+    """A new place to meet, for as long as it is kept on rank 0. Every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Meeting("", 0, 0, 1), None
+        return Meeting("", 0, 0, 1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     host = os.environ.get("MASTER_ADDR", "localhost")  # where rank 0 is
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = torch.tensor(store.port if store is not None else 0)
-    dist.broadcast(port, src=0)
-    return Meeting(host, int(port), rank, world_size), store
+    said: list[int] = [store.port if store is not None else 0]
+    dist.broadcast_object_list(said, src=0)
+    return Meeting(host, said[0], rank, world_size, store)
 
 
 class DataPeers:

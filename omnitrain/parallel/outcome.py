@@ -20,7 +20,6 @@ from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.applied import layout_of
-from omnitrain.parallel.meeting import open_meeting
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 
@@ -64,8 +63,7 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 
 def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
     """Three steps on the packs of ``rank``, knowing those of all others."""
-    meeting, _store = open_meeting()
-    batch = step_planner(model, meeting)(table[rank])
+    batch = step_planner(model)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
     optimizer = _optimizer(model, list(trained.values()))

@@ -29,7 +29,7 @@ def build_parallelize_model(
     parallel_state: ParallelState | None = None,
     parallel_plan: ParallelPlan | None = None,
     enable_full_shard: bool = True,
-    enable_mixed_precision: bool = True,
+    enable_mixed_precision: bool | None = True,
     enable_gradient_checkpointing: bool = False,
     init_device: str | None = None,
     enable_fsdp_offload: bool = False,
@@ -47,7 +47,8 @@ def build_parallelize_model(
         parallel_plan: None: every component lies as the state says.
         enable_full_shard: parameters are sharded again between forward and backward; False: kept, for less
             communication and more memory.
-        enable_mixed_precision: compute in bf16, unless a plan says otherwise.
+        enable_mixed_precision: compute in bf16, unless a plan says otherwise; False: no plan may say so; None: where a
+            plan says so.
         enable_gradient_checkpointing: recompute all blocks in the backward, unless a plan says otherwise.
         init_device: where weights are before they are sharded, ``cpu`` or ``cuda``; None: where they are. Sharding
             moves them to the state's device, unit by unit.

@@ -10,7 +10,7 @@ from omnitrain.data.pack import MediaBatch, Pack
 from omnitrain.models.calls import Apart
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.applied import layout_of
-from omnitrain.parallel.meeting import DataPeers, Meeting
+from omnitrain.parallel.meeting import DataPeers, Meeting, open_meeting
 from omnitrain.parallel.placing import StepBatch, placed
 from omnitrain.plan import (
     ItemFacts,
@@ -113,6 +113,15 @@ class StepPlanner:
         return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)
 
 
-def step_planner(model: OmniModel, meeting: Meeting, places: Mapping[str, Place] | None = None) -> StepPlanner:
-    """What plans the steps of a model; arguments as in :func:`topology_of` and :class:`DataPeers`."""
-    return StepPlanner(topology_of(model, places), DataPeers(meeting), model.runner.apart)
+def step_planner(
+    model: OmniModel, meeting: Meeting | None = None, places: Mapping[str, Place] | None = None
+) -> StepPlanner:
+    """What plans the steps of a model: called with a rank's packs of a step, it returns its :class:`StepBatch`.
+
+    Args:
+        model: see :func:`topology_of`.
+        meeting: of the processes that will call it, one per rank; None: a new one (all ranks must call this).
+        places: see :func:`topology_of`.
+    """
+    peers = DataPeers(meeting if meeting is not None else open_meeting())
+    return StepPlanner(topology_of(model, places), peers, model.runner.apart)

@@ -32,12 +32,12 @@ class CallFlags:
     A flag that is not at its default counts as set: a plan that says otherwise contradicts it.
 
     Attributes:
-        mixed_precision: compute in bf16.
+        mixed_precision: compute in bf16; None: in the dtype of the parameters, which contradicts no plan.
         recompute: all blocks.
         parameter_offload: of what is sharded.
     """
 
-    mixed_precision: bool = True
+    mixed_precision: bool | None = True
     recompute: bool = False
     parameter_offload: bool = False
 
@@ -193,7 +193,7 @@ class _Resolving:
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()
         param = given.param or (None if self._is_frozen else "float32")
-        if not self._flags.mixed_precision and given.compute not in (None, given.param or "float32"):
+        if self._flags.mixed_precision is False and given.compute not in (None, given.param or "float32"):
             self._problem("precision", f"found compute {given.compute}, but enable_mixed_precision is False")
         low = "bfloat16" if self._flags.mixed_precision else param
         return Precision(param=param, compute=given.compute or low, reduce=given.reduce or "float32")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,6 +62,8 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
         units: of each component.
         how: of each component; the root's own parameters lie as the foundation's.
     """
+    # What the foundation returns (hidden states, a view in most models) is written to by nobody.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     whole = kept_whole(model)
     for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in found.all:
@@ -73,7 +76,7 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
                 inner,
                 whole,
                 casts_inputs=name in found.fp32 or (name in found.rest and name != FOUNDATION and not is_attached),
-                keeps_unsharded=name == FOUNDATION,  # its loss is made inside: no output says when the backward begins
+                keeps_unsharded=name == FOUNDATION,  # its backward begins with what its forward ended with
             )
             if is_attached:
                 _call_as_one(model, component, inner.compute_dtype)

@@ -85,5 +85,6 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 @torch.no_grad()
 def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
     """Sums that differ, but for a coincidence, where tensors do; comparable between ranks of equal machines."""
-    flat = parameter.detach().flatten().double()
-    return (float(flat.sum()), float(flat.abs().sum()), *map(float, parameter.shape))
+    total = parameter.sum(dtype=torch.float64)
+    size = torch.linalg.vector_norm(parameter, 1, dtype=torch.float64)
+    return (float(total), float(size), *map(float, parameter.shape))

@@ -88,6 +88,11 @@ class ComponentPlan(Strict):
             yield "dp_shard", f"found {shards} with `mode: replicate`, which shards nothing; use `mode: hsdp`"
         if self.mode == "replicate" and self.parameter_offload:
             yield "parameter_offload", "found true with `mode: replicate`; only shards can be offloaded; use `fsdp2`"
+        if self.compile and self.recompute in ("full", "selective"):
+            yield (
+                "compile",
+                f"found true with `recompute: {self.recompute}`, under which torch compiles nothing; use one",
+            )
         if self.saved_ops is not None and self.recompute != "selective":
             yield "saved_ops", f"set with `recompute: {self.recompute}`; only `selective` keeps outputs of some ops"
         for op in self.saved_ops or ():

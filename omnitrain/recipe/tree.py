@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.located import located
-from omnitrain.recipe.parallel import ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
@@ -324,6 +324,16 @@ class Recipe(Strict):
     def _evaluation_has_data(self) -> Recipe:
         if self.evaluation is not None and not self.data.heldout:
             raise ValueError("`evaluation` needs `data.heldout`: name the held-out data, or remove `evaluation`")
+        return self
+
+    @model_validator(mode="after")
+    def _compiles_what_it_runs(self) -> Recipe:
+        recompute = self.parallel.of(FOUNDATION).recompute
+        if self.train.compile.enabled and recompute in ("full", "selective"):
+            raise ValueError(
+                f"`train.compile` with `recompute: {recompute}` of the foundation, under which torch compiles nothing; "
+                "use one of the two"
+            )
         return self
 
     def check_heads(self, decoders: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ class LossMeter:
     def add(self, pack: Pack, losses: dict[str, LossTerm]) -> None:
         """Take in the losses of one pack."""
         ids = [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
-        source_of_sample = torch.tensor(ids, device=pack.cu_seqlens.device)
+        source_of_sample = torch.tensor(ids).to(pack.cu_seqlens.device, non_blocking=True)
         for name, term in losses.items():
             rows = pack.text_rows if name == "text" else pack.targets[name].positions
             sources = source_of_sample[torch.bucketize(rows, pack.cu_seqlens[1:], right=True)]

@@ -28,13 +28,11 @@ class Ranks:
         state: how they are factorised; None: one process that lays nothing out.
         peers: what they tell each other.
         meeting: of their data processes.
-        store: that the meeting needs; None: another rank has it.
     """
 
     state: ParallelState | None
     peers: Peers
     meeting: Meeting
-    store: dist.Store | None
 
     @property
     def is_first(self) -> bool:
@@ -70,12 +68,12 @@ def join_ranks(plan: ParallelPlan, device: torch.device) -> Ranks:
     """
     launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if not launched and plan == ParallelPlan():
-        return Ranks(None, ALONE, *open_meeting())
+        return Ranks(None, ALONE, open_meeting())
     if device.type == "cpu" and not dist.is_initialized() and launched:
         dist.init_process_group("gloo")
     state = init_state_of(plan)
     peers = GlooPeers() if state.world_size > 1 else ALONE
-    return Ranks(state, peers, *open_meeting())
+    return Ranks(state, peers, open_meeting())
 
 
 def leave_ranks() -> None:

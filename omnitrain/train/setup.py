@@ -123,10 +123,10 @@ def require_ops(model: OmniModel, ops: Ops, device: torch.device) -> None:
     Raises:
         UserError: every backend that cannot, with the reason and what may be chosen instead, a line each.
     """
-    problems = []
+    problems, elsewhere = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS}
     for name, wanted in ops.model_dump(exclude={"attention"}).items():
         try:
-            choose(name, CROSS_ENTROPY if name == "cross_entropy" else backends_of(name), wanted, device)
+            choose(name, elsewhere[name] if name in elsewhere else backends_of(name), wanted, device)
         except UserError as error:
             problems.append(f"model.ops.{error}")
     if ops.attention != AUTO:

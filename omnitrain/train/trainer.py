@@ -142,7 +142,7 @@ class Trainer:
             return None
         plan = self.recipe.parallel
         build_parallelize_model(
-            self.model, parallel_state=self.ranks.state, parallel_plan=plan, enable_mixed_precision=False
+            self.model, parallel_state=self.ranks.state, parallel_plan=plan, enable_mixed_precision=None
         )
         return layout_of(self.model)
 

@@ -70,7 +70,7 @@ def packed_errors(both: Pair) -> dict[str, float]:
 
     A sample beyond that is held against fp64, as in :func:`gradient_errors`.
     """
-    got = our_logits(both.ours, both.pack(), packed=True)
+    got = our_logits(both.ours, both.pack())
     plain = {probe.sample.index: plain_logits(both.plain, probe)[0] for probe in both.probes}
     wrong = {index: error for index in got if not (error := _relative(got[index], plain[index])) <= TOLERANCE}
     if wrong:

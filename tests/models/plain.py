@@ -84,7 +84,7 @@ def plain_logits_of_items_apart(both: Pair, probe: Probe) -> Tensor:
 
 
 @torch.no_grad()
-def our_logits(model: OmniModel, pack: Pack, *, packed: bool) -> dict[int, Tensor]:
+def our_logits(model: OmniModel, pack: Pack, *, packed: bool = True) -> dict[int, Tensor]:
     """Sample index -> ``[T, vocabulary]``, of the forward that training runs: as a packed row, or unpacked."""
     runner = model.runner
     borders = tuple(pack.cu_seqlens.tolist()) if packed else None

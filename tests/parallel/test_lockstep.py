@@ -195,4 +195,4 @@ def test_a_row_that_one_rank_cannot_use_at_all_ends_all_ranks(ranks: RankPool, t
     path = recipe_with(tmp_path, [ask, writes_video])
     first, other = ranks.run(problem_of, path, "score", world=2, timeout_s=120)
     assert other.startswith("UserError: row 'film' of 'text' asks the model to write video")
-    assert first.startswith("UserError: rank 1 failed: UserError: row 'film'")
+    assert first.startswith("UserError: rank 1 failed: row 'film'")

@@ -14,7 +14,7 @@ from omnitrain.parallel.ranks import RankPool
 
 def meet_three_times() -> tuple[int, float]:
     """Rank 1 has no data for the third step; how many steps a rank had, and when it learnt that there are no more."""
-    meeting, _store = open_meeting()
+    meeting = open_meeting()
     peers, steps = DataPeers(meeting), 2 if dist.get_rank() == 1 else 3
     for number in range(steps):
         if number == 2:

@@ -65,7 +65,7 @@ def test_freeze_keeps_a_component_from_training_and_no_other(ranks: RankPool) ->
     assert all(True in found for name, found in changed.items() if name != "image_encoder")
 
 
-def precision_of(fields: dict[str, str] | None, mixed: bool) -> dict[str, Any]:
+def precision_of(fields: dict[str, str] | None, mixed: bool | None) -> dict[str, Any]:
     plan = {} if fields is None else {"foundation": {"precision": fields}}
     model = laid_out(components=plan, enable_mixed_precision=mixed)
     seen: dict[str, torch.dtype] = {}
@@ -99,6 +99,7 @@ def precisions() -> dict[str, dict[str, Any]]:
     return {
         "exact": precision_of(None, False),
         "mixed": precision_of(None, True),
+        "named": precision_of({"compute": "bfloat16"}, None),
         "low": precision_of({"param": "bfloat16", "compute": "bfloat16"}, True),
         "sums": precision_of({"reduce": "bfloat16"}, False),
     }
@@ -110,11 +111,12 @@ def by_precision(ranks: RankPool) -> dict[str, dict[str, Any]]:
 
 
 def test_precision_sets_the_dtypes_of_parameters_computation_and_sums(by_precision: dict[str, dict[str, Any]]) -> None:
-    exact, mixed, low, sums = (by_precision[name] for name in ("exact", "mixed", "low", "sums"))
+    exact, mixed, named, low, sums = (by_precision[name] for name in ("exact", "mixed", "named", "low", "sums"))
     assert exact["param"] == {torch.float32} and exact["compute"] == exact["output"] == torch.float32
     assert mixed["param"] == {torch.float32} and mixed["grad"] == {torch.float32}
     assert mixed["compute"] == mixed["output"] == torch.bfloat16
     assert 0 < abs(mixed["loss"] / exact["loss"] - 1) < 0.02
+    assert (named["loss"], named["rows"][0]) == (mixed["loss"], mixed["rows"][0])
     assert low["param"] == {torch.bfloat16}
     rounded = (sums["gradient"] - exact["gradient"]).abs().max() / exact["gradient"].abs().max()
     assert sums["loss"] == exact["loss"] and 1e-4 < rounded < 1e-2

@@ -12,7 +12,7 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share, num_calls
 from omnitrain.models.hf_samples import idle_sample
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.meeting import Meeting, open_meeting
+from omnitrain.parallel.meeting import Meeting
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.step import accumulate_gradients
@@ -28,8 +28,7 @@ def gradients_on_ranks(table: Sequence[Sequence[Sequence[Sample]]], place: Place
     rank, model = torch.distributed.get_rank(), tiny_model()
     idle = idle_sample(model.runner.native, 9)
     packs = [Pack.from_samples(samples or [idle]) for samples in table[rank]]
-    meeting, _store = open_meeting()
-    batch = step_planner(model, meeting, dict.fromkeys(ENCODERS, place))(packs)
+    batch = step_planner(model, places=dict.fromkeys(ENCODERS, place))(packs)
     loss = accumulate_gradients(model, batch)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     loads = {name: batch.plan.loads(name).tolist() for name in ENCODERS}

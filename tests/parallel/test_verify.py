@@ -39,6 +39,10 @@ def test_ranks_with_text_alone_take_part_in_a_deepstack_tower(ranks: RankPool) -
     check(ranks, "qwen3_vl", hf_samples("qwen3_vl"), ["dp4", "hsdp2x2.recompute"])
 
 
+def test_ranks_without_images_keep_step_with_a_model_that_returns_its_image_rows(ranks: RankPool) -> None:
+    check(ranks, "gemma3", hf_samples("gemma3"), ["dp4"])  # rows among the outputs have hooks of the foundation's unit
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_data_parallel_layout_trains_a_family_as_one_process_does(ranks: RankPool, name: str) -> None:

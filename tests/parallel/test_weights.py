@@ -105,6 +105,18 @@ def hf_model(name: str, device: str = "cpu") -> PreTrainedModel:
         return foundation_class(config)(config)
 
 
+def hf_loaded_on_rank(folder: Path) -> dict[str, bool]:
+    model = laid_out(model=hf_model("gemma3", "meta"), weights_path=str(folder))
+    plain = dict(hf_model("gemma3").named_parameters(prefix="foundation"))
+    return {name: torch.equal(full(p.detach()), plain[name]) for name, p in model.named_parameters()}
+
+
+def test_a_hf_model_from_meta_becomes_the_foundation_with_its_weights(ranks: RankPool, tmp_path: Path) -> None:
+    hf_model("gemma3").save_pretrained(tmp_path)
+    for equal in ranks.run(hf_loaded_on_rank, tmp_path, timeout_s=120, world=2):
+        assert len(equal) > 10 and all(equal.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_from_meta_is_a_plain_construction(name: str, tmp_path: Path) -> None:

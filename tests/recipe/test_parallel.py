@@ -58,6 +58,7 @@ def test_a_default_offload_passes_over_what_is_frozen_or_not_sharded() -> None:
         ({"mode": "fsdp2", "dp_replicate": 2}, "use `mode: hsdp`"),
         ({"mode": "replicate", "dp_shard": 2}, "which shards nothing"),
         ({"mode": "replicate", "parameter_offload": True}, "only shards can be offloaded"),
+        ({"recompute": "full", "compile": True}, "torch compiles nothing"),
         ({"recompute": "full", "saved_ops": ["aten.mm"]}, "only `selective` keeps"),
         ({"recompute": "selective", "saved_ops": ["mm"]}, "expected NAMESPACE.OP"),
         ({"freeze": True, "optimizer_offload": True}, "no optimizer state"),

@@ -183,7 +183,7 @@ def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
         tmp_path / "run", "what?", [str(tmp_path / "eye.png")], [], [], output_dir=tmp_path, max_new_tokens=5
     )
     assert len(made.tokens) <= 5 and len(shown) == len(made.parts)
-    with pytest.raises(UserError, match="its file cannot be read"):
+    with pytest.raises(UserError, match="image 1 cannot be read from its file"):
         answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
 
 

@@ -37,21 +37,25 @@ class Ragged:
 def attend_ragged(call: Call, kernel: Callable[[Ragged], torch.Tensor]) -> torch.Tensor:
     """``kernel``, which gives ``[T, heads, D]``, for a call whose values are not wider than its keys."""
     mask, width = call.mask, call.value.size(-1)
-    borders = mask.remember(
-        call.query.device, lambda: torch.tensor(mask.borders, dtype=torch.int32).to(call.query.device)
-    )
+    device = call.query.device
+    borders = mask.remember(device, lambda: torch.tensor(mask.borders, dtype=torch.int32).to(device, non_blocking=True))
     left = -1 if mask.window is None else mask.window - 1
     output = kernel(
         Ragged(
             query=call.query[0].transpose(0, 1),
             key=call.key[0].transpose(0, 1),
-            value=F.pad(call.value[0].transpose(0, 1), (0, call.query.size(-1) - width)),
+            value=_filled_up(call.value[0].transpose(0, 1), call.query.size(-1) - width),
             borders=borders,
             max_length=mask.max_length,
             window=(left, 0 if mask.causal else -1),
         )
     )
     return output[None, ..., :width]
+
+
+def _filled_up(value: torch.Tensor, missing: int) -> torch.Tensor:
+    """Torch pads by nothing with a copy, in every layer."""
+    return F.pad(value, (0, missing)) if missing else value
 
 
 def obstacle(call: Call) -> str | None:

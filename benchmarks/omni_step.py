@@ -1,0 +1,76 @@
+"""A training step of omnitrain over packs that are made already, with the pieces that ``Trainer`` makes it of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.build import build_omni_model
+from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.gradients import clip_gradients
+from omnitrain.parallel.applied import layout_of
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.step import accumulate_gradients
+from omnitrain.recipe import Ops, Optimizer, ParallelPlan
+from omnitrain.train.metrics import LossMeter
+from omnitrain.train.ranks import join_ranks
+from omnitrain.train.setup import use_ops
+
+STALL_SECONDS = 600.0
+
+
+class OmniStep:
+    """``Trainer.train_step`` without its recipe: plan, forward and backward, clipping, update, metrics.
+
+    The trainer plans in its data process, a step ahead; here that time counts.
+
+    Attributes:
+        model: as it lies on the ranks.
+    """
+
+    def __init__(
+        self, foundation: PreTrainedModel, plan: ParallelPlan, settings: Optimizer, device: torch.device
+    ) -> None:
+        """Lay ``foundation`` out over the ranks as ``plan`` says; every rank calls this."""
+        self._settings = settings
+        self._ranks = join_ranks(plan, device)
+        self.model = build_omni_model(foundation=foundation, init_device=str(device)).train()
+        use_ops(self.model, Ops())
+        build_parallelize_model(
+            self.model, parallel_state=self._ranks.state, parallel_plan=plan, enable_mixed_precision=None
+        )
+        layout = layout_of(self.model)
+        assert layout is not None
+        self._optimizer = build_optimizer(self.model, settings, layout.offloaded(self.model))
+        self._planner = step_planner(self.model, self._ranks.meeting)
+        self._meter = LossMeter()
+        self._watch = self._ranks.watch(STALL_SECONDS)
+        self._watch.follow(self.model)
+        self._watch.__enter__()
+        self._step = 0
+
+    def run(self, packs: Sequence[Pack]) -> float:
+        """One optimizer step over the packs of this rank and of all others; the loss of all."""
+        self._step += 1
+        self._watch.at(step=self._step, phase="data")
+        batch = self._planner(packs)
+        part = accumulate_gradients(
+            self.model,
+            batch,
+            observe=lambda pack, output: self._meter.add(pack, output.losses),
+            note=self._watch.at,
+        )
+        self._watch.at(phase="optimizer")
+        clip_gradients(self.model.parameters(), self._settings.max_grad_norm).item()
+        loss = self._ranks.peers.sum(part.item())
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def close(self) -> None:
+        """The other ranks may go on without this one."""
+        self._watch.close()
