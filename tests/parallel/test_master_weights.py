@@ -36,7 +36,7 @@ def moved_on_rank() -> dict[str, Any]:
         "moved": (weights != 1).float().mean().item(),
         "furthest": (weights - 1).abs().max().item(),
         "dtypes": states | {p.dtype for p in model.parameters()},
-        "computed": set(computed),
+        "computed": computed,
     }
 
 
