@@ -22,10 +22,9 @@ def moved_on_rank() -> dict[str, Any]:
         for weight in norms:
             weight.fill_(1.0)
     optimizer = build_optimizer(model, Optimizer(learning_rate=LEARNING_RATE, weight_decay=0.0))
-    computed = []
-    model.foundation.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: computed.append(output.dtype)
-    )
+    computed = set()
+    mlp = model.foundation.model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, output: computed.add(output.dtype))
     for _ in range(STEPS):
         total(model(pack())).backward()
         optimizer.step()
