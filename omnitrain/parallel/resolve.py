@@ -246,8 +246,3 @@ def _mode_of(dp_replicate: int, dp_shard: int) -> str:
 def dtype_of(name: str | None) -> torch.dtype | None:
     """The dtype that a plan names."""
     return None if name is None else getattr(torch, name)
-
-
-def degrees_by_name(plans: Mapping[str, ComponentPlan]) -> dict[str, tuple[int, int]]:
-    """Component -> ``(dp_replicate, dp_shard)`` of its resolved plan."""
-    return {name: (plan.dp_replicate or 1, plan.dp_shard or 1) for name, plan in plans.items()}
