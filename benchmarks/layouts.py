@@ -192,7 +192,7 @@ class SameForward:
 
     def __init__(self, kind: str, tokens: int) -> None:
         self._model = build_omni_model(foundation=fresh(kind)).train()
-        use_ops(self._model, Ops())
+        use_ops(self._model, Ops(), torch.device("cpu"), torch.float32)
         self._pack = pack_of(kind, self._model.runner.native, tokens)
         for block in self._model.foundation.model.layers:
             fully_shard(block)

@@ -51,7 +51,7 @@ from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memo
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.resume import require_same_rows
 from omnitrain.train.samples import save_samples
-from omnitrain.train.setup import build_from_recipe, load_checkpoint, use_ops
+from omnitrain.train.setup import build_from_recipe, compute_dtype, load_checkpoint, use_ops
 from omnitrain.train.state import TrainingState, read_state, trainable, write_state
 
 
@@ -109,7 +109,7 @@ class Trainer:
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume() if resume else None
         self.model, self.processor = self.ranks.one_by_one(self._build)
-        self.ops = use_ops(self.model, recipe.model.ops)
+        self.ops = use_ops(self.model, recipe.model.ops, self.device, compute_dtype(recipe.parallel))
         self.compiled = self._compiled()
         self.layout = self._lay_out()
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
