@@ -1,5 +1,7 @@
 # `make quickstart` and `make test` need nothing but Python >= 3.11 with venv and pip. PYTHON=python3.12 picks another.
+# NPROC=2 runs the quickstart on two ranks.
 PYTHON ?= python3
+NPROC ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -21,7 +23,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 quickstart: install
-	@$(BIN)/omnitrain run recipes/quickstart.yaml
+	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
 
 # One thread: figures that repeat, and tests that do not fight over cores.
 test test-slow test-families coverage bench: export OMP_NUM_THREADS := 1

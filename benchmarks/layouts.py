@@ -14,7 +14,7 @@ rank fill ``--tokens`` tokens) with the same fused AdamW and the same clipping, 
 Sides take turns within the same ranks. Seconds are from barrier to barrier; ``cpu_ratio`` is the ratio of rank 0's
 processor seconds, which on a busy machine tells work from waiting for a core. Peak memory is the largest sum of live
 tensor bytes of rank 0 within a step (parameters, gradients, optimizer state, activations, buffers of FSDP), as
-torch's profiler sees the allocator, in an untimed run with processes of its own for each side.
+torch's profiler sees the allocator, in a run of each side alone that is not timed.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class SameForward:
 
     def __init__(self, kind: str, tokens: int) -> None:
         self._model = build_omni_model(foundation=fresh(kind)).train()
-        use_ops(self._model, Ops())
+        use_ops(self._model, Ops(), torch.device("cpu"), torch.float32)
         self._pack = pack_of(kind, self._model.runner.native, tokens)
         for block in self._model.foundation.model.layers:
             fully_shard(block)
@@ -286,17 +286,15 @@ def _check_losses(found: list[dict[str, dict[str, list[float]]]]) -> None:
 def measure(rounds: int, steps: int, tokens: int) -> Result:
     """Both models."""
     ratios, measured, peaks = {}, {}, {}
-    for kind in CONFIGS:
-        with RankPool(RANKS) as pool:
+    with RankPool(RANKS, preload=("layouts",)) as pool:
+        for kind in CONFIGS:
             found = pool.run("layouts:time_on_rank", kind, tokens, rounds, steps, timeout_s=TIMEOUT_SECONDS)
-        _check_losses(found)
-        for unit in ("seconds", "cpu_seconds"):
-            measured |= {f"{kind}_{side}_{unit}": values[unit] for side, values in found[0].items()}
-        for side in found[0]:
-            with RankPool(RANKS) as pool:
-                peaks[kind, side] = pool.run(
-                    "layouts:peak_bytes_on_rank", kind, tokens, side, timeout_s=TIMEOUT_SECONDS
-                )[0]
+            _check_losses(found)
+            for unit in ("seconds", "cpu_seconds"):
+                measured |= {f"{kind}_{side}_{unit}": values[unit] for side, values in found[0].items()}
+            for side in found[0]:
+                ranks = pool.run("layouts:peak_bytes_on_rank", kind, tokens, side, timeout_s=TIMEOUT_SECONDS)
+                peaks[kind, side] = ranks[0]
     for kind in CONFIGS:
         ours = measured[f"{kind}_omnitrain_seconds"], measured[f"{kind}_omnitrain_cpu_seconds"]
         for side in sides_of(kind)[1:]:

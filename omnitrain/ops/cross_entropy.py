@@ -13,9 +13,10 @@ from omnitrain.ops.backends import Backend, choose, liger_missing
 
 IGNORED = -100  # the label of a row that predicts nothing
 
-# Logits that exist at one time; with their softmax 512 MiB in fp32. At 150k classes a chunk has 447 rows: enough for
-# matrix products to run at full speed, and to make up for passing over the weight's gradient once per chunk.
-CHUNK_ELEMENTS = 2**26
+# Logits that exist at one time, by device. Each chunk passes over the weight's gradient, some 12 bytes for every
+# 2 x rows operations. On CPU, 447 rows (150k classes; with their softmax 512 MiB in fp32) make up for it. A GPU does
+# 200 to 300 operations while it moves a byte, so it needs 1,800 rows (1.5 GiB in bf16 and fp32).
+CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def linear_cross_entropy(
     *,
     count: int | None = None,
     backend: str = "auto",
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> LossTerm:
     """``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
 
@@ -70,7 +71,7 @@ def linear_cross_entropy(
         bias: ``[classes]`` or None.
         count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
         backend: of the softmax of a chunk: ``auto``, ``torch`` or ``liger``.
-        chunk_elements: logits that may exist at one time.
+        chunk_elements: logits that may exist at one time; None: what suits the device.
 
     Returns:
         The loss. Without a single label it is 0, and its gradients are zeros.
@@ -84,7 +85,7 @@ def linear_cross_entropy(
         count = int((labels != IGNORED).sum())
     kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
     softmax = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device).run
-    chunk_rows = max(1, chunk_elements // weight.size(0))
+    chunk_rows = max(1, (chunk_elements or CHUNK_ELEMENTS[hidden.device.type]) // weight.size(0))
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, softmax, torch.is_grad_enabled()
     )

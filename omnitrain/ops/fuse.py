@@ -78,21 +78,22 @@ _OPERATIONS = {
 }
 
 
-def fuse_ops(model: nn.Module, backends: Mapping[str, str]) -> dict[str, FusedOp]:
+def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device | None = None) -> dict[str, FusedOp]:
     """Run operations of ``model`` by the named backends, in place.
 
     Args:
-        model: on the device where it will run.
+        model: where it is built.
         backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
             own code) or another backend's name.
+        device: where the model will run; None: where it is.
 
     Returns:
         What was done, per operation asked for.
 
     Raises:
-        UserError: no such operation or backend, or the backend cannot run on the model's device.
+        UserError: no such operation or backend, or the backend cannot run on the device.
     """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return {name: _fuse(model, name, wanted, device) for name, wanted in backends.items()}
 
 

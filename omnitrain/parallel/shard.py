@@ -79,7 +79,7 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
                 keeps_unsharded=name == FOUNDATION,  # its backward begins with what its forward ended with
             )
             if is_attached:
-                _call_as_one(model, component, inner.compute_dtype)
+                _call_as_one(model, component, inner.compute_dtype or _dtype(model.get_submodule(name), whole))
     root = _unit(model, how[FOUNDATION], whole, casts_inputs=False, keeps_unsharded=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -117,7 +117,12 @@ def _unit(
     )
 
 
-def _call_as_one(model: OmniModel, component: str, dtype: torch.dtype | None) -> None:
+def _dtype(module: nn.Module, whole: set[nn.Parameter]) -> torch.dtype:
+    """In which a unit computes that gathers its parameters as they are; what calls it may compute in another."""
+    return next(parameter.dtype for parameter in module.parameters() if parameter not in whole)
+
+
+def _call_as_one(model: OmniModel, component: str, dtype: torch.dtype) -> None:
     """Gather an attached component's parameters whenever one of its methods is called.
 
     FSDP sees no tensor among the arguments, so the component reduces once per micro-batch, at its end: its methods
@@ -128,7 +133,7 @@ def _call_as_one(model: OmniModel, component: str, dtype: torch.dtype | None) ->
     setattr(module, _RUN, _run)
     register_fsdp_forward_method(module, _RUN)
     for method, casts in calls.items():
-        cast = partial(_cast, dtype) if casts and dtype is not None else _same
+        cast = partial(_cast, dtype) if casts else _same
         setattr(module, method, partial(_call, module, getattr(module, method), cast))
 
 

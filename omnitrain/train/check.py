@@ -22,7 +22,7 @@ from omnitrain.train.device import use_device
 from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.folder import RunFolder
-from omnitrain.train.setup import build_from_recipe, require_ops
+from omnitrain.train.setup import build_from_recipe, compute_dtype, require_ops
 from omnitrain.train.trial import forward_problems, weights_problems
 
 
@@ -51,7 +51,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     if runs:
         _show_model(built[0])
         if device is not None:
-            attempt(lambda: require_ops(built[0], recipe.model.ops, device))
+            attempt(lambda: require_ops(built[0], recipe.model.ops, device, compute_dtype(recipe.parallel)))
         broken = forward_problems(built[0])
         problems += broken
         runs = not broken

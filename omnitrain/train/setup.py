@@ -25,7 +25,8 @@ from omnitrain.ops.backends import choose
 from omnitrain.ops.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.fuse import FusedOp, backends_of, fuse_ops
 from omnitrain.ops.unread_rows import UNREAD_ROWS
-from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, Recipe
+from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Precision, Recipe
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -112,13 +113,20 @@ def _refused_part(parts: Model) -> str:
     return "model"
 
 
-def require_ops(model: OmniModel, ops: Ops, device: torch.device) -> None:
+def compute_dtype(plan: ParallelPlan) -> torch.dtype:
+    """In which the foundation of a recipe with this ``parallel`` node computes."""
+    precision = plan.of(FOUNDATION).precision or Precision()
+    return getattr(torch, precision.compute or precision.param or "float32")
+
+
+def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse backends of ``model.ops`` that cannot train the model, before anything is written.
 
     Args:
         model: on any device, ``meta`` too.
         ops: the recipe's ``model.ops`` node.
         device: where the model will train.
+        dtype: in which the foundation computes there.
 
     Raises:
         UserError: every backend that cannot, with the reason and what may be chosen instead, a line each.
@@ -131,18 +139,24 @@ def require_ops(model: OmniModel, ops: Ops, device: torch.device) -> None:
             problems.append(f"model.ops.{error}")
     if ops.attention != AUTO:
         try:
-            require_trainable(ops.attention, device, torch.float32)
-            require_attention_backend(model.runner, ops.attention, device)
+            require_trainable(ops.attention, device, dtype)
+            require_attention_backend(model.runner, ops.attention, device, dtype)
         except UserError as error:
             problems.append(f"model.ops.attention: {error}")
     if problems:
         raise UserError("\n".join(problems))
 
 
-def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
+def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, FusedOp]]:
     """Run the foundation and the encoders by the backends of ``model.ops``, and every loss.
 
     Media tokenizers keep their own code: another rounding would make other codes.
+
+    Args:
+        model: on any device: sharding will move it.
+        ops: the recipe's ``model.ops`` node.
+        device: where the model will train.
+        dtype: in which the foundation computes there.
 
     Returns:
         Component name -> what was done there.
@@ -150,7 +164,7 @@ def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
     Raises:
         UserError: a backend cannot train the model on its device.
     """
-    require_ops(model, ops, model.device)
+    require_ops(model, ops, device, dtype)
     for part in (model.runner, *model.decoders.values()):
         part.loss_backend = ops.cross_entropy
     for reader in model.encoders.values():
@@ -158,8 +172,11 @@ def use_ops(model: OmniModel, ops: Ops) -> dict[str, dict[str, FusedOp]]:
     if model.runner.contract.attention == "omnitrain":
         use_omnitrain_attention(model.foundation, ops.attention)
     wanted = ops.model_dump(exclude={"cross_entropy", "attention", "unread_rows"})
-    done = {name: fuse_ops(part, wanted) for name, part in {"foundation": model.foundation, **model.encoders}.items()}
-    if choose("unread_rows", UNREAD_ROWS, ops.unread_rows, model.device).run():
+    done = {
+        name: fuse_ops(part, wanted, device)
+        for name, part in {"foundation": model.foundation, **model.encoders}.items()
+    }
+    if choose("unread_rows", UNREAD_ROWS, ops.unread_rows, device).run():
         done["foundation"]["unread_rows"] = FusedOp("skip", model.runner.skip_unread_rows())
     return done
 

@@ -52,7 +52,7 @@ from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memo
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.resume import require_same_rows
 from omnitrain.train.samples import save_samples
-from omnitrain.train.setup import build_from_recipe, load_checkpoint, use_ops
+from omnitrain.train.setup import build_from_recipe, compute_dtype, load_checkpoint, use_ops
 from omnitrain.train.state import TrainingState, read_state, trainable, write_state
 
 
@@ -110,7 +110,7 @@ class Trainer:
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume() if resume else None
         self.model, self.processor = self.ranks.one_by_one(self._build)
-        self.ops = use_ops(self.model, recipe.model.ops)
+        self.ops = use_ops(self.model, recipe.model.ops, self.device, compute_dtype(recipe.parallel))
         compiled = self._compiled()
         self.layout = self._lay_out()
         self.compiled = compiled or (self.layout.components[FOUNDATION].compiled if self.layout is not None else None)

@@ -204,6 +204,12 @@ def test_what_cannot_run_is_refused_by_name():
         fuse_ops(model, {"rope": "auto"})
 
 
+def test_auto_suits_the_device_of_the_training_not_that_of_the_building():
+    norms = {"rms_norm": "auto"}
+    assert fuse_ops(nn.Sequential(Norm()), norms)["rms_norm"].backend == "fused"
+    assert fuse_ops(nn.Sequential(Norm()), norms, torch.device("cuda"))["rms_norm"].backend == "torch"
+
+
 def test_torch_means_the_models_own_code():
     model = nn.Sequential(Norm(), MLP(nn.SiLU()))
     report = fuse_ops(model, {"rms_norm": "torch", "swiglu": "auto"})

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.meeting import Meeting, open_meeting
 from omnitrain.parallel.planning import StepPlanner, step_planner
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.step import accumulate_gradients
@@ -37,8 +36,7 @@ def train(model: OmniModel, planner: StepPlanner, drawn: list[list]) -> Gradient
 def train_on_rank(steps: list[Step], state: dict[str, int], place: str) -> Gradients | None:
     model = laid_out({"recompute": "full"}, {name: {"place": place} for name in ENCODERS}, state)
     rank = torch.distributed.get_rank()
-    meeting, _store = open_meeting()
-    found = train(model, step_planner(model, meeting), [step[rank] for step in steps])
+    found = train(model, step_planner(model), [step[rank] for step in steps])
     return found if rank == 0 else None
 
 
@@ -52,7 +50,7 @@ def expected(steps: list[Step]) -> Gradients:
     """Of one process: all samples of a step in one pack."""
     model = any_to_any().train()
     together = [[[sample for rank in step for drawn in rank for sample in drawn]] for step in steps]
-    return train(model, step_planner(model, Meeting("", 0, 0, 1)), together)
+    return train(model, step_planner(model), together)
 
 
 def test_the_random_steps_have_every_mixture_of_ranks(steps: list[Step]) -> None:

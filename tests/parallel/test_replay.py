@@ -15,7 +15,6 @@ from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel import step
 from omnitrain.parallel.applied import layout_of
-from omnitrain.parallel.meeting import open_meeting
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.ranks import RankPool
@@ -38,8 +37,7 @@ def replayed(model: OmniModel, steps: list[Step]) -> tuple[int, list[str]]:
     """Number of collectives of a rank in all steps, and what differs from the plans."""
     rank = torch.distributed.get_rank()
     units = {name: component.units for name, component in layout_of(model).components.items()}
-    meeting, _store = open_meeting()
-    planner = step_planner(model, meeting)
+    planner = step_planner(model)
     number, found = 0, []
     for index, drawn in enumerate(steps):
         batch = step_batch(model, planner, drawn[rank])
@@ -86,8 +84,7 @@ def with_mistakes(table: Step) -> dict[str, list[str]]:
     """What the replay finds if ranks 2 and 3 leave out the image tower once, and if the plan is another one."""
     model, rank = laid_out(state={"dp_replicate_size": 2}), torch.distributed.get_rank()
     units = {name: component.units for name, component in layout_of(model).components.items()}
-    meeting, _store = open_meeting()
-    batch = step_batch(model, step_planner(model, meeting), table[rank])
+    batch = step_batch(model, step_planner(model), table[rank])
     share_of = step.share_of
 
     def skipping(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:

@@ -70,7 +70,7 @@ def test_a_model_that_fits_is_verified_as_it_is() -> None:
 
 
 def test_more_ranks_need_more_memory() -> None:
-    assert needed_memory(1, 1) == needed_memory(1, 2) < needed_memory(1, 4) == needed_memory(1, 8) / 2
+    assert 4 * 10 <= needed_memory(1, 1) < needed_memory(1, 4) < needed_memory(2, 4) == 2 * needed_memory(1, 4)
 
 
 def test_depth_experts_and_rows_are_cut_and_widths_stay() -> None:
@@ -118,5 +118,5 @@ def test_a_model_on_meta_that_is_too_large_is_verified_smaller_and_the_size_is_p
 
 
 def test_a_model_that_is_too_large_even_when_cut_is_refused() -> None:
-    with pytest.raises(UserError, match=r"found 0\.0 GiB, expected 0\.0 GiB for [\d,]+ parameters, its smallest size"):
+    with pytest.raises(UserError, match=r"found 0\.0 GiB, expected 0\.\d GiB for [\d,]+ parameters, its smallest size"):
         verify(large_qwen3_vl, [], ["dp2"], memory=1000)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.recipe import Train
+from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Train
 from omnitrain.train.device import use_device
+from omnitrain.train.setup import compute_dtype
 
 
 @pytest.fixture
@@ -48,3 +49,18 @@ def test_one_device_for_several_ranks_is_refused(
 def test_a_process_alone_may_name_any_device(_two_devices: list[torch.device]) -> None:
     assert use_device(Train(device="cuda:1")) == torch.device("cuda:1")
     assert use_device(Train()) == torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (None, torch.float32),
+        (Precision(param="bfloat16"), torch.bfloat16),
+        (Precision(compute="bfloat16"), torch.bfloat16),
+        (Precision(param="bfloat16", compute="float32"), torch.float32),
+    ],
+)
+def test_backends_are_asked_for_the_dtype_in_which_the_foundation_computes(
+    precision: Precision | None, dtype: torch.dtype
+) -> None:
+    assert compute_dtype(ParallelPlan(default=ComponentPlan(precision=precision))) == dtype

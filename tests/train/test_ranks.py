@@ -96,6 +96,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
+def test_a_run_computes_in_bf16_where_its_plan_says_so(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    """Evaluation, too; the state stays fp32, and losses are those of fp32 up to rounding."""
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
+    ranks.run(fit, recipe, [*arguments, "parallel.default.precision.compute=bfloat16"], timeout_s=120, world=2)
+    for line, other in zip(metrics(tmp_path / "run"), metrics(recipe.parent / "one"), strict=True):
+        assert 0 < abs(line["loss"] / other["loss"] - 1) < 0.02
+    saved = OmniModel.from_pretrained(max((tmp_path / "run" / "checkpoints").glob("step-*")))
+    assert {parameter.dtype for parameter in saved.parameters()} == {torch.float32}
+
+
 def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS]
     with pytest.raises(RankError, match=r"train.micro_batches: found 2 with 3 ranks"):

@@ -13,13 +13,14 @@ from omnitrain.models.foundation import FoundationRunner
 from omnitrain.ops.attention import use_omnitrain_attention
 
 
-def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device) -> None:
+def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:
     """Run two packed texts through the twin of a foundation by ``backend``, as training would.
 
     Args:
         runner: of the foundation, on any device, ``meta`` too.
         backend: a name, not ``auto``.
         device: where the foundation will train.
+        dtype: in which it will compute.
 
     Raises:
         UserError: a layer cannot be computed by it, or the model keeps its own attention; names the layer, the reason
@@ -35,6 +36,6 @@ def require_attention_backend(runner: FoundationRunner, backend: str, device: to
         trial.use(**vars(contract))
         texts = [probe.sample for probe in probe_samples(trial.plain, trial.native) if not probe.modalities]
         use_omnitrain_attention(trial.ours, backend)
-        trial.ours.to(device)
+        trial.ours.to(device, dtype)
         pack = Pack.from_samples(texts[:2] if contract.packs else texts[:1]).to(device)
         trial.runner.text_loss(pack, trial.media(pack))
