@@ -137,6 +137,16 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
     assert "TrainingError: the data failed on another rank" in str(failure.value)
 
 
+def compiled_blocks(recipe: Path, overrides: Sequence[str]) -> list[str] | None:
+    compiled = Trainer(Recipe.load(str(recipe), list(overrides))).compiled
+    return compiled and compiled.names
+
+
+def test_a_trainer_knows_what_its_plan_compiles(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path / 'run'}", "parallel.components.foundation.compile=true"]
+    assert ranks.run(compiled_blocks, recipe, arguments, timeout_s=60, world=1) == [["model.layers.0", "model.layers.1"]]
+
+
 def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[float]:
     """What dropout would draw in each step."""
     trainer = Trainer(Recipe.load(str(recipe), list(overrides)), resume=resume)
