@@ -144,7 +144,9 @@ def compiled_blocks(recipe: Path, overrides: Sequence[str]) -> list[str] | None:
 
 def test_a_trainer_knows_what_its_plan_compiles(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path / 'run'}", "parallel.components.foundation.compile=true"]
-    assert ranks.run(compiled_blocks, recipe, arguments, timeout_s=60, world=1) == [["model.layers.0", "model.layers.1"]]
+    assert ranks.run(compiled_blocks, recipe, arguments, timeout_s=60, world=1) == [
+        ["model.layers.0", "model.layers.1"]
+    ]
 
 
 def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[float]:
