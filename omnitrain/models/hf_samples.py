@@ -69,9 +69,8 @@ def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -
     floats = {name for name, value in arguments.items() if (a := np.asarray(value)).dtype.kind == "f" and a.ndim > 1}
     if unread := sorted(floats - read):
         reasons = "".join(f"; {modality}: {why}" for modality, why in native.refused.items())
-        raise UserError(
-            f"sample {index}: {', '.join(unread)} would not be read; the model reads {sorted(read) or 'only text'}{reasons}"
-        )
+        takes = sorted(read) or "only text"
+        raise UserError(f"sample {index}: {', '.join(unread)} would not be read; the model reads {takes}{reasons}")
 
 
 def _span(modality: str, token: int, features: dict[str, np.ndarray], ids: np.ndarray) -> MediaSpan:

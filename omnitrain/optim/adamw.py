@@ -29,13 +29,13 @@ def build_optimizer(
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise UserError("model.freeze leaves no parameter to train")
+        raise UserError("nothing is left to train: model.freeze and the plan's freeze name every component")
     with_copy = set(offloaded)
     low = sorted(name for name, p in trainable.items() if p.dtype != torch.float32 and p not in with_copy)
     if low:
         raise UserError(
-            f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); build the model with "
-            "torch_dtype=torch.float32"
+            f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset "
+            "or set optimizer_offload, which keeps an fp32 copy; a model of your own: torch_dtype=torch.float32"
         )
     groups = [
         {"params": [p for p in trainable.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
