@@ -22,10 +22,9 @@ def moved_on_rank() -> dict[str, Any]:
         for weight in norms:
             weight.fill_(1.0)
     optimizer = build_optimizer(model, Optimizer(learning_rate=LEARNING_RATE, weight_decay=0.0))
-    computed = []
-    model.foundation.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: computed.append(output.dtype)
-    )
+    computed = set()
+    mlp = model.foundation.model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, output: computed.add(output.dtype))
     for _ in range(STEPS):
         total(model(pack())).backward()
         optimizer.step()
@@ -36,7 +35,7 @@ def moved_on_rank() -> dict[str, Any]:
         "moved": (weights != 1).float().mean().item(),
         "furthest": (weights - 1).abs().max().item(),
         "dtypes": states | {p.dtype for p in model.parameters()},
-        "computed": set(computed),
+        "computed": computed,
     }
 
 
