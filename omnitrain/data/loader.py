@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -48,7 +49,7 @@ class _Steps:
         slots: slot of the rank -> where it begins.
         alone: one sample per pack.
         idle: stands in where the rank's share of a pack is empty.
-        then: makes the step of the packs; None: they are the step.
+        then: makes the step of the packs; None: they are the step. Entered, where it is a context.
     """
 
     data: Data
@@ -68,7 +69,8 @@ class _Steps:
             TrainingError: a process that prepares rows was killed.
         """
         draws = {slot: self._draws(state) for slot, state in self.slots.items()}
-        with SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
+        around = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
+        with around, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
             packers = {slot: self._packer(state, partial(rows.take, slot)) for slot, state in self.slots.items()}
             while True:
                 packs = tuple(self._pack(packer.choose()) for packer in packers.values())
@@ -193,7 +195,8 @@ def build_dataloader(
         idle: a sample with nothing to predict: the pack of a rank for which a pack has no sample. Needed where there
             are more ranks than slots.
         then: makes of the rank's packs what an iteration hands out, in the process that packs, so it and its results
-            can be pickled; by default they are handed out as a tuple.
+            can be pickled; by default they are handed out as a tuple. A context manager is entered before a row is
+            read, and left at the end, also by an error.
 
     Raises:
         DataError: a data set that is missing, empty, or lacks a column.

@@ -82,9 +82,8 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
             own = [rows for parts in made.values() for rows in parts]
             received = share.exchanges[component](*_joined(own or minimal[:1], is_empty=not own))
             idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
-            made = _cut(
-                received, (own or minimal)[0], {name: pack.inputs[name] for name in names if name in pack.inputs}
-            )
+            there = {**pack.inputs, **pack.targets}
+            made = _cut(received, (own or minimal)[0], {name: there[name] for name in names if name in there})
         for name in names:
             if name in pack.targets:
                 rows, labels[name] = (torch.cat(part) for part in zip(*made[name], strict=True))
@@ -163,6 +162,13 @@ def _cut(received: Sequence[Tensor], pattern: _Made, batches: Mapping[str, Media
     sizes = [sum(batch.num_tokens) for batch in batches.values()]
     pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
     return {
-        name: [piece[0] if isinstance(pattern, Tensor) else pattern.with_tensors(piece, batch.num_tokens)]
+        name: [_like(pattern, piece, batch.num_tokens)]
         for (name, batch), piece in zip(batches.items(), pieces, strict=True)
     }
+
+
+def _like(pattern: _Made, tensors: Sequence[Tensor], num_tokens: Sequence[int]) -> _Made:
+    """The tensors that :func:`_tensors` returns, put back into the form they came from."""
+    if isinstance(pattern, NativeRows):
+        return pattern.with_tensors(tensors, num_tokens)
+    return tensors[0] if isinstance(pattern, Tensor) else tuple(tensors)

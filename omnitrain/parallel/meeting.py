@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from omnitrain.errors import TrainingError
 from omnitrain.plan import needed_capacity, padded
 
 # Data processes run ahead, and wait for each other while their ranks save or evaluate. A dead one is noticed at once.
@@ -72,7 +73,7 @@ class DataPeers:
             table: ``[words]`` int64 of this rank, the first word its length.
 
         Raises:
-            RuntimeError: a rank is gone.
+            TrainingError: a rank is gone.
         """
         if self.meeting.world_size == 1:
             return [table]
@@ -86,7 +87,7 @@ class DataPeers:
         """Send ``parcels[r]`` to rank r; what each rank sent to this one.
 
         Raises:
-            RuntimeError: a rank is gone.
+            TrainingError: a rank is gone.
         """
         if self.meeting.world_size == 1:
             return list(parcels)
@@ -102,11 +103,27 @@ class DataPeers:
     def _gathered(self, table: np.ndarray) -> list[np.ndarray]:
         own = torch.from_numpy(padded(table, self._capacity))
         tables = [torch.empty_like(own) for _ in range(self.meeting.world_size)]
-        self._group.allgather([tables], [own]).wait()
+        self._finish(self._group.allgather([tables], [own]))
         return [words.numpy() for words in tables]
 
     def _swapped(self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
-        self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()).wait()
+        self._finish(self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()))
+
+    def join(self) -> None:
+        """Meet the others now, not at the first use; all must."""
+        if self.meeting.world_size > 1:
+            _ = self._group
+
+    def leave(self) -> None:
+        """Say no more: a rank that waits for this one gets an error instead of an answer."""
+        self.__dict__.pop("_group", None)
+
+    def _finish(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:  # gloo's own for a connection that was closed
+            del work  # it would keep this rank's connections open, on which others may wait
+            raise TrainingError("the data failed on another rank") from error
 
     @cached_property
     def _group(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 
 from omnitrain.models.peers import Key, T
 
+# One of them may score or write for as long as it likes. A dead one is noticed at once, a stalled run by the watch.
+_PATIENCE = timedelta(days=7)
+
 
 class GlooPeers:
-    """All ranks, which talk over a gloo group of their own: no answer waits for the device.
+    """All ranks, which talk over a gloo group of their own: no answer waits for the device, and no wait ends early.
 
     Every rank must make one, in the same order as other process groups.
 
@@ -23,7 +27,7 @@ class GlooPeers:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", group_desc="peers")
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="peers")
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""

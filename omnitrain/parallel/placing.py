@@ -104,6 +104,7 @@ def _without_features(pack: Pack, ports: set[str]) -> Pack:
     def bare(batch: MediaBatch) -> MediaBatch:
         return dataclasses.replace(batch, groups=tuple(MediaGroup({}, {}, group.num_tokens) for group in batch.groups))
 
-    return dataclasses.replace(
-        pack, inputs={name: bare(batch) if name in ports else batch for name, batch in pack.inputs.items()}
-    )
+    def left(batches: Mapping[str, MediaBatch]) -> dict[str, MediaBatch]:
+        return {name: bare(batch) if name in ports else batch for name, batch in batches.items()}
+
+    return dataclasses.replace(pack, inputs=left(pack.inputs), targets=left(pack.targets))

@@ -96,6 +96,8 @@ def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None) -> li
 class StepPlanner:
     """Plans steps where their packs are made: in a rank's data process. Can be pickled until it is first called.
 
+    As a context it meets the other ranks' at once, and leaves them at the end: those that wait for it get an error.
+
     Args:
         topology: of the run.
         peers: the data processes of all ranks.
@@ -111,6 +113,14 @@ class StepPlanner:
         tables = self.peers.tables(encode_table(self.topology, facts))
         plan = plan_step(self.topology, decode_tables(self.topology, tables))
         return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)
+
+    def __enter__(self) -> StepPlanner:
+        """Meet the others before a row is read: who fails before would be waited for."""
+        self.peers.join()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.peers.leave()
 
 
 def step_planner(

@@ -328,11 +328,23 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _compiles_what_it_runs(self) -> Recipe:
-        recompute = self.parallel.of(FOUNDATION).recompute
-        if self.train.compile.enabled and recompute in ("full", "selective"):
+        plan = self.parallel.of(FOUNDATION)
+        if not self.train.compile.enabled:
+            return self
+        if plan.recompute in ("full", "selective"):
             raise ValueError(
-                f"`train.compile` with `recompute: {recompute}` of the foundation, under which torch compiles nothing; "
-                "use one of the two"
+                f"`train.compile` with `recompute: {plan.recompute}` of the foundation, under which torch compiles "
+                "nothing; use one of the two"
+            )
+        if plan.activation_offload:
+            raise ValueError(
+                "`train.compile` with `activation_offload` of the foundation: compiled blocks cannot offload "
+                "activations yet; use one of the two"
+            )
+        if plan.compile is not None:
+            raise ValueError(
+                f"`train.compile` is set, and the foundation's plan says `compile: {str(plan.compile).lower()}`; set "
+                "it in one place"
             )
         return self
 

@@ -165,8 +165,8 @@ class _Ranks:
         failed = {rank: code for rank, code in self.codes.items() if code not in (0, EXIT_INTERRUPTED)}
         if failed:
             rank, code = next(iter(failed.items()))
-            if code == EXIT_USER_ERROR:
-                return code
+            if code > 0 and EXIT_USER_ERROR in failed.values():  # what other ranks met is but the consequence
+                return EXIT_USER_ERROR
             raise TrainingError(f"rank {rank} {_how_it_ended(code)}; the others were ended")
         if self.killed:
             ranks = f"rank{'s' * (len(self.killed) > 1)} {', '.join(map(str, self.killed))}"

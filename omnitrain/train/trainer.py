@@ -34,6 +34,7 @@ from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
+from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.device import use_device
 from omnitrain.train.display import (
     StepProgress,
@@ -110,8 +111,9 @@ class Trainer:
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume() if resume else None
         self.model, self.processor = self.ranks.one_by_one(self._build)
         self.ops = use_ops(self.model, recipe.model.ops, self.device, compute_dtype(recipe.parallel))
-        self.compiled = self._compiled()
+        compiled = self._compiled()
         self.layout = self._lay_out()
+        self.compiled = compiled or (self.layout.components[FOUNDATION].compiled if self.layout is not None else None)
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()

@@ -79,6 +79,19 @@ def test_a_recipe_names_the_place_of_a_contradiction_and_the_nearest_key(recipe_
     assert "parallel.components.foundation.dp_replicate: found 2 with `mode: fsdp2`" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("recompute=full", "torch compiles nothing"),
+        ("activation_offload=true", "cannot offload activations"),
+        ("compile=true", "set it in one place"),
+    ],
+)
+def test_a_plan_that_train_compile_does_not_go_with_is_refused(recipe_file: Any, override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(recipe_file, ["train.compile=true", f"parallel.components.foundation.{override}"])
+
+
 def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
     plan = ot.ParallelPlan(
         default=ot.ComponentPlan(tp=2),

@@ -103,7 +103,7 @@ def test_ranks_find_each_other_and_share_the_cores(monkeypatch: pytest.MonkeyPat
     assert [Path(f"total-{rank}").read_text() for rank in range(2)] == [f"[1.0, {threads}.0] 2"] * 2
 
 
-@pytest.mark.parametrize(("ends", "code"), [((0, 0), 0), ((2, 2), 2), ((130, 130), 130)])
+@pytest.mark.parametrize(("ends", "code"), [((0, 0), 0), ((2, 2), 2), ((1, 2), 2), ((130, 130), 130)])
 def test_the_exit_code_is_that_of_one_process(ends: tuple[int, int], code: int) -> None:
     assert launch(program(f"sys.exit({ends}[rank])"), 2, stop_seconds=60) == code
 

@@ -15,7 +15,7 @@ from omnitrain.parallel.rank_report import RankError
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import RunSummary, Trainer
-from tests.tiny import tiny_recipe
+from tests.tiny import tiny_recipe, tiny_row, write_parquet
 
 EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.batch_size=5", "data.workers=1"]
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
@@ -69,7 +69,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (2, []),
         (4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"]),
-        (2, ["parallel.components.image_encoder.place=world", "parallel.default.mode=replicate"]),
+        (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
     ],
     ids=["dp2", "hsdp2x2.recompute", "replicate2.world"],
 )
@@ -120,6 +120,31 @@ def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, recipe: Path, tmp_path
     with pytest.raises(RankError, match=r"failed on 2 of 2 ranks[^$]*no score today"):
         ranks.run(fit, recipe, arguments, timeout_s=60, world=2)
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
+    ranks: RankPool, recipe: Path, tmp_path: Path, workers: int
+) -> None:
+    """In the first step, before the ranks have talked; without a data process that would end with the error, too."""
+    rows = [tiny_row("text", seed) for seed in range(40)]
+    rows[20].messages[0]["content"][0]["text"] = "long " * 500
+    data = write_parquet(tmp_path / "rows.parquet", rows)
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, f"data.train=[{{path: {data}}}]", "data.overlong=error"]
+    with pytest.raises(RankError, match=r"failed on 4 of 4 ranks") as failure:
+        ranks.run(fit, recipe, [*arguments, f"data.workers={workers}", "train.steps=40"], timeout_s=60, world=4)
+    assert "at most 96 fit" in str(failure.value)
+    assert "TrainingError: the data failed on another rank" in str(failure.value)
+
+
+def compiled_blocks(recipe: Path, overrides: Sequence[str]) -> list[str] | None:
+    compiled = Trainer(Recipe.load(str(recipe), list(overrides))).compiled
+    return compiled and compiled.names
+
+
+def test_a_trainer_knows_what_its_plan_compiles(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path / 'run'}", "parallel.components.foundation.compile=true"]
+    assert ranks.run(compiled_blocks, recipe, arguments, timeout_s=60, world=1) == [["model.layers.0", "model.layers.1"]]
 
 
 def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[float]:
