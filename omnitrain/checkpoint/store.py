@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from omnitrain.errors import UserError
+from safetensors import SafetensorError
+
+from omnitrain.errors import TrainingError, UserError
 
 _MANIFEST = "manifest.json"
 
@@ -31,9 +33,19 @@ class CheckpointStore:
             The committed folder.
 
         Raises:
-            OSError: the disk is full, or cannot be written; checkpoints saved before stay as they are.
+            TrainingError: the disk is full, or cannot be written; checkpoints saved before stay as they are.
         """
         final = self.folder_of(step)
+        try:
+            self._commit(final, write)
+        except (OSError, SafetensorError, RuntimeError) as error:  # of a full disk, torch.save makes the last
+            reason = str(error).splitlines()[0]
+            raise TrainingError(f"{final} cannot be written ({reason}); checkpoints saved before are intact") from error
+        for old in self._steps()[: -self.keep]:
+            shutil.rmtree(old)
+        return final
+
+    def _commit(self, final: Path, write: Callable[[Path], None]) -> None:
         temporary = self.folder / f".{final.name}.partial"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -45,9 +57,6 @@ class CheckpointStore:
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _sync(self.folder)
-        for old in self._steps()[: -self.keep]:
-            shutil.rmtree(old)
-        return final
 
     def clear_unfinished(self) -> None:
         """Remove what saves that never finished left behind. Only the run that owns the folder may call it."""

@@ -24,7 +24,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         index: position of the sample, and its id.
 
     Raises:
-        UserError: a required argument is missing, labels are not the ids, or media without placeholders.
+        UserError: a required argument is missing, labels are not the ids, media without placeholders, or media that
+            the model does not read.
     """
     for name in ("input_ids", "labels"):
         if name not in arguments:
@@ -37,6 +38,7 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         modality: {name: np.asarray(arguments[name]) for name in port.arguments if arguments.get(name) is not None}
         for modality, port in native.ports.items()
     }
+    _require_read(native, arguments, index)
     given = {modality: arrays for modality, arrays in features.items() if arrays}
     spans = [_span(modality, native.ports[modality].token_id, arrays, ids) for modality, arrays in given.items()]
     extras = native.extras(ids, trained)
@@ -59,6 +61,17 @@ def idle_sample(native: Discovery, token: int) -> Sample:
     ids = np.array([token, token], dtype=np.int64)
     extras = native.extras(ids, np.zeros(2, dtype=bool))
     return Sample("idle", "idle", ids, np.zeros(2, dtype=bool), native.positions(ids, {}, extras), token_inputs=extras)
+
+
+def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -> None:
+    """Media are the arguments with several dims of floats."""
+    read = {name for port in native.ports.values() for name in port.arguments}
+    floats = {name for name, value in arguments.items() if (a := np.asarray(value)).dtype.kind == "f" and a.ndim > 1}
+    if unread := sorted(floats - read):
+        reasons = "".join(f"; {modality}: {why}" for modality, why in native.refused.items())
+        raise UserError(
+            f"sample {index}: {', '.join(unread)} would not be read; the model reads {sorted(read) or 'only text'}{reasons}"
+        )
 
 
 def _span(modality: str, token: int, features: dict[str, np.ndarray], ids: np.ndarray) -> MediaSpan:

@@ -74,7 +74,7 @@ def agreed(peers: Peers, make: Callable[[], T]) -> T:
 
     Raises:
         UserError: ``make`` raised one on another rank.
-        TrainingError: it raised something else there.
+        TrainingError: it raised that, or something else, there.
     """
     made: list[T] = []
     failed: Exception | None = None
@@ -82,13 +82,13 @@ def agreed(peers: Peers, make: Callable[[], T]) -> T:
         made.append(make())
     except Exception as error:
         failed = error
-    is_users = isinstance(failed, UserError)
-    told = peers.gather((is_users, failed and (str(failed) if is_users else f"{type(failed).__name__}: {failed}")))
+    is_users, is_told = isinstance(failed, UserError), isinstance(failed, UserError | TrainingError)
+    what = failed and (str(failed) if is_told else f"{type(failed).__name__}: {failed}")
+    everyone = peers.gather((is_users, is_told, what))
     if failed is not None:
         raise failed
-    for rank, (is_users, what) in enumerate(told):
-        if what is not None and is_users and rank == 0:
-            raise UserError(what)  # word for word: what two ranks say alike is shown once
-        if what is not None:
-            raise (UserError if is_users else TrainingError)(f"rank {rank} failed: {what}")
+    for rank, (is_users, is_told, what) in enumerate(everyone):
+        if what is not None:  # of rank 0 word for word: what two ranks say alike is shown once
+            text = what if is_told and rank == 0 else f"rank {rank} failed: {what}"
+            raise (UserError if is_users else TrainingError)(text)
     return made[0]

@@ -14,6 +14,7 @@ from omnitrain.parallel.stall_report import Answer, Collectives, Place, report
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
+_PART_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
@@ -57,11 +58,18 @@ class StallBoard:
         return report(answers, silent, finished, seconds)
 
     def part(self, *, has_reported: bool) -> None:
-        """Return when the report is printed: the end of one rank's process may end the others'."""
+        """Return when the report is printed: the end of one rank's process may end the others'.
+
+        Rank 0, whose process holds the store, comes last: the others' connections would complain at length.
+        """
         if has_reported:
             self._store.set("reported", "")
         else:
             _wait(lambda: self._has("reported"), _REPORT_SECONDS)
+        self._store.add("parted", 1)
+        if self.rank == 0:
+            told = sum(self._has(f"answer/{rank}") for rank in range(self._world))
+            _wait(lambda: self._store.add("parted", 0) >= told, _PART_SECONDS)
 
     def _has(self, key: str) -> bool:
         return self._store.check([key])

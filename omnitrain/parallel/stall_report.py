@@ -158,7 +158,7 @@ def _missing(rank: int, answers: Mapping[int, Answer]) -> list[str]:
         most = max(answer.collectives[key].begun for answer in answers.values() if key in answer.collectives)
         if own.begun < most:
             lines.append(f"collective {own.begun + 1} of the process group {own.group!r}; others are at {most}")
-    return lines
+    return list(dict.fromkeys(lines))  # a group may count alike for several devices
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -168,14 +168,18 @@ def verify(
         memory: bytes that it may take; None: what is available.
 
     Raises:
-        UserError: no such factory or layout, a factory that cannot be sent to another process, or a model that is too
-            large even when it is cut.
+        UserError: no samples or layouts, no such factory or layout, a factory that cannot be sent to another process,
+            or a model that is too large even when it is cut.
     """
     cases = [_case(layout, nproc) for layout in layouts]
+    if not cases:
+        raise UserError("no layout to verify; give some, such as dp2")
     _require_picklable(model_factory)
     own = pool or RankPool(nproc, preload=("omnitrain.parallel.verify",))
     try:
         full = _called(model_factory)
+        if not samples:
+            raise UserError("no samples to verify with; give at least one")
         if twin := twin_of(full, nproc, memory):
             model_factory, samples = twin, [twin.sample(sample) for sample in samples]
         model = _omni(twin() if twin else full)

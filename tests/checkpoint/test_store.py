@@ -1,9 +1,10 @@
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 
 
 def write(text: str):
@@ -30,6 +31,22 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> Non
         store.save(2, crash)
     assert (store.latest() / "state.txt").read_text() == "good"
     assert store.save(2, write("whole")) == store.latest()
+
+
+def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """Each library that writes a checkpoint's files has an error of its own for it."""
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, write("good"))
+    for error in (OSError(28, "No space left on device"), SafetensorError("I/O error"), RuntimeError("unexpected pos")):
+
+        def fail(folder: Path, error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(
+            TrainingError, match=rf"step-00000002 cannot be written \(.*{error.args[-1]}\); checkpoints"
+        ):
+            store.save(2, fail)
+    assert (store.latest() / "state.txt").read_text() == "good"
 
 
 def test_what_crashes_left_behind_is_cleared(tmp_path: Path) -> None:

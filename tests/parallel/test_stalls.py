@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from omnitrain.data.pack import Pack
 from omnitrain.parallel.follow import follow_components
 from omnitrain.parallel.ranks import RankError, RankPool
+from omnitrain.parallel.stall_board import StallBoard
 from omnitrain.parallel.stall_report import Answer, Collectives, Place, behind, described, report
 from omnitrain.parallel.stalls import Watch
 from omnitrain.parallel.state import init_parallel_state
@@ -69,6 +71,28 @@ def train(folder: str, limit_s: float, stuck: int, how: str) -> None:
             watch.at(phase="backward")
             loss.backward()
             watch.at(phase="optimizer")
+
+
+def test_the_rank_with_the_store_leaves_last() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    boards = [StallBoard(store, "stall", rank, 2) for rank in range(2)]
+    answer = Answer(Place(), 0.0, {}, "")
+    with ThreadPoolExecutor(1) as thread:
+        told = thread.submit(boards[0].tell, answer, 1.0)
+        assert (boards[1].tell(answer, 1.0) is None) != (told.result() is None)
+        parting = thread.submit(boards[0].part, has_reported=True)
+        time.sleep(0.3)
+        assert not parting.done()
+        boards[1].part(has_reported=False)
+        parting.result(timeout=0.5)
+
+
+def test_what_a_group_counts_for_two_devices_is_told_once() -> None:
+    answers = {
+        rank: Answer(Place(step=1), 9.0, {f"0/{device}": Collectives("peers", begun) for device in ("cpu", "cuda")}, "")
+        for rank, begun in enumerate((4, 5))
+    }
+    assert report(answers, {}, (), 9.0).count("has not come to collective 5 of the process group 'peers'") == 1
 
 
 def dawdle(limit_s: float) -> list[int]:

@@ -73,6 +73,20 @@ def test_a_factory_that_is_not_there_is_named(factory: str) -> None:
         verify(factory, [], ["dp2"])
 
 
+def test_media_that_the_model_does_not_read_are_refused() -> None:
+    samples = [{**hf_samples("qwen3_vl")[0], "input_features": torch.zeros(1, 8, 4)}]
+    with pytest.raises(
+        UserError, match=r"sample 0: input_features would not be read; the model reads \['image_grid_thw'"
+    ):
+        verify("tests.parallel.factories:qwen3_vl", samples, ["dp2"])
+
+
+@pytest.mark.parametrize(("samples", "layouts", "message"), [([], ["dp2"], "no samples"), ([None], [], "no layout")])
+def test_nothing_to_verify_is_no_proof(samples: list, layouts: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        verify("tests.parallel.factories:any_to_any", samples, layouts)
+
+
 def test_a_word_that_no_layout_has_is_named() -> None:
     with pytest.raises(UserError, match="`zp2`"):
         verify("tests.parallel.factories:any_to_any", [], ["zp2"])
