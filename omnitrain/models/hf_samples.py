@@ -70,7 +70,8 @@ def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -
     if unread := sorted(floats - read):
         reasons = "".join(f"; {modality}: {why}" for modality, why in native.refused.items())
         raise UserError(
-            f"sample {index}: {', '.join(unread)} would not be read; the model reads {sorted(read) or 'only text'}{reasons}"
+            f"sample {index}: {', '.join(unread)} would not be read; the model reads {sorted(read) or 'only text'}"
+            f"{reasons}"
         )
 
 
