@@ -21,7 +21,8 @@ Floating point operations of a step, counted for real tokens alone, and never fo
 ``6 x block parameters x tokens + 6 x vocabulary x hidden x predicted tokens + 6 x layers x heads x head_dim x
 sum(length^2)`` (causal: half of all pairs) for the language model; ``6 x tower parameters x patches + 6 x merger
 parameters x image tokens + 12 x depth x hidden x sum(patches of an image^2)`` for the tower. Parameters are those of
-matrices. Rows of the last layer that no head reads count, too, although omnitrain leaves them out. The ceiling is what a square bf16 matrix product reaches in the same run.
+matrices. Rows of the last layer that no head reads count, too, although omnitrain leaves them out. The ceiling is what
+a square bf16 matrix product reaches in the same run.
 """
 
 from __future__ import annotations

@@ -154,8 +154,11 @@ def run(
         raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
 
     from omnitrain.train import Trainer
+    from omnitrain.train.ranks import leave_ranks
 
-    if Trainer(resolved, resume=resume).fit().interrupted:
+    summary = Trainer(resolved, resume=resume).fit()
+    leave_ranks()
+    if summary.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 

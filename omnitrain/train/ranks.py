@@ -66,10 +66,11 @@ def join_ranks(plan: ParallelPlan, device: torch.device) -> Ranks:
     Raises:
         UserError: the plan's degrees do not fit the number of ranks.
     """
-    launched = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not launched and plan == ParallelPlan():
+    is_begun = dist.is_initialized()
+    num_ranks = dist.get_world_size() if is_begun else int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks == 1 and plan == ParallelPlan():
         return Ranks(None, ALONE, open_meeting())
-    if device.type == "cpu" and not dist.is_initialized() and launched:
+    if device.type == "cpu" and num_ranks > 1 and not is_begun:
         dist.init_process_group("gloo")
     state = init_state_of(plan)
     peers = GlooPeers() if state.world_size > 1 else ALONE

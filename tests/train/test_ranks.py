@@ -14,6 +14,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.rank_report import RankError
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.recipe import Recipe
+from omnitrain.train.ranks import leave_ranks
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import tiny_recipe, tiny_row, write_parquet
 
@@ -93,6 +94,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     summaries = ranks.run(fit, recipe, arguments, False, 2, timeout_s=120, world=2)
     assert [(s.interrupted, s.step) for s in summaries] == [(True, 2), (True, 2)]
     fit(recipe, [*arguments, "parallel.default.recompute=full"], resume=True)
+    leave_ranks()
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
@@ -144,9 +146,8 @@ def compiled_blocks(recipe: Path, overrides: Sequence[str]) -> list[str] | None:
 
 def test_a_trainer_knows_what_its_plan_compiles(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path / 'run'}", "parallel.components.foundation.compile=true"]
-    assert ranks.run(compiled_blocks, recipe, arguments, timeout_s=60, world=1) == [
-        ["model.layers.0", "model.layers.1"]
-    ]
+    (names,) = ranks.run(compiled_blocks, recipe, arguments, timeout_s=60, world=1)
+    assert names == ["model.layers.0", "model.layers.1"]
 
 
 def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[float]:
