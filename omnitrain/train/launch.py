@@ -148,6 +148,7 @@ class _Ranks:
     stop_seconds: float
     codes: dict[int, int] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)
+    _handed_on: set[int] = field(default_factory=set)
     _interrupted_at: float | None = None
     _deadline: float = math.inf
 
@@ -162,7 +163,9 @@ class _Ranks:
 
     def exit_code(self) -> int:
         """See :func:`launch`."""
-        failed = {rank: code for rank, code in self.codes.items() if code not in (0, EXIT_INTERRUPTED)}
+        # A rank that is not far enough to catch a signal ends by it.
+        interrupted = {EXIT_INTERRUPTED, *(-number for number in self._handed_on)}
+        failed = {rank: code for rank, code in self.codes.items() if code not in (0, *interrupted)}
         if failed:
             rank, code = next(iter(failed.items()))
             if code > 0 and EXIT_USER_ERROR in failed.values():  # what other ranks met is but the consequence
@@ -171,11 +174,12 @@ class _Ranks:
         if self.killed:
             ranks = f"rank{'s' * (len(self.killed) > 1)} {', '.join(map(str, self.killed))}"
             raise TrainingError(f"{ranks} did not stop within {self.stop_seconds:g} s (train.stop_seconds); killed")
-        return EXIT_INTERRUPTED if EXIT_INTERRUPTED in self.codes.values() else 0
+        return EXIT_INTERRUPTED if interrupted.intersection(self.codes.values()) else 0
 
     def _hand_on(self, number: int) -> None:
         for process in self.processes.values():
             process.send_signal(number)  # to none that has ended
+        self._handed_on.add(number)
         now = time.monotonic()
         if self._interrupted_at is None:
             self._interrupted_at = now
@@ -189,7 +193,7 @@ class _Ranks:
         # Killed ones first: errors of others at the same moment are but the consequence.
         self.codes |= dict(sorted(ended.items(), key=lambda item: item[1] >= 0))
         for code in ended.values():
-            if code == EXIT_INTERRUPTED:
+            if code == EXIT_INTERRUPTED or -code in self._handed_on:
                 self._end_within(self.stop_seconds)
             elif code != 0:
                 self._end_within(_LAST_WORDS_SECONDS)

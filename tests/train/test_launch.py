@@ -152,6 +152,13 @@ def test_ctrl_c_of_a_terminal_reaches_launcher_and_ranks_and_still_counts_once()
     assert Path("saved-0").exists() and Path("saved-1").exists()
 
 
+def test_ranks_that_are_not_far_enough_to_catch_a_signal_were_interrupted_too() -> None:
+    sender = send_when_up(2, rank=None, number=signal.SIGTERM)
+    assert launch(program("announce()\ntime.sleep(600)"), 2, stop_seconds=60) == 130
+    sender.join()
+    assert_gone(process_ids(2), within_s=0)
+
+
 def test_ranks_that_do_not_stop_in_time_are_killed_and_named() -> None:
     sender = send_when_up(2, rank=None, number=signal.SIGINT)
     script = program("signal.signal(signal.SIGINT, lambda *_: rank == 1 or sys.exit(130))\nannounce()\ntime.sleep(600)")
