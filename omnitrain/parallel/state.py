@@ -182,34 +182,10 @@ def init_parallel_state(
     Raises:
         UserError: degrees that do not fit the ranks, with those that would.
     """
-    if dp_mode not in get_args(DpMode):
-        raise UserError(f"dp_mode is {dp_mode!r}; expected one of {', '.join(get_args(DpMode))}")
-    if dp_mode == "replicate":
-        if dp_shard_size not in (None, 1):
-            raise UserError(f"dp_mode is replicate, which shards nothing; dp_shard_size is {dp_shard_size}, expected 1")
-        dp_shard_size = 1
-    if dp_mode == "hsdp" and dp_shard_size is None and dp_replicate_size in (None, 1):
-        raise UserError(
-            "dp_mode is hsdp, which has several copies; expected dp_replicate_size above 1 or dp_shard_size"
-        )
-    if dp_mode != "fsdp2" and dp_replicate_size == 1:
-        dp_replicate_size = None
-    _ensure_process_group()
-    shape = fit_mesh(
-        dist.get_world_size(),
-        pp=pp_size,
-        dp=dp_size,
-        dp_replicate=dp_replicate_size,
-        dp_shard=dp_shard_size,
-        cp=cp_size,
-        sp=ulysses_size,
-        tp=tp_size,
-        ep=ep_size,
-        keys=_DEGREE_ARGUMENTS,
+    degrees = _Degrees(
+        dp_size, dp_replicate_size, dp_shard_size, tp_size, ep_size, pp_size, cp_size, ulysses_size, dp_mode
     )
-    global _default
-    _default = _state(shape, dp_mode)
-    return _default
+    return _init(degrees, _DEGREE_ARGUMENTS)
 
 
 def init_state_of(plan: ParallelPlan) -> ParallelState:
@@ -219,16 +195,64 @@ def init_state_of(plan: ParallelPlan) -> ParallelState:
         UserError: degrees that do not fit the ranks, with those that would.
     """
     own = plan.of(FOUNDATION)
-    return init_parallel_state(
-        dp_replicate_size=own.dp_replicate or (None if own.mode == "replicate" else 1),
-        dp_shard_size=own.dp_shard,
-        tp_size=own.tp or 1,
-        ep_size=own.ep or 1,
-        pp_size=own.pp or 1,
-        cp_size=own.cp or 1,
-        ulysses_size=own.ulysses or 1,
-        dp_mode=own.mode or "fsdp2",
+    degrees = _Degrees(
+        dp_replicate=own.dp_replicate or (None if own.mode == "replicate" else 1),
+        dp_shard=own.dp_shard,
+        tp=own.tp or 1,
+        ep=own.ep or 1,
+        pp=own.pp or 1,
+        cp=own.cp or 1,
+        sp=own.ulysses or 1,
+        mode=own.mode or "fsdp2",
     )
+    return _init(degrees, {"sp": "ulysses"})
+
+
+@dataclass(frozen=True)
+class _Degrees:
+    """Arguments of :func:`init_parallel_state`, by axis."""
+
+    dp: int | None = None
+    dp_replicate: int | None = 1
+    dp_shard: int | None = None
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    cp: int = 1
+    sp: int = 1
+    mode: DpMode = "fsdp2"
+
+
+def _init(degrees: _Degrees, keys: Mapping[str, str]) -> ParallelState:
+    """See :func:`init_parallel_state`; ``keys``: axis -> what the user calls its degree; absent: as the axis."""
+    mode, replicate, shard = degrees.mode, degrees.dp_replicate, degrees.dp_shard
+    copies, parts = keys.get("dp_replicate", "dp_replicate"), keys.get("dp_shard", "dp_shard")
+    if mode not in get_args(DpMode):
+        raise UserError(f"dp_mode is {mode!r}; expected one of {', '.join(get_args(DpMode))}")
+    if mode == "replicate":
+        if shard not in (None, 1):
+            raise UserError(f"dp_mode is replicate, which shards nothing; {parts} is {shard}, expected 1")
+        shard = 1
+    if mode == "hsdp" and shard is None and replicate in (None, 1):
+        raise UserError(f"dp_mode is hsdp, which has several copies; expected {copies} above 1 or {parts}")
+    if mode != "fsdp2" and replicate == 1:
+        replicate = None
+    _ensure_process_group()
+    shape = fit_mesh(
+        dist.get_world_size(),
+        pp=degrees.pp,
+        dp=degrees.dp,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        cp=degrees.cp,
+        sp=degrees.sp,
+        tp=degrees.tp,
+        ep=degrees.ep,
+        keys=keys,
+    )
+    global _default
+    _default = _state(shape, mode)
+    return _default
 
 
 def get_parallel_state() -> ParallelState:

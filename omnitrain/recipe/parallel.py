@@ -22,7 +22,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep")
 _TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops"))
 
 Degree = Annotated[int | None, Field(ge=1)]
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["float32", "bfloat16"]  # float16 would need losses scaled
 
 
 class Precision(Strict):

@@ -8,12 +8,12 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOGETHER_SECONDS = 1.0
 
 
 class Interrupt:
-    """Within this context the first Ctrl-C (or SIGTERM) only sets :attr:`requested`; the second one interrupts.
+    """Within this context the first Ctrl-C (SIGTERM, hang-up) only sets :attr:`requested`; the second one interrupts.
 
     A terminal sends Ctrl-C to every process of the command, and a launcher hands it on to its ranks: signals that
     arrive within a second of the first one are the first one.
