@@ -17,12 +17,10 @@ from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelP
 
 _MISSING_AXES = {
     "tp": "tensor parallelism",
-    "ulysses": "sequence parallelism",
-    "cp": "context parallelism",
     "ep": "expert parallelism",
     "pp": "pipeline parallelism",
 }
-_MODEL_AXES = ("pp", "cp", "ulysses", "tp", "ep")  # of the foundation; other components lie beside it with degree 1
+_MODEL_AXES = ("pp", "cp", "ulysses", "tp", "ep")
 _STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
 
 
@@ -143,10 +141,7 @@ class _Resolving:
             mode=mode,
             dp_replicate=dp_replicate,
             dp_shard=dp_shard,
-            **{
-                axis: self._state.size(_STATE_AXIS.get(axis, axis)) if self._is_foundation else 1
-                for axis in _MODEL_AXES
-            },
+            **self._model_degrees(),
             precision=precision,
             recompute=recompute,
             saved_ops=saved_ops,
@@ -157,6 +152,11 @@ class _Resolving:
             compile=compile_,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
+
+    def _model_degrees(self) -> dict[str, int]:
+        """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
+        found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
+        return found if self._is_foundation else dict.fromkeys(found, 1)
 
     @property
     def _is_foundation(self) -> bool:
