@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.models.contract.sequence import sequence_contract_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
@@ -54,6 +56,7 @@ def resolve_plans(
     frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
     problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
+    problems += _sequence_problems(model, plan, state)
     blocks = blocks_of(model)
     plans = {}
     for name in components:
@@ -93,6 +96,26 @@ def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
     for field, axis in (("tp_plan", "tp"), ("ep_plan", "ep")):
         if getattr(plan, field):
             yield f"{field}: {_MISSING_AXES[axis]} is not available yet; remove it"
+
+
+def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """Ranks share the sequence of the foundation alone, if that may lie on several ranks and its heads divide."""
+    for name, own in plan.components.items():
+        for axis in ("ulysses", "cp"):
+            if name != FOUNDATION and (getattr(own, axis) or 1) > 1:
+                yield (
+                    f"components.{name}.{axis}: found {getattr(own, axis)}, but only the foundation's sequence is "
+                    "shared; remove it (`place: group` shares the media among these ranks)"
+                )
+    if state.size("sequence") == 1:
+        return
+    found = sequence_contract_of(model.foundation, model.runner.contract)
+    if found.problem:
+        kind = type(model.foundation).__name__
+        yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+    for heads in found.heads:
+        if problem := head_problem(heads, state.size("sp")):
+            yield f"parallel state: found ulysses {state.size('sp')}: {problem}"
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
