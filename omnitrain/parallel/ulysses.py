@@ -12,6 +12,7 @@ from torch import Tensor
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.call import Call
 from omnitrain.parallel.head_exchange import HeadSpans, equal_spans, gather_rows, scatter_rows
+from omnitrain.parallel.ring import ring_attention
 from omnitrain.plan.sequence import SequenceSplit
 
 
@@ -90,12 +91,14 @@ class UlyssesShard:
         queries read, and no other.
 
         Raises:
-            UserError: the ranks do not divide the heads, or there is a ring (``cp`` above 1).
+            UserError: the ranks do not divide the heads, or the ring does not honour what the call asks for.
         """
-        if self.split.cp > 1:
-            raise UserError(f"cp is {self.split.cp}; attention around a ring is not available yet")
         heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, dist.get_rank(self.sp_group))
-        output = compute(self._of_own_heads(call, heads))
+        own_heads = self._of_own_heads(call, heads)
+        if self.split.cp > 1:
+            output = ring_attention(own_heads, self.split, self.cp_group, compute)
+        else:
+            output = compute(own_heads)
         if self.split.sp == 1:
             return output
         (own,) = scatter_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)

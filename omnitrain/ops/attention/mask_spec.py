@@ -123,16 +123,22 @@ class MaskSpec:
 
     def segment_mask(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """The mask of a segment, ``[1, 1 or heads, length, length]``: boolean, or a float to add to the scores."""
+        return self.block_mask((start, stop), (start, stop), device)
+
+    def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """The mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
+
+        Boolean, or a float to add to the scores.
+        """
         if isinstance(self.general, torch.Tensor):
-            return self.general[..., start:stop, start:stop]
-        length, function = stop - start, self.function(device)
+            return self.general[..., slice(*queries), slice(*keys)]
         return sdpa_mask(
             batch_size=1,
-            q_length=length,
-            kv_length=length,
-            q_offset=start,
-            kv_offset=start,
-            mask_function=function,
+            q_length=queries[1] - queries[0],
+            kv_length=keys[1] - keys[0],
+            q_offset=queries[0],
+            kv_offset=keys[0],
+            mask_function=self.function(device),
             allow_is_causal_skip=False,
             use_vmap=self.use_vmap,
             device=device,
