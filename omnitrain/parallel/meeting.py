@@ -18,6 +18,7 @@ from omnitrain.plan import needed_capacity, padded
 
 # Data processes run ahead, and wait for each other while their ranks save or evaluate. A dead one is noticed at once.
 _PATIENCE = timedelta(days=7)
+_TO_COME = timedelta(minutes=2)  # from the first to the last data process of a run; they are started together
 _FIRST_CAPACITY = 1024  # words
 
 
@@ -110,9 +111,13 @@ class DataPeers:
         self._finish(self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()))
 
     def join(self) -> None:
-        """Meet the others now, not at the first use; all must."""
+        """Meet the others now, not at the first use; all must.
+
+        Raises:
+            TrainingError: a rank does not come.
+        """
         if self.meeting.world_size > 1:
-            _ = self._group
+            self._group = self._met(_TO_COME)
 
     def leave(self) -> None:
         """Say no more: a rank that waits for this one gets an error instead of an answer."""
@@ -127,7 +132,19 @@ class DataPeers:
 
     @cached_property
     def _group(self) -> Any:
+        return self._met(_PATIENCE)
+
+    def _met(self, patience: timedelta) -> Any:
         """Apart from torch's default group: that belongs to the rank, this to its data process."""
         meeting = self.meeting
-        store = dist.TCPStore(meeting.host, meeting.port, is_master=False)
-        return dist.ProcessGroupGloo(store, meeting.rank, meeting.world_size, _PATIENCE)
+        try:
+            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=patience)
+            group = dist.ProcessGroupGloo(store, meeting.rank, meeting.world_size, patience)
+        except RuntimeError as error:  # torch's own for one that has not come
+            seconds = patience.total_seconds()
+            raise TrainingError(
+                f"the data processes of {meeting.world_size} ranks did not meet within {seconds:.0f} s: at least one "
+                "ended before it had read a row; its rank says why"
+            ) from error
+        group._set_default_timeout(_PATIENCE)
+        return group
