@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
@@ -139,20 +139,18 @@ def _keep_activations(
 
 
 def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, DeviceMesh]:
-    """Component -> mesh; components with the same degrees share one, the foundation's is the state's."""
+    """Component -> mesh; components with the same degrees share one, the foundation's is the state's.
+
+    Parameters lie in the same way on the ranks of each place on the axis of tensor parallelism.
+    """
     made = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
     for plan in plans.values():
         degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
         if degrees not in made:
             shape, names = (degrees, ("dp_replicate", "fsdp")) if degrees[0] > 1 else (degrees[1:], ("fsdp",))
-            made[degrees] = _mesh_beside_tp(state, shape, names)
+            root = init_device_mesh(state.device_type, (*shape, state.size("tp")), mesh_dim_names=(*names, "tp"))
+            made[degrees] = root[names]
     return {name: made[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
-
-
-def _mesh_beside_tp(state: ParallelState, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The ranks over which losses add up, in another shape; every tensor parallel rank has a mesh of its own."""
-    ranks = torch.from_numpy(state.shape.groups("loss")).reshape(-1, *shape)
-    return DeviceMesh(state.device_type, ranks, mesh_dim_names=("beside", *names))[names]
 
 
 def _sharding(plan: ComponentPlan, mesh: DeviceMesh, full_shard: bool) -> Sharding:
