@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 has other names for them.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, on each of them. Gradients are added up in the same way."""
@@ -35,6 +39,13 @@ def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The inverse of :func:`gather_columns`: ``[..., n]`` of this rank. No collective, neither forth nor back."""
     width = tensor.size(-1) // group.size()
     return tensor.narrow(-1, group.rank() * width, width)
+
+
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``[ranks, ...]`` of each rank's ``[...]``; without a graph."""
+    parts = tensor.new_empty(group.size(), *tensor.shape)
+    _all_gather(parts.view(-1), tensor.reshape(-1), group=group)
+    return parts
 
 
 class _AddUp(torch.autograd.Function):
@@ -63,15 +74,13 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = tensor.new_empty(group.size(), *tensor.shape)
-        dist.all_gather_into_tensor(parts, tensor.contiguous(), group=group)
-        return parts.movedim(0, -2).flatten(-2)
+        return gathered(tensor, group).movedim(0, -2).flatten(-2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         parts = gradient.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0).contiguous()
         own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts, group=ctx.group)
+        _reduce_scatter(own.view(-1), parts.view(-1), group=ctx.group)
         return own, None
 
 

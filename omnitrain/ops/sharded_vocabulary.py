@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from omnitrain.ops.collectives import gathered
+
 
 def sharded_softmax(
     logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, with_gradient: bool, *, group: dist.ProcessGroup
@@ -30,9 +32,7 @@ def sharded_softmax(
     top = logits.amax(1).float()
     torch.sub(logits, top[:, None], out=out).exp_()
     target = logits.gather(1, at).squeeze(1).float().masked_fill_(~is_own, 0.0)
-    mine = torch.stack([top + out.sum(1).log(), target])
-    everyones = mine.new_empty(group.size(), *mine.shape)
-    dist.all_gather_into_tensor(everyones, mine, group=group)
+    everyones = gathered(torch.stack([top + out.sum(1).log(), target]), group)
     normalizer, target = everyones[:, 0].logsumexp(0), everyones[:, 1].sum(0)
     losses = normalizer - target
     if not with_gradient:

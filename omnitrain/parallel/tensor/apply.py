@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from torch import nn
@@ -20,6 +21,8 @@ def cut_tensors(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -
         styles: name of a module or parameter -> style of the table.
         mesh: of the ranks that share them, one dim. A cut parameter is a DTensor on it, all others stay as they are.
     """
+    # Whole tensors are gathered in two steps, which is told once per rank; they are for checkpoints alone.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     group = mesh.get_group()
     cut: dict[nn.Parameter, nn.Parameter] = {}
     modules = dict(model.named_modules())
