@@ -18,6 +18,8 @@ from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.shard import Sharding, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.plan import tensor_plan
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
 from omnitrain.parallel.weights import load_weights, require_equal_weights, require_weights
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -66,7 +68,9 @@ def build_parallelize_model(
     state = parallel_state or get_parallel_state()
     omni = _as_omni(model)
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
-    plans = resolve_plans(omni, parallel_plan or ParallelPlan(), state, flags)
+    plan = parallel_plan or ParallelPlan()
+    tensors = tensor_plan(omni, plan, state.size("tp"))
+    plans = resolve_plans(omni, plan, state, flags, tensors)
     if weights_path is None:
         require_weights(omni)
 
@@ -76,7 +80,8 @@ def build_parallelize_model(
     if init_device not in (None, "meta"):
         omni.to(init_device)
     _set_precision(omni, plans)
-    require_equal_weights(omni, state.loss_group)
+    require_equal_weights(omni)
+    cut_tensors(omni, tensors.styles, state.tp_mesh)
     units = find_units(omni)
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None

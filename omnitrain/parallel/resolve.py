@@ -11,18 +11,18 @@ from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.plan import TensorPlan
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
-    "tp": "tensor parallelism",
     "ulysses": "sequence parallelism",
     "cp": "context parallelism",
     "ep": "expert parallelism",
     "pp": "pipeline parallelism",
 }
-_MODEL_AXES = ("pp", "cp", "ulysses", "tp", "ep")  # of the foundation; other components lie beside it with degree 1
+_MODEL_AXES = ("pp", "cp", "ulysses", "ep")  # of the foundation; other components lie beside it with degree 1
 _STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
 
 
@@ -44,7 +44,7 @@ class CallFlags:
 
 
 def resolve_plans(
-    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags
+    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags, tensors: TensorPlan
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
@@ -56,10 +56,12 @@ def resolve_plans(
     frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
     problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
+    problems += tensors.problems
     blocks = blocks_of(model)
     plans = {}
     for name in components:
-        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]))
+        tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
+        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), tp)
         found = resolving.plan()
         problems += resolving.problems
         if found is not None:
@@ -92,9 +94,8 @@ def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
         for path, degree in found.items():
             if (degree or 1) > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
-    for field, axis in (("tp_plan", "tp"), ("ep_plan", "ep")):
-        if getattr(plan, field):
-            yield f"{field}: {_MISSING_AXES[axis]} is not available yet; remove it"
+    if plan.ep_plan:
+        yield f"ep_plan: {_MISSING_AXES['ep']} is not available yet; remove it"
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -117,7 +118,14 @@ class _Resolving:
     """One component, and the problems met on the way."""
 
     def __init__(
-        self, name: str, plan: ParallelPlan, state: ParallelState, flags: CallFlags, frozen: bool, has_blocks: bool
+        self,
+        name: str,
+        plan: ParallelPlan,
+        state: ParallelState,
+        flags: CallFlags,
+        frozen: bool,
+        has_blocks: bool,
+        tp: int,
     ) -> None:
         self.problems: list[str] = []
         self._name = name
@@ -128,6 +136,7 @@ class _Resolving:
         self._flags = flags
         self._frozen = frozen
         self._has_blocks = has_blocks
+        self._tp = tp
 
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
@@ -143,6 +152,7 @@ class _Resolving:
             mode=mode,
             dp_replicate=dp_replicate,
             dp_shard=dp_shard,
+            tp=self._tp,
             **{
                 axis: self._state.size(_STATE_AXIS.get(axis, axis)) if self._is_foundation else 1
                 for axis in _MODEL_AXES

@@ -68,3 +68,18 @@ def qwen2_5_omni_thinker() -> PreTrainedModel:
 def qwen3_omni_moe_thinker() -> PreTrainedModel:
     """Images, videos, sound; experts."""
     return _family("qwen3_omni_moe_thinker")
+
+
+def qwen3() -> PreTrainedModel:
+    """Norms of queries and keys, head by head."""
+    return _family("qwen3")
+
+
+def glm4v() -> PreTrainedModel:
+    """A fused matrix in its MLP."""
+    return _family("glm4v")
+
+
+def qwen3_5() -> PreTrainedModel:
+    """Linear attention."""
+    return _family("qwen3_5")
