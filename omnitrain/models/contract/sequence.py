@@ -154,6 +154,6 @@ class _Part:
 def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> Tensor:
     own, _ = runner.cut_media(pack, media, part)
     row = runner.row_of(pack, part)
-    output = runner.run_pack(cut_pack(pack, part), own, lambda hidden, head: type(head).forward(head, hidden), row)
+    output = runner.run_pack(cut_pack(pack, part), own, lambda hidden, head: head.forward(hidden), row)
     logits: Tensor = output.logits[0]
     return logits
