@@ -247,7 +247,7 @@ def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample()
     arguments = {"position_ids": torch.cat([torch.arange(5), torch.arange(6)])[None], "use_cache": False}
 
     def run() -> torch.Tensor:
-        return runner.run(ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, borders=(0, 5, 11)).logits
+        return runner.run(ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, row=PackedRow((0, 5, 11))).logits
 
     apart = [plain(input_ids=part, use_cache=False).logits[0] for part in (ids[:, :5], ids[:, 5:])]
     torch.testing.assert_close(run()[0], torch.cat(apart), rtol=1e-5, atol=1e-5)
