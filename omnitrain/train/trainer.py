@@ -47,7 +47,7 @@ from omnitrain.train.display import (
 )
 from omnitrain.train.evaluate import Evaluation, evaluate, load_scorer
 from omnitrain.train.folder import RunFolder
-from omnitrain.train.interrupt import Interrupt
+from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.resume import require_same_rows
@@ -206,8 +206,8 @@ class Trainer:
                 interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
-                with self.watch.paused("evaluate"):
-                    return RunSummary(self.step, False, checkpoint, self._evaluate())
+                with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
+                    return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt))
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
         return RunSummary(self.step, True, checkpoint, {})
 
@@ -311,12 +311,18 @@ class Trainer:
         self.last_checkpoint = target
         return target
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, interrupt: Interrupt) -> dict[str, float]:
         if self.recipe.evaluation is None:
             return {}
         eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
         with console.status("evaluation") as status, eager:
-            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update, self.ranks.peers)
+
+            def notify(doing: str) -> None:
+                if self.ranks.peers.any(interrupt.requested):
+                    raise StoppedError
+                status.update(doing)
+
+            result = evaluate(self.model, self.processor, self.heldout, self.recipe, notify, self.ranks.peers)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         trained_on = merge_states(self.ranks.peers.gather(self.data_state)).rejected
         self.ranks.first(lambda: self._report(result, scores, [*trained_on, *result.rejected]))
