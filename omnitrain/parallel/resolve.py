@@ -48,11 +48,10 @@ def resolve_plans(
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
     Raises:
-        RecipeError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
+        PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
             model is changed before.
     """
-    components = model.components
-    frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
+    components, frozen = model.components, _frozen(model)
     problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
     blocks = blocks_of(model)
@@ -66,6 +65,19 @@ def resolve_plans(
             problems += _fp32_problems(model, name, found)
     raise_problems(problems)
     return plans
+
+
+def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
+    """The part of :func:`resolve_plans` that is the same for any number of ranks.
+
+    Raises:
+        PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
+    """
+    plan.check(_names(model), frozen=_frozen(model))
+
+
+def _frozen(model: OmniModel) -> list[str]:
+    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:
@@ -86,10 +98,11 @@ def _degrees_of(state: ParallelState) -> dict[str, int]:
 def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     for axis, what in _MISSING_AXES.items():
         places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
-        found = {f"{place}.{axis}": getattr(own, axis) for place, own in places.items()}
-        found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
+        found = {f"{place}.{axis}": getattr(own, axis) or 1 for place, own in places.items()}
+        if max(found.values()) == 1:
+            found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
         for path, degree in found.items():
-            if (degree or 1) > 1:
+            if degree > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
     for field, axis in (("tp_plan", "tp"), ("ep_plan", "ep")):
         if getattr(plan, field):

@@ -34,7 +34,7 @@ from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
-from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.train.device import use_device
 from omnitrain.train.display import (
     StepProgress,
@@ -142,10 +142,11 @@ class Trainer:
         if self.ranks.state is None:
             self.model.to(self.device)
             return None
-        plan = self.recipe.parallel
-        build_parallelize_model(
-            self.model, parallel_state=self.ranks.state, parallel_plan=plan, enable_mixed_precision=None
-        )
+        state, plan = self.ranks.state, self.recipe.parallel
+        try:
+            build_parallelize_model(self.model, parallel_state=state, parallel_plan=plan, enable_mixed_precision=None)
+        except PlanError as error:
+            raise error.under("parallel") from None
         return layout_of(self.model)
 
     def _open_data(self, state: TrainingState) -> tuple[StepLoader, list[RowSource]]:
