@@ -153,6 +153,12 @@ def test_generate_refuses_a_model_that_is_not_omni_and_an_output_that_is_a_file(
     assert "is a file" in refused.stderr
 
 
+def test_a_shipped_recipe_is_meant_though_a_folder_has_its_name(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shipped.parent / "small").mkdir()
+    stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: ["a problem of the recipe"])
+    assert "a problem of the recipe" in call("check", "small").output
+
+
 def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: [])
     assert call("check", "small").exit_code == 0
