@@ -178,11 +178,7 @@ class Trainer:
             TrainingError: so they are where a data process was killed.
         """
         train = self.recipe.train
-        self.ranks.first(lambda: self.folder.open(resumed=self.resumed is not None))
         self._show()
-        metrics = (
-            MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step) if self.ranks.is_first else None
-        )
         self.stopwatch = Stopwatch()
         with (
             _settled_objects_uncollected(),
@@ -192,9 +188,12 @@ class Trainer:
             self.watch,
         ):
             self.watch.follow(self.model)
+            # Data of no use end the run before it writes anything.
+            first = [self._next_batch(steps)] if self.step < train.steps else []
+            metrics = self.ranks.first(self._open_folder)
             interrupted = False
             while self.step < train.steps and not interrupted:
-                loss, norm = self.train_step(self._next_batch(steps))
+                loss, norm = self.train_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
@@ -211,6 +210,10 @@ class Trainer:
                     return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt))
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
         return RunSummary(self.step, True, checkpoint, {})
+
+    def _open_folder(self) -> MetricsFile:
+        self.folder.open(resumed=self.resumed is not None)
+        return MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
 
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))

@@ -206,6 +206,15 @@ def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
+def test_data_of_which_nothing_fits_leave_an_earlier_run_in_its_place(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("the earlier one")
+    with pytest.raises(UserError, match=r"all of \d+ rows were rejected; .* at most 9 fit into a pack"):
+        Trainer(load(path, "data.pack_tokens=9")).fit()
+    assert [file.name for file in tmp_path.glob("run*/*")] == ["recipe.yaml"]
+
+
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'recipe.yaml' / 'run'}")
     with pytest.raises(UserError, match=r"output_dir: .*is no folder that we may write to"):
