@@ -35,8 +35,9 @@ def call(*arguments: str) -> Any:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
-    """Put a module in the place of one that imports torch."""
+    """Put a module in the place of one that imports torch; modules in it are still found."""
     fake = types.ModuleType(module)
+    fake.__path__ = [str(Path(__file__).parents[2].joinpath(*module.split(".")))]
     vars(fake).update(names)
     monkeypatch.setitem(sys.modules, module, fake)
 
