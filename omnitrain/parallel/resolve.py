@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.plan import TensorPlan
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
-    "tp": "tensor parallelism",
     "ulysses": "sequence parallelism",
     "cp": "context parallelism",
-    "ep": "expert parallelism",
     "pp": "pipeline parallelism",
 }
+_MODEL_AXES = ("pp", "cp", "ulysses")  # of the foundation; other components lie beside it with degree 1
 _STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
 
 
@@ -43,7 +44,7 @@ class CallFlags:
 
 
 def resolve_plans(
-    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags
+    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags, tensors: TensorPlan
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
@@ -54,10 +55,15 @@ def resolve_plans(
     components, frozen = model.components, _frozen(model)
     problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
-    blocks = blocks_of(model)
+    problems += tensors.problems
+    blocks, layers = blocks_of(model), expert_layers(model)
+    problems += ep_plan_problems(layers, plan.ep_plan or {})
+    problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
-        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]))
+        tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
+        spread = chosen_layers(layers[name], plan.ep_plan)
+        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread)
         found = resolving.plan()
         problems += resolving.problems
         if found is not None:
@@ -104,9 +110,17 @@ def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
         for path, degree in found.items():
             if degree > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
-    for field, axis in (("tp_plan", "tp"), ("ep_plan", "ep")):
-        if getattr(plan, field):
-            yield f"{field}: {_MISSING_AXES[axis]} is not available yet; remove it"
+
+
+def _dense_problems(
+    model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
+) -> Iterator[str]:
+    """A model without experts has nothing to spread."""
+    if state.size("ep") > 1 and not any(layers.values()):
+        yield (
+            f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
+            f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
+        )
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -129,7 +143,15 @@ class _Resolving:
     """One component, and the problems met on the way."""
 
     def __init__(
-        self, name: str, plan: ParallelPlan, state: ParallelState, flags: CallFlags, frozen: bool, has_blocks: bool
+        self,
+        name: str,
+        plan: ParallelPlan,
+        state: ParallelState,
+        flags: CallFlags,
+        frozen: bool,
+        has_blocks: bool,
+        tp: int,
+        expert_layers: Sequence[ExpertLayer],
     ) -> None:
         self.problems: list[str] = []
         self._name = name
@@ -140,9 +162,12 @@ class _Resolving:
         self._flags = flags
         self._frozen = frozen
         self._has_blocks = has_blocks
+        self._tp = tp
+        self._expert_layers = expert_layers
 
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
+        ep = self._ep(degrees)
         recompute, saved_ops = self._recompute()
         precision = self._precision()
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
@@ -155,7 +180,12 @@ class _Resolving:
             mode=mode,
             dp_replicate=dp_replicate,
             dp_shard=dp_shard,
-            **dict.fromkeys(_MISSING_AXES, 1),
+            tp=self._tp,
+            ep=ep,
+            **{
+                axis: self._state.size(_STATE_AXIS.get(axis, axis)) if self._is_foundation else 1
+                for axis in _MODEL_AXES
+            },
             precision=precision,
             recompute=recompute,
             saved_ops=saved_ops,
@@ -164,8 +194,12 @@ class _Resolving:
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
             freeze=self._is_frozen,
             compile=compile_,
-            place=self._merged.place or "local",
+            place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
+
+    @property
+    def _is_foundation(self) -> bool:
+        return self._name == FOUNDATION
 
     @property
     def _is_frozen(self) -> bool:
@@ -175,13 +209,22 @@ class _Resolving:
         self.problems.append(f"{self._plans.path_of(self._name, field)}.{field}: {text}")
 
     def _degrees(self) -> tuple[str, int, int] | None:
-        """Mode, copies, ranks of a copy; None: they do not fit."""
-        ranks = self._state.size("loss")
-        own = (self._state.shape.dp_replicate, self._state.size("fsdp"))
-        mode, replicate, shard = self._merged.mode, self._merged.dp_replicate, self._merged.dp_shard
+        """Mode, copies, ranks of a copy; None: they do not fit.
+
+        The degrees of the foundation, and those that components take over from the default plan, multiply to the ranks
+        with samples of their own: those that share a sequence share a copy. A component that says them itself divides
+        all ranks over which losses add up.
+        """
+        fields = ("mode", "dp_replicate", "dp_shard")
+        mode, replicate, shard = (getattr(self._merged, field) for field in fields)
         if mode is None and replicate is None and shard is None:
+            if self._state.dp_mode == "replicate":
+                return "replicate", self._state.size("loss"), 1
+            own = (self._state.shape.dp_replicate, self._state.size("fsdp"))
             return _mode_of(*own), *own
-        where = self._plans.path_of(self._name, "mode", "dp_replicate", "dp_shard")
+        where = self._plans.path_of(self._name, *fields)
+        is_data = self._is_foundation or where == "default"
+        ranks = self._state.size("dp" if is_data else "loss")
         if mode == "hsdp" and replicate is None and shard is None:
             self.problems.append(f"{where}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
             return None
@@ -195,13 +238,48 @@ class _Resolving:
             self.problems.append(f"{where}: {' '.join(str(error).split())}")
             return None
         found = (shape.dp_replicate, shape.dp_shard)
-        if self._name == FOUNDATION and found != own:
+        state = self._state.shape
+        if self._is_foundation and found != (state.dp_replicate, state.dp_shard):
             self.problems.append(
                 f"{where}: found {found[0]} x {found[1]} (dp_replicate x dp_shard), but the parallel state has "
-                f"{own[0]} x {own[1]}; set it in one place"
+                f"{state.dp_replicate} x {state.dp_shard}; set it in one place"
             )
             return None
+        if mode == "replicate":
+            return mode, self._state.size("loss"), 1
+        if is_data:
+            found = (found[0], found[1] * self._state.size("sequence"))
         return mode or _mode_of(*found), *found
+
+    def _ep(self, degrees: tuple[str, int, int] | None) -> int:
+        """Ranks over which the component's experts are spread: those of the state, or 1."""
+        there = self._state.size("ep")
+        wanted = self._merged.ep or there
+        if not self._expert_layers:
+            if (self._own.ep or 1) > 1 and self._name != FOUNDATION:
+                self._problem("ep", f"found {wanted}, but the component has no experts; use 1, or remove it")
+            return 1
+        if wanted == 1:
+            return 1
+        if wanted != there:
+            self._problem("ep", f"found {wanted}, but the parallel state has {there}; use 1 or {there}")
+            return 1
+        if degrees is not None and degrees[1:] != (self._state.shape.dp_replicate, self._state.size("fsdp")):
+            self._problem(
+                "dp_replicate",
+                f"found {degrees[1]} x {degrees[2]} (dp_replicate x dp_shard) with ep {wanted}; experts that are "
+                "spread lie as the parallel state says: remove it, or use ep: 1",
+            )
+        for layer in self._expert_layers:
+            if layer.num_experts % wanted:
+                fitting = [n for n in range(1, layer.num_experts + 1) if layer.num_experts % n == 0]
+                self._problem(
+                    "ep",
+                    f"found {wanted}, which does not divide the {layer.num_experts} experts of {layer.name}; "
+                    f"{', '.join(map(str, fitting))} would",
+                )
+                break
+        return wanted
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()

@@ -68,3 +68,43 @@ def qwen2_5_omni_thinker() -> PreTrainedModel:
 def qwen3_omni_moe_thinker() -> PreTrainedModel:
     """Images, videos, sound; experts."""
     return _family("qwen3_omni_moe_thinker")
+
+
+def qwen3() -> PreTrainedModel:
+    """Norms of queries and keys, head by head."""
+    return _family("qwen3")
+
+
+def glm4v() -> PreTrainedModel:
+    """A fused matrix in its MLP."""
+    return _family("glm4v")
+
+
+def qwen3_5() -> PreTrainedModel:
+    """Linear attention."""
+    return _family("qwen3_5")
+
+
+def qwen3_moe() -> PreTrainedModel:
+    """Experts in every layer."""
+    return _family("qwen3_moe")
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Experts with biases, transposed and interleaved."""
+    return _family("gpt_oss")
+
+
+def qwen3_vl_moe() -> PreTrainedModel:
+    """Experts, deepstack."""
+    return _family("qwen3_vl_moe")
+
+
+def qwen3_next() -> PreTrainedModel:
+    """Experts beside shared ones, linear attention."""
+    return _family("qwen3_next")
+
+
+def glm4_moe() -> PreTrainedModel:
+    """A dense layer, then experts in groups beside shared ones."""
+    return _family("glm4_moe")
