@@ -44,27 +44,27 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
         tp: degree of the foundation.
     """
     if tp == 1:
-        unused = ("tp_plan: found with tp 1, which cuts nothing; set tp above 1, or remove it",) if plan.tp_plan else ()
-        return TensorPlan(problems=unused)
+        unused = ["tp_plan: found with tp 1, which cuts nothing; set tp above 1, or remove it"] if plan.tp_plan else []
+        unused += [problem for name in model.components for problem in _component_problems(name, plan, tp, False)]
+        return TensorPlan(problems=tuple(unused))
     planning = _Planning(model, tp)
     styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.own()
-    problems = list(planning.problems)
-    if not problems:
+    if not planning.problems:
         styles = planning.checked(styles)
-        problems = planning.problems
-    named = frozenset(planning.component_of(name) for name, style in styles.items() if STYLES[style].cut)
-    for name in model.components:
-        if name != FOUNDATION and (plan.components.get(name, plan.default).tp or 1) > 1:
-            problems += _component_problems(name, plan, tp, name in named)
-    return TensorPlan(styles, named, tuple(dict.fromkeys(problems)))
+    if planning.problems:
+        return TensorPlan(problems=tuple(dict.fromkeys(planning.problems)))
+    named = frozenset(planning.component_of(name) for name in styles)
+    found = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
+    return TensorPlan(styles, named, tuple(found))
 
 
 def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) -> Iterator[str]:
-    own = plan.components.get(name)
-    if own is None or own.tp is None:
-        return  # of the default, which is for what has a plan
+    own = plan.components.get(name)  # a default is for what has a plan
+    if name == FOUNDATION or own is None or own.tp in (None, 1):
+        return
     if own.tp != tp:
-        yield f"components.{name}.tp: found {own.tp}, but the foundation has {tp}; use that, or 1"
+        fitting = " or ".join(map(str, sorted({tp, 1})))
+        yield f"components.{name}.tp: found {own.tp}, but the foundation has {tp}; use {fitting}"
     elif not is_named:
         yield (
             f"components.{name}.tp: found {tp}, but nothing says how to cut it: transformers has no plan for it; "
