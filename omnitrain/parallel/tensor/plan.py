@@ -172,8 +172,8 @@ class _Planning:
         elif target is None and (kind.of == "embedding" or kind.forward not in (None, *_OF_PARAMETERS)):
             yield f"tp_plan: {shown}: {style} is for modules, found a parameter"
         elif rest := self._rest(name, style):
-            fitting = ", ".join(str(n) for n in range(1, rest + 1) if rest % n == 0)
-            yield f"tp: found {self._tp}, which does not divide the {rest} {kind.cut} columns of {shown}; use {fitting}"
+            what = "rows" if isinstance(target, nn.Embedding) else f"{kind.cut}put features"
+            yield self._indivisible(rest, what, name, rest)
 
     def _rest(self, name: str, style: str) -> int:
         """The size of a dim that is to be cut and that the ranks do not divide; 0: there is none."""
@@ -195,9 +195,11 @@ class _Planning:
             heads = _heads(self._modules[name])
             for what, number in heads.items():
                 if number % self._tp:
-                    common = math.gcd(*heads.values())
-                    fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-                    yield f"tp: found {self._tp}, which does not divide the {number} {what} of {_shown(name)}; use {fitting}"
+                    yield self._indivisible(number, what, name, math.gcd(*heads.values()))
+
+    def _indivisible(self, number: int, what: str, name: str, common: int) -> str:
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        return f"tp: found {self._tp}, which does not divide the {number} {what} of {_shown(name)}; use {fitting}"
 
 
 _OF_PARAMETERS = tuple(STYLES[style].forward for style in ("colwise", "rowwise"))
