@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -19,10 +20,9 @@ from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelP
 _MISSING_AXES = {
     "ulysses": "sequence parallelism",
     "cp": "context parallelism",
-    "ep": "expert parallelism",
     "pp": "pipeline parallelism",
 }
-_MODEL_AXES = ("pp", "cp", "ulysses", "ep")  # of the foundation; other components lie beside it with degree 1
+_MODEL_AXES = ("pp", "cp", "ulysses")  # of the foundation; other components lie beside it with degree 1
 _STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
 
 
@@ -62,11 +62,14 @@ def resolve_plans(
     problems += _missing_problems(plan, state)
     tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     problems += tensors.problems
-    blocks = blocks_of(model)
+    blocks, layers = blocks_of(model), expert_layers(model)
+    problems += ep_plan_problems(layers, plan.ep_plan or {})
+    problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
-        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), tp)
+        spread = chosen_layers(layers[name], plan.ep_plan)
+        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread)
         found = resolving.plan()
         problems += resolving.problems
         if found is not None:
@@ -99,8 +102,17 @@ def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
         for path, degree in found.items():
             if (degree or 1) > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
-    if plan.ep_plan:
-        yield f"ep_plan: {_MISSING_AXES['ep']} is not available yet; remove it"
+
+
+def _dense_problems(
+    model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
+) -> Iterator[str]:
+    """A model without experts has nothing to spread."""
+    if state.size("ep") > 1 and not any(layers.values()):
+        yield (
+            f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
+            f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
+        )
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -131,6 +143,7 @@ class _Resolving:
         frozen: bool,
         has_blocks: bool,
         tp: int,
+        expert_layers: Sequence[ExpertLayer],
     ) -> None:
         self.problems: list[str] = []
         self._name = name
@@ -142,9 +155,11 @@ class _Resolving:
         self._frozen = frozen
         self._has_blocks = has_blocks
         self._tp = tp
+        self._expert_layers = expert_layers
 
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
+        ep = self._ep(degrees)
         recompute, saved_ops = self._recompute()
         precision = self._precision()
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
@@ -158,6 +173,7 @@ class _Resolving:
             dp_replicate=dp_replicate,
             dp_shard=dp_shard,
             tp=self._tp,
+            ep=ep,
             **{
                 axis: self._state.size(_STATE_AXIS.get(axis, axis)) if self._is_foundation else 1
                 for axis in _MODEL_AXES
@@ -226,6 +242,36 @@ class _Resolving:
         if is_data:
             found = (found[0], found[1] * self._state.size("sequence"))
         return mode or _mode_of(*found), *found
+
+    def _ep(self, degrees: tuple[str, int, int] | None) -> int:
+        """Ranks over which the component's experts are spread: those of the state, or 1."""
+        there = self._state.size("ep")
+        wanted = self._merged.ep or there
+        if not self._expert_layers:
+            if (self._own.ep or 1) > 1 and self._name != FOUNDATION:
+                self._problem("ep", f"found {wanted}, but the component has no experts; use 1, or remove it")
+            return 1
+        if wanted == 1:
+            return 1
+        if wanted != there:
+            self._problem("ep", f"found {wanted}, but the parallel state has {there}; use 1 or {there}")
+            return 1
+        if degrees is not None and degrees[1:] != (self._state.shape.dp_replicate, self._state.size("fsdp")):
+            self._problem(
+                "dp_replicate",
+                f"found {degrees[1]} x {degrees[2]} (dp_replicate x dp_shard) with ep {wanted}; experts that are "
+                "spread lie as the parallel state says: remove it, or use ep: 1",
+            )
+        for layer in self._expert_layers:
+            if layer.num_experts % wanted:
+                fitting = [n for n in range(1, layer.num_experts + 1) if layer.num_experts % n == 0]
+                self._problem(
+                    "ep",
+                    f"found {wanted}, which does not divide the {layer.num_experts} experts of {layer.name}; "
+                    f"{', '.join(map(str, fitting))} would",
+                )
+                break
+        return wanted
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()

@@ -16,6 +16,7 @@ SIZES = {
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
     "gpu_train": ["--rounds=1", "--steps=1", "--tiny"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
+    "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
 }
 
 

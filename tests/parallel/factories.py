@@ -89,3 +89,28 @@ def glm4v() -> PreTrainedModel:
 def qwen3_5() -> PreTrainedModel:
     """Linear attention."""
     return _family("qwen3_5")
+
+
+def qwen3_moe() -> PreTrainedModel:
+    """Experts in every layer."""
+    return _family("qwen3_moe")
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Experts with biases, transposed and interleaved."""
+    return _family("gpt_oss")
+
+
+def qwen3_vl_moe() -> PreTrainedModel:
+    """Experts, deepstack."""
+    return _family("qwen3_vl_moe")
+
+
+def qwen3_next() -> PreTrainedModel:
+    """Experts beside shared ones, linear attention."""
+    return _family("qwen3_next")
+
+
+def glm4_moe() -> PreTrainedModel:
+    """A dense layer, then experts in groups beside shared ones."""
+    return _family("glm4_moe")

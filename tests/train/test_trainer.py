@@ -50,7 +50,7 @@ def fail_on_interrupt_after(trainer: Trainer, step: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    trainer.train_step = train_step  # type: ignore[method-assign]
+    trainer.train_step = train_step
 
 
 def test_two_runs_with_one_seed_give_the_same_losses_and_another_seed_others(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_
             return getattr(inner, name)
 
     inner = failing.loader
-    failing.loader = FailsAfterThreeSteps()  # type: ignore[assignment]
+    failing.loader = FailsAfterThreeSteps()
     with pytest.raises(TrainingError, match="the data process ended"):
         failing.fit()
     assert failing.step == 3

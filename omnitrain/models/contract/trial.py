@@ -30,7 +30,7 @@ def attempt(measure: Callable[[], _T]) -> _T | Failure:
     """What ``measure`` returns, or how the model's own code failed in it; other failures are raised."""
     try:
         return measure()
-    except Exception as error:
+    except Exception as error:  # a foreign forward
         return Failure(failure_of_model(error))
 
 
