@@ -12,7 +12,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.plan import TensorPlan
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
@@ -44,7 +44,11 @@ class CallFlags:
 
 
 def resolve_plans(
-    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags, tensors: TensorPlan
+    model: OmniModel,
+    plan: ParallelPlan,
+    state: ParallelState,
+    flags: CallFlags,
+    tensors: TensorPlan | None = None,
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
@@ -55,6 +59,7 @@ def resolve_plans(
     components, frozen = model.components, _frozen(model)
     problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
+    tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     problems += tensors.problems
     blocks, layers = blocks_of(model), expert_layers(model)
     problems += ep_plan_problems(layers, plan.ep_plan or {})
