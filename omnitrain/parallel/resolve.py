@@ -13,7 +13,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.plan import TensorPlan
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
@@ -44,18 +44,22 @@ class CallFlags:
 
 
 def resolve_plans(
-    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags, tensors: TensorPlan
+    model: OmniModel,
+    plan: ParallelPlan,
+    state: ParallelState,
+    flags: CallFlags,
+    tensors: TensorPlan | None = None,
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
     Raises:
-        RecipeError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
+        PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
             model is changed before.
     """
-    components = model.components
-    frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
+    components, frozen = model.components, _frozen(model)
     problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
+    tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     problems += tensors.problems
     problems += _sequence_problems(model, plan, state)
     blocks, layers = blocks_of(model), expert_layers(model)
@@ -73,6 +77,19 @@ def resolve_plans(
             problems += _fp32_problems(model, name, found)
     raise_problems(problems)
     return plans
+
+
+def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
+    """The part of :func:`resolve_plans` that is the same for any number of ranks.
+
+    Raises:
+        PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
+    """
+    plan.check(_names(model), frozen=_frozen(model))
+
+
+def _frozen(model: OmniModel) -> list[str]:
+    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:
@@ -93,10 +110,11 @@ def _degrees_of(state: ParallelState) -> dict[str, int]:
 def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     for axis, what in _MISSING_AXES.items():
         places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
-        found = {f"{place}.{axis}": getattr(own, axis) for place, own in places.items()}
-        found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
+        found = {f"{place}.{axis}": getattr(own, axis) or 1 for place, own in places.items()}
+        if max(found.values()) == 1:
+            found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
         for path, degree in found.items():
-            if (degree or 1) > 1:
+            if degree > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
 
 
