@@ -108,7 +108,7 @@ def narrow_model() -> Narrow:
 
 
 def cut_twice(state: OptimizerState) -> tuple[dict, OptimizerState]:
-    """Weights and loaded state of a model that lies on tensor parallel ranks, and on others over which it is sharded."""
+    """Weights and loaded state of a model that tensor parallelism cuts and FSDP shards."""
     model = narrow_model()
     layout = init_parallel_state(tp_size=2)
     cut_tensors(model, {"up": "colwise", "down": "rowwise"}, layout.tp_mesh)
