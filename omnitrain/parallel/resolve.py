@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.models.contract.sequence import sequence_contract_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
+from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
-    "ulysses": "sequence parallelism",
-    "cp": "context parallelism",
     "pp": "pipeline parallelism",
 }
 _MODEL_AXES = ("pp", "cp", "ulysses")  # of the foundation; other components lie beside it with degree 1
@@ -53,15 +53,15 @@ def resolve_plans(
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
     Raises:
-        RecipeError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
+        PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
             model is changed before.
     """
-    components = model.components
-    frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
+    components, frozen = model.components, _frozen(model)
     problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
     tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     problems += tensors.problems
+    problems += _sequence_problems(model, plan, state)
     blocks, layers = blocks_of(model), expert_layers(model)
     problems += ep_plan_problems(layers, plan.ep_plan or {})
     problems += _dense_problems(model, layers, plan, state)
@@ -77,6 +77,19 @@ def resolve_plans(
             problems += _fp32_problems(model, name, found)
     raise_problems(problems)
     return plans
+
+
+def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
+    """The part of :func:`resolve_plans` that is the same for any number of ranks.
+
+    Raises:
+        PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
+    """
+    plan.check(_names(model), frozen=_frozen(model))
+
+
+def _frozen(model: OmniModel) -> list[str]:
+    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:
@@ -97,10 +110,11 @@ def _degrees_of(state: ParallelState) -> dict[str, int]:
 def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     for axis, what in _MISSING_AXES.items():
         places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
-        found = {f"{place}.{axis}": getattr(own, axis) for place, own in places.items()}
-        found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
+        found = {f"{place}.{axis}": getattr(own, axis) or 1 for place, own in places.items()}
+        if max(found.values()) == 1:
+            found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
         for path, degree in found.items():
-            if (degree or 1) > 1:
+            if degree > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
 
 
@@ -113,6 +127,26 @@ def _dense_problems(
             f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
             f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
         )
+
+
+def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """Ranks share the sequence of the foundation alone, if that may lie on several ranks and its heads divide."""
+    for name, own in plan.components.items():
+        for axis in ("ulysses", "cp"):
+            if name != FOUNDATION and (getattr(own, axis) or 1) > 1:
+                yield (
+                    f"components.{name}.{axis}: found {getattr(own, axis)}, but only the foundation's sequence is "
+                    "shared; remove it (`place: group` shares the media among these ranks)"
+                )
+    if state.size("sequence") == 1:
+        return
+    found = sequence_contract_of(model.foundation, model.runner.contract)
+    if found.problem:
+        kind = type(model.foundation).__name__
+        yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+    for heads in found.heads:
+        if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
+            yield f"parallel state: found {state.shape}: {problem}"
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -174,10 +208,7 @@ class _Resolving:
             dp_shard=dp_shard,
             tp=self._tp,
             ep=ep,
-            **{
-                axis: self._state.size(_STATE_AXIS.get(axis, axis)) if self._is_foundation else 1
-                for axis in _MODEL_AXES
-            },
+            **self._sequence_degrees(),
             precision=precision,
             recompute=recompute,
             saved_ops=saved_ops,
@@ -188,6 +219,11 @@ class _Resolving:
             compile=compile_,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
+
+    def _sequence_degrees(self) -> dict[str, int]:
+        """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
+        found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
+        return found if self._is_foundation else dict.fromkeys(found, 1)
 
     @property
     def _is_foundation(self) -> bool:

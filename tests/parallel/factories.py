@@ -86,6 +86,11 @@ def glm4v() -> PreTrainedModel:
     return _family("glm4v")
 
 
+def qwen2_5_vl() -> PreTrainedModel:
+    """A tower with windows."""
+    return _family("qwen2_5_vl")
+
+
 def qwen3_5() -> PreTrainedModel:
     """Linear attention."""
     return _family("qwen3_5")

@@ -45,7 +45,7 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
         (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
         (ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj": 0}), r"ep_plan: expert parallelism is not available yet"),
-        (ot.ParallelPlan(default=ot.ComponentPlan(ulysses=2)), r"default.ulysses: found ulysses 2, but sequence"),
+        (plan(ulysses=2), r"components.image_encoder.ulysses: found 2, but only the foundation's sequence is shared"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_what_would(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.models.generation import Answer, generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.ops.compile import compile_blocks
@@ -205,6 +206,15 @@ def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
+def test_data_of_which_nothing_fits_leave_an_earlier_run_in_its_place(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("the earlier one")
+    with pytest.raises(UserError, match=r"all of \d+ rows were rejected; .* at most 9 fit into a pack"):
+        Trainer(load(path, "data.pack_tokens=9")).fit()
+    assert [file.name for file in tmp_path.glob("run*/*")] == ["recipe.yaml"]
+
+
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'recipe.yaml' / 'run'}")
     with pytest.raises(UserError, match=r"output_dir: .*is no folder that we may write to"):
@@ -254,6 +264,24 @@ def test_a_recipe_that_would_make_another_run_of_it_is_refused_key_by_key(tmp_pa
         "  train.seed: was 0, is 3",
     ]
     assert "a new output_dir" in str(caught.value)
+
+
+def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(tiny_recipe(tmp_path), "evaluation={batch_size: 4, max_new_tokens: 2}")
+    batches: list[int] = []
+
+    def interrupted(model: Any, processor: Any, prompts: Any, **options: Any) -> list[Answer]:
+        batches.append(len(prompts))
+        os.kill(os.getpid(), signal.SIGINT)
+        return generate(model, processor, prompts, **options)
+
+    monkeypatch.setattr("omnitrain.train.evaluate.generate", interrupted)
+    summary = Trainer(recipe).fit()
+    assert (summary.interrupted, summary.step, summary.scores, batches) == (True, 4, {}, [4])
+    monkeypatch.undo()
+    assert Trainer(recipe, resume=True).fit().scores["seconds"] > 0
 
 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
