@@ -68,7 +68,7 @@ def chosen_layers(layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | No
 
 
 def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mapping[str, int]) -> Iterator[str]:
-    """What is wrong with globs for experts, beside those that match no name at all."""
+    """What is wrong with globs for experts, each of which matches some name of the model."""
     every_layer = [layer for own in layers.values() for layer in own]
     for glob, dim in ep_plan.items():
         if dim != 0:

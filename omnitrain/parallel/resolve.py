@@ -14,6 +14,7 @@ from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
+from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
@@ -53,10 +54,11 @@ def resolve_plans(
     """
     components = model.components
     frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
-    problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
+    names = _names(model)
+    problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
     blocks, layers = blocks_of(model), expert_layers(model)
-    problems += ep_plan_problems(layers, plan.ep_plan or {})
+    problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
@@ -80,6 +82,11 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
         modules = {path.rsplit(".", cut)[0] for path in paths for cut in range(1, path.count(".") + 1)}
         names[component] = [*paths, *sorted(modules)]
     return names
+
+
+def _matching(globs: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    every_name = [name for own in names.values() for name in own]
+    return {glob: dim for glob, dim in globs.items() if any(matches(glob, name) for name in every_name)}
 
 
 def _degrees_of(state: ParallelState) -> dict[str, int]:

@@ -43,10 +43,11 @@ class _Record(TorchFunctionMode):
         self._indices = indices
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _TOP_K:
-            self._indices.append(result.indices)
-        return result
+        if func not in _TOP_K:
+            return func(*args, **(kwargs or {}))
+        with torch.no_grad():
+            self._indices.append(func(*args, **(kwargs or {})).indices)
+        return top_k_at(self._indices[-1], *args, **(kwargs or {}))  # what autograd saves must be as in the replay
 
 
 class _Replay(TorchFunctionMode):
