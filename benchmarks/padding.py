@@ -111,9 +111,9 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
     then = step_planner(trainer.model, trainer.ranks.meeting)
-    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, then=then)  # type: ignore[list-item,arg-type]
+    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, then=then)
     marked = Marked(loader)
-    trainer.loader = marked  # type: ignore[assignment]
+    trainer.loader = marked
     trainer.fit()
     seconds = marked.asked[WARM_UP + steps] - marked.asked[WARM_UP]
     return sum(marked.tokens[WARM_UP : WARM_UP + steps]) / seconds

@@ -4,7 +4,8 @@
 and progress. Its loader is wrapped, so that the clock runs from the moment ``fit`` asks for a round's first step to the
 moment it asks for the next round's: nothing that happens per step is left out. ``bare`` runs in between, on a copy of
 the model: forward, backward, clipping, AdamW, over the same packs, already in memory. ``cpu_overhead`` is the same
-ratio of processor seconds of the main process: on a busy machine it tells work from waiting for a core. An epoch of
+ratio of processor seconds of the main process: on a busy machine it tells work from waiting for a core. Before each
+round the copy takes over the trainer's weights and moments, so that both do the same work all along. An epoch of
 packs is drawn first: the figure is that of the steady state, in which the worker keeps every sample prepared.
 """
 
@@ -44,6 +45,11 @@ class BareLoop:
         self.max_norm = recipe.train.optimizer.max_grad_norm
         self.losses: list[torch.Tensor] = []
 
+    def follow(self, trainer: Trainer) -> None:
+        """Go on from where ``trainer`` is."""
+        self.model.load_state_dict(trainer.model.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+
     def run(self, first: int, steps: int) -> None:
         """Train on ``packs[first : first + steps]``."""
         for pack in self.packs[first : first + steps]:
@@ -71,7 +77,7 @@ class Rounds(Around):
 
     def __init__(self, trainer: Trainer, bare: BareLoop, rounds: int, steps: int, first: int) -> None:
         super().__init__(trainer.loader)
-        self.first = first
+        self.trainer, self.first = trainer, first
         self.bare, self.rounds, self.steps = bare, rounds, steps
         self.readings: dict[str, list[dict[str, float]]] = {"trainer": [], "bare": []}
         self.waited: list[float] = []
@@ -80,6 +86,7 @@ class Rounds(Around):
     def __iter__(self) -> Iterator[StepBatch]:
         steps = islice(iter(self.loader), self.first, None)
         for index in range(self.rounds):
+            self.bare.follow(self.trainer)
             for side in in_turn(("trainer", "bare"), index):
                 clock = Clock()
                 if side == "bare":
@@ -112,7 +119,7 @@ def measure(rounds: int, steps: int, skipped: int, folder: str) -> Result:
     packs = [pack for (pack,) in islice(drawn, skipped, skipped + total)]
     bare = BareLoop(trainer.model, packs, recipe)
     watched = Rounds(trainer, bare, WARM_UP + rounds, steps, skipped)
-    trainer.loader = watched  # type: ignore[assignment]
+    trainer.loader = watched
     trainer.fit()
     assert watched.ids == [pack.info.ids for pack in packs], "the two sides saw different packs"
     _check_losses(bare, Path(recipe.output_dir, "metrics.jsonl"))
@@ -141,10 +148,14 @@ def _ratios(above: list[float], below: list[float]) -> list[float]:
 
 
 def _check_losses(bare: BareLoop, metrics: Path) -> None:
-    """Same packs, same rate, same clipping: the losses must follow each other, or one side did other work."""
+    """The losses of a round must follow each other, or one side did other work.
+
+    Not longer than a round: torch's clipping adds up the norm in another order, and training makes a difference in the
+    last bit grow, to 3e-3 in 240 steps (clipped by the same function, both sides stay equal to the bit).
+    """
     for line in map(json.loads, metrics.read_text().splitlines()):
         if line["step"] <= len(bare.losses):
-            torch.testing.assert_close(line["loss"], bare.losses[line["step"] - 1].item(), rtol=1e-3, atol=0)
+            torch.testing.assert_close(line["loss"], bare.losses[line["step"] - 1].item(), rtol=1e-5, atol=0)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
     from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of
+    from omnitrain.parallel.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
     from omnitrain.parallel.parallelize import build_parallelize_model
     from omnitrain.parallel.planning import step_planner
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
@@ -58,6 +59,8 @@ _HOMES = {
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
     "build_parallelize_model": "omnitrain.parallel.parallelize",
+    "gather_heads_scatter_seq": "omnitrain.parallel.head_exchange",
+    "gather_seq_scatter_heads": "omnitrain.parallel.head_exchange",
     "get_parallel_state": "omnitrain.parallel.state",
     "init_parallel_state": "omnitrain.parallel.state",
     "layout_of": "omnitrain.parallel.applied",
@@ -93,6 +96,8 @@ __all__ = [
     "build_foundation_model",
     "build_omni_model",
     "build_parallelize_model",
+    "gather_heads_scatter_seq",
+    "gather_seq_scatter_heads",
     "get_parallel_state",
     "init_parallel_state",
     "layout_of",

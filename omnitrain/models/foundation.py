@@ -201,7 +201,8 @@ class FoundationRunner:
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
-            return type(lm_head).forward(lm_head, hidden[:, pack.text_rows])
+            logits: Tensor = lm_head.forward(hidden[:, pack.text_rows])
+            return logits
 
         logits = self.run_pack(pack, media, head, self._borders(pack)).logits[0]
         supervised = logits if states else logits[pack.text_rows]
@@ -268,7 +269,7 @@ def _end_to_end(parts: Sequence[NativeRows]) -> NativeRows:
 
 def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRows]) -> Callable[[Tensor], Tensor]:
     def forward(ids: Tensor) -> Tensor:
-        embeds: Tensor = type(embedding).forward(embedding, ids)
+        embeds: Tensor = embedding.forward(ids)
         if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
             return embeds
         length = ids.size(1)
@@ -282,8 +283,23 @@ def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRow
 
 @contextmanager
 def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    module.forward = forward
+    """While open, the module's forward is another one, inside of which it is what it was."""
+    own = vars(module).get("forward")
+
+    def replaced(value: Tensor) -> Tensor:
+        put_back()
+        try:
+            return forward(value)
+        finally:
+            module.forward = replaced
+
+    def put_back() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+    module.forward = replaced
     try:
         yield
     finally:
-        del module.forward
+        put_back()

@@ -215,7 +215,7 @@ class _Foundation:
 
         def head(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
             states.append(hidden[:, -1])
-            return type(lm_head).forward(lm_head, hidden[:, -1:])
+            return lm_head.forward(hidden[:, -1:])
 
         columns = slice(self.seen, None)
         width = self.input_ids.size(1) - self.seen

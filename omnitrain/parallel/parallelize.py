@@ -19,6 +19,8 @@ from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.shard import Sharding, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.plan import tensor_plan
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
 from omnitrain.parallel.weights import load_weights, require_equal_weights, require_weights
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -67,7 +69,9 @@ def build_parallelize_model(
     state = parallel_state or get_parallel_state()
     omni = _as_omni(model)
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
-    plans = resolve_plans(omni, parallel_plan or ParallelPlan(), state, flags)
+    plan = parallel_plan or ParallelPlan()
+    tensors = tensor_plan(omni, plan, state.size("tp"))
+    plans = resolve_plans(omni, plan, state, flags, tensors)
     if weights_path is None:
         require_weights(omni)
 
@@ -77,7 +81,8 @@ def build_parallelize_model(
     if init_device not in (None, "meta"):
         omni.to(init_device)
     _set_precision(omni, plans)
-    require_equal_weights(omni, state.loss_group)
+    require_equal_weights(omni)
+    cut_tensors(omni, tensors.styles, state.tp_mesh)
     experts = _spread_experts(omni, plans, parallel_plan, state)
     units = find_units(omni, experts)
     activations = _keep_activations(omni, plans, units, state)
@@ -150,13 +155,17 @@ def _keep_activations(
 
 
 def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, DeviceMesh]:
-    """Component -> mesh; components with the same degrees share one, the foundation's is the state's."""
+    """Component -> mesh; components with the same degrees share one, the foundation's is the state's.
+
+    Parameters lie in the same way on the ranks of each place on the axis of tensor parallelism.
+    """
     made = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
     for plan in plans.values():
         degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
         if degrees not in made:
             shape, names = (degrees, ("dp_replicate", "fsdp")) if degrees[0] > 1 else (degrees[1:], ("fsdp",))
-            made[degrees] = init_device_mesh(state.device_type, shape, mesh_dim_names=names)
+            root = init_device_mesh(state.device_type, (*shape, state.size("tp")), mesh_dim_names=(*names, "tp"))
+            made[degrees] = root[names]
     return {name: made[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
 
 

@@ -12,17 +12,18 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
-    "tp": "tensor parallelism",
     "ulysses": "sequence parallelism",
     "cp": "context parallelism",
     "pp": "pipeline parallelism",
 }
+_MODEL_AXES = ("pp", "cp", "ulysses")  # of the foundation; other components lie beside it with degree 1
 _STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
 
 
@@ -44,26 +45,32 @@ class CallFlags:
 
 
 def resolve_plans(
-    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags
+    model: OmniModel,
+    plan: ParallelPlan,
+    state: ParallelState,
+    flags: CallFlags,
+    tensors: TensorPlan | None = None,
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
     Raises:
-        RecipeError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
+        PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
             model is changed before.
     """
-    components = model.components
-    frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
+    components, frozen = model.components, _frozen(model)
     names = _names(model)
     problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
+    tensors = tensors or tensor_plan(model, plan, state.size("tp"))
+    problems += tensors.problems
     blocks, layers = blocks_of(model), expert_layers(model)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
+        tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
         spread = chosen_layers(layers[name], plan.ep_plan)
-        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), spread)
+        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread)
         found = resolving.plan()
         problems += resolving.problems
         if found is not None:
@@ -71,6 +78,19 @@ def resolve_plans(
             problems += _fp32_problems(model, name, found)
     raise_problems(problems)
     return plans
+
+
+def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
+    """The part of :func:`resolve_plans` that is the same for any number of ranks.
+
+    Raises:
+        PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
+    """
+    plan.check(_names(model), frozen=_frozen(model))
+
+
+def _frozen(model: OmniModel) -> list[str]:
+    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:
@@ -96,13 +116,12 @@ def _degrees_of(state: ParallelState) -> dict[str, int]:
 def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     for axis, what in _MISSING_AXES.items():
         places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
-        found = {f"{place}.{axis}": getattr(own, axis) for place, own in places.items()}
-        found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
+        found = {f"{place}.{axis}": getattr(own, axis) or 1 for place, own in places.items()}
+        if max(found.values()) == 1:
+            found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
         for path, degree in found.items():
-            if (degree or 1) > 1:
+            if degree > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
-    if plan.tp_plan:
-        yield f"tp_plan: {_MISSING_AXES['tp']} is not available yet; remove it"
 
 
 def _dense_problems(
@@ -143,6 +162,7 @@ class _Resolving:
         flags: CallFlags,
         frozen: bool,
         has_blocks: bool,
+        tp: int,
         expert_layers: Sequence[ExpertLayer],
     ) -> None:
         self.problems: list[str] = []
@@ -154,6 +174,7 @@ class _Resolving:
         self._flags = flags
         self._frozen = frozen
         self._has_blocks = has_blocks
+        self._tp = tp
         self._expert_layers = expert_layers
 
     def plan(self) -> ComponentPlan | None:
@@ -171,8 +192,12 @@ class _Resolving:
             mode=mode,
             dp_replicate=dp_replicate,
             dp_shard=dp_shard,
-            **dict.fromkeys(_MISSING_AXES, 1),
+            tp=self._tp,
             ep=ep,
+            **{
+                axis: self._state.size(_STATE_AXIS.get(axis, axis)) if self._is_foundation else 1
+                for axis in _MODEL_AXES
+            },
             precision=precision,
             recompute=recompute,
             saved_ops=saved_ops,
@@ -181,8 +206,12 @@ class _Resolving:
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
             freeze=self._is_frozen,
             compile=compile_,
-            place=self._merged.place or "local",
+            place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
+
+    @property
+    def _is_foundation(self) -> bool:
+        return self._name == FOUNDATION
 
     @property
     def _is_frozen(self) -> bool:
@@ -192,13 +221,22 @@ class _Resolving:
         self.problems.append(f"{self._plans.path_of(self._name, field)}.{field}: {text}")
 
     def _degrees(self) -> tuple[str, int, int] | None:
-        """Mode, copies, ranks of a copy; None: they do not fit."""
-        ranks = self._state.size("loss")
-        own = (self._state.shape.dp_replicate, self._state.size("fsdp"))
-        mode, replicate, shard = self._merged.mode, self._merged.dp_replicate, self._merged.dp_shard
+        """Mode, copies, ranks of a copy; None: they do not fit.
+
+        The degrees of the foundation, and those that components take over from the default plan, multiply to the ranks
+        with samples of their own: those that share a sequence share a copy. A component that says them itself divides
+        all ranks over which losses add up.
+        """
+        fields = ("mode", "dp_replicate", "dp_shard")
+        mode, replicate, shard = (getattr(self._merged, field) for field in fields)
         if mode is None and replicate is None and shard is None:
+            if self._state.dp_mode == "replicate":
+                return "replicate", self._state.size("loss"), 1
+            own = (self._state.shape.dp_replicate, self._state.size("fsdp"))
             return _mode_of(*own), *own
-        where = self._plans.path_of(self._name, "mode", "dp_replicate", "dp_shard")
+        where = self._plans.path_of(self._name, *fields)
+        is_data = self._is_foundation or where == "default"
+        ranks = self._state.size("dp" if is_data else "loss")
         if mode == "hsdp" and replicate is None and shard is None:
             self.problems.append(f"{where}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
             return None
@@ -212,12 +250,17 @@ class _Resolving:
             self.problems.append(f"{where}: {' '.join(str(error).split())}")
             return None
         found = (shape.dp_replicate, shape.dp_shard)
-        if self._name == FOUNDATION and found != own:
+        state = self._state.shape
+        if self._is_foundation and found != (state.dp_replicate, state.dp_shard):
             self.problems.append(
                 f"{where}: found {found[0]} x {found[1]} (dp_replicate x dp_shard), but the parallel state has "
-                f"{own[0]} x {own[1]}; set it in one place"
+                f"{state.dp_replicate} x {state.dp_shard}; set it in one place"
             )
             return None
+        if mode == "replicate":
+            return mode, self._state.size("loss"), 1
+        if is_data:
+            found = (found[0], found[1] * self._state.size("sequence"))
         return mode or _mode_of(*found), *found
 
     def _ep(self, degrees: tuple[str, int, int] | None) -> int:

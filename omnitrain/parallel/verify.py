@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -347,24 +346,24 @@ def _omni(model: PreTrainedModel) -> OmniModel:
 
 
 def _called(factory: Factory) -> PreTrainedModel:
-    if isinstance(factory, str):
-        module, _, name = factory.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"no model factory {factory!r}: {error}") from None
-    return factory()  # type: ignore[operator]
+    if not isinstance(factory, str):
+        return factory()
+    module, _, name = factory.partition(":")
+    try:
+        named = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"no model factory {factory!r}: {error}") from None
+    return named()
 
 
 def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcome | str | None:
     """The part of one rank; the outcome, or why the layout is refused, comes back from rank 0."""
     model = _built(factory)
     try:
-        init_state_of(case.plan)
-        table = micro_batches(model, batch, case.ranks, case.accumulation)
+        state = init_state_of(case.plan)
+        table = micro_batches(model, batch, state.dp_size, case.accumulation)
         build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
     except UserError as error:
         return str(error)
-    rank = dist.get_rank()
-    outcome = train(model, table, rank)
-    return outcome if rank == 0 else None
+    outcome = train(model, table, state.dp_rank)
+    return outcome if state.rank == 0 else None

@@ -34,7 +34,7 @@ from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
-from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.train.device import use_device
 from omnitrain.train.display import (
     StepProgress,
@@ -47,7 +47,7 @@ from omnitrain.train.display import (
 )
 from omnitrain.train.evaluate import Evaluation, evaluate, load_scorer
 from omnitrain.train.folder import RunFolder
-from omnitrain.train.interrupt import Interrupt
+from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.resume import require_same_rows
@@ -142,10 +142,11 @@ class Trainer:
         if self.ranks.state is None:
             self.model.to(self.device)
             return None
-        plan = self.recipe.parallel
-        build_parallelize_model(
-            self.model, parallel_state=self.ranks.state, parallel_plan=plan, enable_mixed_precision=None
-        )
+        state, plan = self.ranks.state, self.recipe.parallel
+        try:
+            build_parallelize_model(self.model, parallel_state=state, parallel_plan=plan, enable_mixed_precision=None)
+        except PlanError as error:
+            raise error.under("parallel") from None
         return layout_of(self.model)
 
     def _open_data(self, state: TrainingState) -> tuple[StepLoader, list[RowSource]]:
@@ -157,8 +158,8 @@ class Trainer:
             state=state.data,
             alone=not self.model.runner.contract.packs,
             slots=self.recipe.train.micro_batches,
-            rank=self.ranks.peers.rank,
-            ranks=self.ranks.peers.size,
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_size,
             idle=idle_prompt(self.model),
             then=step_planner(self.model, self.ranks.meeting),
         )
@@ -177,11 +178,7 @@ class Trainer:
             TrainingError: so they are where a data process was killed.
         """
         train = self.recipe.train
-        self.ranks.first(lambda: self.folder.open(resumed=self.resumed is not None))
         self._show()
-        metrics = (
-            MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step) if self.ranks.is_first else None
-        )
         self.stopwatch = Stopwatch()
         with (
             _settled_objects_uncollected(),
@@ -191,9 +188,12 @@ class Trainer:
             self.watch,
         ):
             self.watch.follow(self.model)
+            # Data of no use end the run before it writes anything.
+            first = [self._next_batch(steps)] if self.step < train.steps else []
+            metrics = self.ranks.first(self._open_folder)
             interrupted = False
             while self.step < train.steps and not interrupted:
-                loss, norm = self.train_step(self._next_batch(steps))
+                loss, norm = self.train_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
@@ -206,10 +206,14 @@ class Trainer:
                 interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
-                with self.watch.paused("evaluate"):
-                    return RunSummary(self.step, False, checkpoint, self._evaluate())
+                with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
+                    return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt))
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
         return RunSummary(self.step, True, checkpoint, {})
+
+    def _open_folder(self) -> MetricsFile:
+        self.folder.open(resumed=self.resumed is not None)
+        return MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
 
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
@@ -247,7 +251,7 @@ class Trainer:
             NonFiniteError: before the update, on all ranks; the message names the samples.
         """
         settings = self.recipe.train.optimizer
-        torch.manual_seed(_seed_of(self.recipe.train.seed, self.step, self.ranks.peers.rank))
+        torch.manual_seed(_seed_of(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank))
         part = accumulate_gradients(
             self.model,
             batch,
@@ -259,9 +263,10 @@ class Trainer:
             self.compiled.check()
         self.watch.at(phase="optimizer")
         norm = clip_gradients(self.model.parameters(), settings.max_grad_norm).item()
-        loss = self.ranks.peers.sum(part.item())
+        loss = self.ranks.loss_peers.sum(part.item())
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            ids = [name for names in self.ranks.peers.gather([p.info.ids for p in batch.packs]) for name in names]
+            everywhere = self.ranks.peers.gather([pack.info.ids for pack in batch.packs])
+            ids = list(dict.fromkeys(names for packs in everywhere for names in packs))
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}; samples {ids}")
         if sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
@@ -279,7 +284,7 @@ class Trainer:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            **self.meter.read(self.ranks.peers),
+            **self.meter.read(self.ranks.loss_peers),
             **self.stopwatch.read(),
             "memory_mb": max(self.ranks.peers.gather(peak_memory_mb(self.device))),
             "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
@@ -311,12 +316,19 @@ class Trainer:
         self.last_checkpoint = target
         return target
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, interrupt: Interrupt) -> dict[str, float]:
         if self.recipe.evaluation is None:
             return {}
         eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
         with console.status("evaluation") as status, eager:
-            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update, self.ranks.peers)
+
+            def notify(doing: str) -> None:
+                if self.ranks.peers.any(interrupt.requested):
+                    raise StoppedError
+                status.update(doing)
+
+            peers = self.ranks.loss_peers
+            result = evaluate(self.model, self.processor, self.heldout, self.recipe, notify, peers)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         trained_on = merge_states(self.ranks.peers.gather(self.data_state)).rejected
         self.ranks.first(lambda: self._report(result, scores, [*trained_on, *result.rejected]))

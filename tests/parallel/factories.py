@@ -33,8 +33,9 @@ def _halve_gradients(module: torch.nn.Module, arguments: object, output: OmniOut
     return replace(output, losses=losses)
 
 
-def _family(name: str) -> PreTrainedModel:
+def _family(name: str, **values: int) -> PreTrainedModel:
     config = FAMILIES[name]()
+    config.update(values)
     model = foundation_class(config)(config)
     peaked_(model)
     return model
@@ -68,6 +69,26 @@ def qwen2_5_omni_thinker() -> PreTrainedModel:
 def qwen3_omni_moe_thinker() -> PreTrainedModel:
     """Images, videos, sound; experts."""
     return _family("qwen3_omni_moe_thinker")
+
+
+def qwen3() -> PreTrainedModel:
+    """Norms of queries and keys, head by head."""
+    return _family("qwen3")
+
+
+def qwen3_of_four_heads() -> PreTrainedModel:
+    """Four key-value heads."""
+    return _family("qwen3", num_key_value_heads=4)
+
+
+def glm4v() -> PreTrainedModel:
+    """A fused matrix in its MLP."""
+    return _family("glm4v")
+
+
+def qwen3_5() -> PreTrainedModel:
+    """Linear attention."""
+    return _family("qwen3_5")
 
 
 def qwen3_moe() -> PreTrainedModel:

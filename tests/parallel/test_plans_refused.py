@@ -43,7 +43,7 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
         (plan(compile=True), r"only the foundation can be compiled"),
         (plan("foundation", compile=True, activation_offload=True), r"compiled blocks cannot offload"),
         (plan("foundation", dp_replicate=2), r"found 2 x 2 .* but the parallel state has 1 x 4"),
-        (plan(tp=2), r"components.image_encoder.tp: found tp 2, but tensor parallelism is not available yet; use 1"),
+        (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
         (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
         (
@@ -129,8 +129,8 @@ def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
 
 
 def test_a_state_with_an_axis_that_is_not_there_yet_is_refused(model: ot.OmniModel) -> None:
-    with pytest.raises(UserError, match="parallel state: found tp 2, but tensor parallelism is not available yet"):
-        resolve(model, ot.ParallelPlan(), tp=2)
+    with pytest.raises(UserError, match="parallel state: found pp 2, but pipeline parallelism is not available yet"):
+        resolve(model, ot.ParallelPlan(), pp=2)
 
 
 def test_all_problems_are_listed_at_once(model: ot.OmniModel) -> None:

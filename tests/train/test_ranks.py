@@ -33,7 +33,7 @@ def fit(recipe: Path, overrides: Sequence[str], resume: bool = False, interrupte
             os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    trainer.train_step = train_step  # type: ignore[method-assign]
+    trainer.train_step = train_step
     return trainer.fit()
 
 
@@ -159,7 +159,7 @@ def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[f
         drawn.append(float(torch.rand(())))
         inner()
 
-    trainer.optimizer.step = step  # type: ignore[method-assign]
+    trainer.optimizer.step = step
     trainer.fit()
     if dist.is_initialized():
         assert len(set(trainer.ranks.peers.gather(drawn[0]))) == dist.get_world_size()

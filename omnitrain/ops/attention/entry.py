@@ -83,7 +83,10 @@ def omnitrain_attention(
         UserError: the layer asks for something that cannot be honoured; names it.
     """
     if isinstance(attention_mask, MaskSpec):
-        _check_fit(module, query, key, attention_mask.borders)
+        if attention_mask.shard is None:
+            _check_fit(module, query, key, attention_mask.borders[-1])
+        else:
+            _check_fit(module, query, key, attention_mask.shard.num_rows, "this rank's part of the packed row")
         if implementation == SDPA:
             _check_causality(module, attention_mask, kwargs)
         spec = attention_mask
@@ -104,7 +107,11 @@ def omnitrain_attention(
         position_bias=kwargs.get("position_bias"),
         sinks=kwargs.get("s_aux"),
     )
-    return choose(module, call, backend).attend(call), None
+
+    def compute(whole: Call) -> torch.Tensor:
+        return choose(module, whole, backend).attend(whole)
+
+    return (compute(call) if spec.shard is None else spec.shard.attend(call, compute)), None
 
 
 def _spec(
@@ -117,7 +124,7 @@ def _spec(
     """The spec of a packed row whose mask is not one yet; None: the input is not packed."""
     if kwargs.get("cu_seq_lens_q") is not None:
         borders = _borders(module, kwargs)
-        _check_fit(module, query, key, borders)
+        _check_fit(module, query, key, borders[-1])
         return _spec_of_layer(module, borders, mask, kwargs)
     active = packed_borders()
     if active is None or not _is_row(module, query, key, active, mask):
@@ -176,12 +183,14 @@ def _check_causality(module: torch.nn.Module, spec: MaskSpec, kwargs: dict[str, 
         )
 
 
-def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, borders: tuple[int, ...]) -> None:
+def _check_fit(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_rows: int, of: str = "the packed row"
+) -> None:
     found = (query.size(0), query.size(2), key.size(2))
-    if found != (1, borders[-1], borders[-1]):
+    if found != (1, num_rows, num_rows):
         raise UserError(
-            f"{type(module).__name__}: batch size, queries and keys are {found}, but the packed row has 1, "
-            f"{borders[-1]} and {borders[-1]}"
+            f"{type(module).__name__}: batch size, queries and keys are {found}, but {of} has 1, {num_rows} and "
+            f"{num_rows}"
         )
 
 
@@ -197,7 +206,7 @@ def _is_row(
     if (query.size(0), query.size(2), key.size(2)) == (1, length, length):
         return True
     if query.size(2) == length or (mask is None and getattr(module, "is_causal", False)):
-        _check_fit(module, query, key, borders)
+        _check_fit(module, query, key, borders[-1])
     return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers.masking_utils import (
@@ -17,6 +17,9 @@ from transformers.masking_utils import (
 )
 
 from omnitrain.errors import UserError
+
+if TYPE_CHECKING:
+    from omnitrain.ops.attention.sharded import SequenceShard
 
 _NO_TENSOR = "the mask of a packed row is a description, no tensor"
 
@@ -44,6 +47,7 @@ class MaskSpec:
         general: in place of ``causal`` and ``window``: a function of row indices that is exact within each segment, or
             a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
         use_vmap: whether ``general`` wants scalar indices, as transformers says of functions that models add.
+        shard: the part of the row that is on this rank; None: all of it. All else describes the whole row.
         ndim: as of the tensor that it stands for.
         shape: as of the tensor that it stands for.
     """
@@ -64,6 +68,8 @@ class MaskSpec:
         self.window = window if window is not None and window < self.max_length else None
         self.general = general
         self.use_vmap = use_vmap
+        self.shard: SequenceShard | None = None
+        self._whole: MaskSpec | None = None
         self.shape = (1, 1, self.borders[-1], self.borders[-1])
         self._made: dict[Any, Any] = {}
 
@@ -97,18 +103,42 @@ class MaskSpec:
             self._made[key] = make()
         return self._made[key]
 
+    def on(self, shard: SequenceShard) -> MaskSpec:
+        """The same mask, for a rank that has only ``shard`` of the row."""
+        return self._with(self.general, shard)
+
+    def of_heads(self, start: int, stop: int) -> MaskSpec:
+        """The mask of the heads ``start`` to ``stop`` alone, for a rank that has the whole row of them."""
+        whole = self if self._whole is None else self._whole
+        if not isinstance(self.general, torch.Tensor) or self.general.size(1) == 1:
+            return whole
+        general = self.general[:, start:stop]
+        return whole.remember((start, stop), lambda: self._with(general, None))
+
+    def _with(self, general: MaskFunction | torch.Tensor | None, shard: SequenceShard | None) -> MaskSpec:
+        spec = MaskSpec(self.borders, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
+        if shard is not None:
+            spec.shard, spec._whole = shard, self
+        return spec
+
     def segment_mask(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         """The mask of a segment, ``[1, 1 or heads, length, length]``: boolean, or a float to add to the scores."""
+        return self.block_mask((start, stop), (start, stop), device)
+
+    def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """The mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
+
+        Boolean, or a float to add to the scores.
+        """
         if isinstance(self.general, torch.Tensor):
-            return self.general[..., start:stop, start:stop]
-        length, function = stop - start, self.function(device)
+            return self.general[..., slice(*queries), slice(*keys)]
         return sdpa_mask(
             batch_size=1,
-            q_length=length,
-            kv_length=length,
-            q_offset=start,
-            kv_offset=start,
-            mask_function=function,
+            q_length=queries[1] - queries[0],
+            kv_length=keys[1] - keys[0],
+            q_offset=queries[0],
+            kv_offset=keys[0],
+            mask_function=self.function(device),
             allow_is_causal_skip=False,
             use_vmap=self.use_vmap,
             device=device,

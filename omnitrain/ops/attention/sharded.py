@@ -1,0 +1,32 @@
+"""Attention over a row of which each rank has a part: what a mask says of it, and what computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from omnitrain.ops.attention.call import Call
+
+
+class SequenceShard(Protocol):
+    """This rank's part of a row, and the ranks that have the others."""
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of the row that this rank has."""
+        ...
+
+    def attend(self, call: Call, compute: Callable[[Call], torch.Tensor]) -> torch.Tensor:
+        """Attend from this rank's rows to the whole row. All ranks of the row call it together.
+
+        Args:
+            call: queries, keys and values ``[1, heads, own rows, width]`` of this rank's rows; all else of the whole
+                row and of all heads.
+            compute: attention ``[1, T, heads, E]`` of a call over a row that is all there, of some of the heads.
+
+        Returns:
+            ``[1, own rows, H, E]``.
+        """
+        ...

@@ -1,0 +1,267 @@
+"""Rows for heads: ranks that each have some rows of all heads get all rows of some heads, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from omnitrain.errors import UserError
+from omnitrain.parallel.state import get_parallel_state
+
+# The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
+HeadSpans = Sequence[tuple[int, int]]
+
+
+def gather_seq_scatter_heads(
+    x: Tensor,
+    seq_dim: int,
+    head_dim: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """All rows of some heads, from some rows of all heads: what an attention of your own needs under Ulysses.
+
+    One all-to-all, differentiable; the backward is one, too. Every rank of the group calls it.
+
+    With 2 ranks, 4 heads and rows ``a b c``, of which rank 0 has two::
+
+        rank 0   a: 0 1 2 3   b: 0 1 2 3            a: 0 1   b: 0 1   c: 0 1
+        rank 1   c: 0 1 2 3                   ->    a: 2 3   b: 2 3   c: 2 3
+
+    Args:
+        x: any shape and dtype; ``size(seq_dim)`` may differ between ranks, all other sizes are the same.
+        seq_dim: dim of the rows.
+        head_dim: dim of the heads, or of heads and their widths in one.
+        group: the ranks that share the row; None: the ``sp_group`` of the parallel state.
+        lengths: rows of each rank of the group; None: they ask each other, which costs a small collective.
+
+    Returns:
+        ``x`` with all rows along ``seq_dim``, those of the first rank first, and along ``head_dim`` this rank's equal
+        share.
+
+    Raises:
+        UserError: the ranks do not divide the heads; names the numbers of ranks that do.
+
+    Source: DeepSpeed-Ulysses (arXiv 2309.14509).
+    """
+    group = get_parallel_state().sp_group if group is None else group
+    x_THW = _rows_first(x, seq_dim, head_dim)
+    rows = _gathered_lengths(len(x_THW), group) if lengths is None else lengths
+    (gathered,) = gather_rows([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
+    return _as_before(gathered, x, seq_dim, head_dim)
+
+
+def gather_heads_scatter_seq(
+    x: Tensor,
+    head_dim: int,
+    seq_dim: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """The way back of :func:`gather_seq_scatter_heads`: some rows of all heads, from all rows of some heads.
+
+    One all-to-all, differentiable; the backward is one, too. Every rank of the group calls it.
+
+    Args:
+        x: any shape and dtype, all sizes the same on all ranks.
+        head_dim: dim of this rank's share of the heads; the shares are equal.
+        seq_dim: dim of the rows.
+        group: the ranks that share the row; None: the ``sp_group`` of the parallel state.
+        lengths: rows that each rank of the group gets; None: nearly equal, the first ranks one more.
+
+    Returns:
+        ``x`` with this rank's rows along ``seq_dim``, and all heads along ``head_dim``, those of the first rank first.
+
+    Raises:
+        UserError: ``lengths`` do not add up to the rows.
+    """
+    group = get_parallel_state().sp_group if group is None else group
+    x_THW = _rows_first(x, seq_dim, head_dim)
+    ranks, num_rows = group.size(), len(x_THW)
+    if lengths is None:
+        lengths = [num_rows // ranks + (place < num_rows % ranks) for place in range(ranks)]
+    if len(lengths) != ranks or sum(lengths) != num_rows:
+        raise UserError(f"lengths are {list(lengths)}; expected {ranks} that add up to {num_rows}, the rows of x")
+    spans = equal_spans(x_THW.size(1) * ranks, ranks)
+    (scattered,) = scatter_rows([x_THW], [spans], lengths, group)
+    return _as_before(scattered, x, seq_dim, head_dim)
+
+
+def equal_spans(num_heads: int, ranks: int) -> HeadSpans:
+    """The heads of each rank, equally many.
+
+    Raises:
+        UserError: the ranks do not divide the heads; names the numbers of ranks that do.
+    """
+    if num_heads % ranks:
+        allowed = ", ".join(str(degree) for degree in range(1, num_heads + 1) if num_heads % degree == 0)
+        raise UserError(f"{ranks} ranks cannot share {num_heads} heads equally; {allowed} can")
+    share = num_heads // ranks
+    return [(rank * share, (rank + 1) * share) for rank in range(ranks)]
+
+
+def gather_rows(
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """All rows of this rank's heads of several tensors, by one differentiable all-to-all.
+
+    Args:
+        tensors: ``[own rows, heads, width]``; heads, widths and dtypes may differ between tensors.
+        spans: per tensor, the heads of each rank. A head that several ranks want is sent to each of them; its gradients
+            add up, in fp32.
+        rows: of each rank.
+        group: of the ranks.
+
+    Returns:
+        Per tensor ``[all rows, own heads, width]``.
+    """
+    return _GatherRows.apply(spans, rows, group, *tensors)
+
+
+def scatter_rows(
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """This rank's rows of all heads of several tensors, by one differentiable all-to-all.
+
+    Args:
+        tensors: ``[all rows, own heads, width]``.
+        spans: per tensor, the heads of each rank, none of them twice.
+        rows: of each rank.
+        group: of the ranks.
+
+    Returns:
+        Per tensor ``[own rows, heads, width]``.
+    """
+    return _ScatterRows.apply(spans, rows, group, *tensors)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.way = spans, rows, group
+        return _gather(tensors, spans, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_scatter(gradients, *ctx.way)
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.way = spans, rows, group
+        return _scatter(tensors, spans, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *_gather(gradients, *ctx.way)
+
+
+def _gather(
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Rank r is sent ``[own rows, its heads of all tensors side by side]``, so that rows arrive one below the other."""
+    own, own_rows = dist.get_rank(group), len(tensors[0])
+    parts = _of_one_dtype(tensors)
+    widths = _widths(parts, spans)
+    sent = [own_rows * sum(of_rank) for of_rank in widths]
+    outgoing = parts[0].new_empty(sum(sent))
+    for rank, there in enumerate(outgoing.split(sent)):
+        pieces = [part[:, slice(*of_ranks[rank])].flatten(1) for part, of_ranks in zip(parts, spans, strict=True)]
+        torch.cat(pieces, dim=1, out=there.view(own_rows, sum(widths[rank])))
+    incoming = outgoing.new_empty(sum(rows), sum(widths[own]))
+    received = [number * incoming.size(1) for number in rows]
+    dist.all_to_all_single(incoming.view(-1), outgoing, received, sent, group=group)
+    return tuple(
+        _of_dtype(columns.unflatten(1, (-1, part.size(2))), tensor)
+        for columns, part, tensor in zip(incoming.split(widths[own], dim=1), parts, tensors, strict=True)
+    )
+
+
+def _scatter(
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """The transpose of :func:`_gather`: what was sent to several ranks is added up."""
+    own = dist.get_rank(group)
+    parts = _of_one_dtype(tensors)
+    widths = _widths(parts, spans)
+    columns = [part.flatten(1) for part in parts]
+    outgoing = (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).contiguous()
+    received = [rows[own] * sum(of_rank) for of_rank in widths]
+    incoming = outgoing.new_empty(sum(received))
+    sent = [number * outgoing.size(1) for number in rows]
+    dist.all_to_all_single(incoming, outgoing.view(-1), received, sent, group=group)
+    arrived = [
+        here.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
+        for here, of_rank in zip(incoming.split(received), widths, strict=True)
+    ]
+    return tuple(
+        _put_together(
+            [_of_dtype(from_rank[index].unflatten(1, (-1, part.size(2))), tensor) for from_rank in arrived],
+            spans[index],
+        )
+        for index, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
+    )
+
+
+def _put_together(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
+    """``[own rows, heads, width]`` from the heads of each rank; those of several ranks are added in fp32."""
+    if all(stop == start for (_, stop), (start, _) in pairwise(spans)):
+        return torch.cat(list(pieces), dim=1)
+    first = pieces[0]
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    total = first.new_zeros(len(first), spans[-1][1], first.size(2), dtype=dtype)
+    for piece, span in zip(pieces, spans, strict=True):
+        total[:, slice(*span)] += piece
+    return total.to(first.dtype)
+
+
+def _widths(parts: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[list[int]]:
+    """Elements of a row, per rank and tensor."""
+    return [
+        [(stop - start) * part.size(2) for part, (start, stop) in zip(parts, of_rank, strict=True)]
+        for of_rank in zip(*spans, strict=True)
+    ]
+
+
+def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As they are where they have one dtype, else as bytes."""
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return list(tensors)
+    return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+
+
+def _of_dtype(part: Tensor, like: Tensor) -> Tensor:
+    """The inverse of :func:`_of_one_dtype`; a copy, because bytes may begin at an odd address."""
+    return part if part.dtype == like.dtype else part.clone(memory_format=torch.contiguous_format).view(like.dtype)
+
+
+def _rows_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """``[rows, heads, all other dims]``."""
+    return x.movedim((seq_dim, head_dim), (0, 1)).flatten(2) if x.ndim > 2 else x.movedim(seq_dim, 0).unsqueeze(2)
+
+
+def _as_before(x_THW: Tensor, like: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """The inverse of :func:`_rows_first`, with the rows and heads that there are now."""
+    others = like.movedim((seq_dim, head_dim), (0, 1)).shape[2:]
+    return x_THW.reshape(*x_THW.shape[:2], *others).movedim((0, 1), (seq_dim, head_dim))
+
+
+def _gathered_lengths(own: int, group: dist.ProcessGroup) -> list[int]:
+    lengths: list[Any] = [None] * group.size()
+    dist.all_gather_object(lengths, own, group=group)
+    return [int(length) for length in lengths]

@@ -1,0 +1,126 @@
+"""Ulysses: for an attention, the ranks that share a row exchange their rows of all heads for all rows of some heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnitrain.errors import UserError
+from omnitrain.ops.attention.call import Call
+from omnitrain.parallel.head_exchange import HeadSpans, equal_spans, gather_rows, scatter_rows
+from omnitrain.parallel.ring import ring_attention
+from omnitrain.plan.sequence import SequenceSplit
+
+
+def head_problem(num_heads: int, sp: int) -> str | None:
+    """Why ``sp`` ranks cannot share an attention with ``num_heads`` query heads; None: they can.
+
+    Key heads set no limit: where they are fewer than ranks, several ranks get the same one.
+    """
+    try:
+        equal_spans(num_heads, sp)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@dataclass(frozen=True)
+class OwnHeads:
+    """How the heads of an attention are dealt to the ranks.
+
+    Attributes:
+        queries: of each rank.
+        keys: the key heads that each rank's queries read; neighbours share one where it lies across their border.
+        own_keys: for each of this rank's queries its key head, counted from its first; None: equally many queries read
+            each, as attention expects.
+    """
+
+    queries: HeadSpans
+    keys: HeadSpans
+    own_keys: list[int] | None
+
+
+def deal_heads(num_heads: int, num_key_heads: int, ranks: int, rank: int) -> OwnHeads:
+    """Deal the heads of an attention to ``ranks``, equally many queries to each.
+
+    Raises:
+        UserError: see :func:`head_problem`.
+    """
+    queries = equal_spans(num_heads, ranks)
+    readers = num_heads // num_key_heads
+    keys = [(start // readers, (stop - 1) // readers + 1) for start, stop in queries]
+    own = [head // readers - keys[rank][0] for head in range(*queries[rank])]
+    counts = {own.count(key) for key in own}
+    return OwnHeads(queries, keys, own if len(counts) > 1 else None)
+
+
+@dataclass(frozen=True, eq=False)
+class UlyssesShard:
+    """This rank's rows of a row that ``split`` deals to the ranks of two groups; attention over it.
+
+    A :class:`~omnitrain.ops.attention.sharded.SequenceShard`, to be hung on a mask by ``MaskSpec.on``.
+
+    Attributes:
+        split: of the row.
+        sp_group: the ranks that exchange rows for heads.
+        cp_group: the ranks that attend around a ring.
+    """
+
+    split: SequenceSplit
+    sp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+
+    @property
+    def rows_of_ranks(self) -> list[int]:
+        """Rows of each rank of ``sp_group``."""
+        return [len(rows) for rows in self.split.rows_of_ring(dist.get_rank(self.cp_group))]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank."""
+        return self.rows_of_ranks[dist.get_rank(self.sp_group)]
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        """See :class:`~omnitrain.ops.attention.sharded.SequenceShard`.
+
+        Queries, keys and values travel in one all-to-all, the output in another. A rank is sent each key head that its
+        queries read, and no other.
+
+        Raises:
+            UserError: the ranks do not divide the heads, or the ring does not honour what the call asks for.
+        """
+        heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, dist.get_rank(self.sp_group))
+        own_heads = self._of_own_heads(call, heads)
+        if self.split.cp > 1:
+            output = ring_attention(own_heads, self.split, self.cp_group, compute)
+        else:
+            output = compute(own_heads)
+        if self.split.sp == 1:
+            return output
+        (own,) = scatter_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
+        return own[None]
+
+    def _of_own_heads(self, call: Call, heads: OwnHeads) -> Call:
+        states = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
+        if self.split.sp > 1:
+            spans = [heads.queries, heads.keys, heads.keys]
+            states = list(gather_rows(states, spans, self.rows_of_ranks, self.sp_group))
+        if heads.own_keys is not None:
+            index = torch.tensor(heads.own_keys, device=call.query.device)
+            states[1:] = [tensor.index_select(1, index) for tensor in states[1:]]
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in states)
+        own = slice(*heads.queries[dist.get_rank(self.sp_group)])
+        bias = call.position_bias
+        return replace(
+            call,
+            query=query,
+            key=key,
+            value=value,
+            mask=call.mask.of_heads(own.start, own.stop),
+            position_bias=bias if bias is None or bias.size(1) == 1 else bias[:, own],
+            sinks=None if call.sinks is None else call.sinks[own],
+        )
