@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,11 +19,13 @@ from omnitrain.models.outputs import OmniOutput
 from omnitrain.parallel.applied import AppliedLayout, layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.stall_report import Phase
 from omnitrain.parallel.tensor.gradients import add_up_over_tp
 from omnitrain.plan import PlannedComponent, StepPlan
 
 Observe = Callable[[Pack, OmniOutput], Any]
+Around = Callable[[Pack, Share], AbstractContextManager[Any]]
 
 
 class Note(Protocol):
@@ -42,6 +45,7 @@ def accumulate_gradients(
     loss_weights: Mapping[str, float] | None = None,
     observe: Observe | None = None,
     note: Note | None = None,
+    around: Around | None = None,
 ) -> torch.Tensor:
     """Forward and backward of this rank's part of a step.
 
@@ -54,6 +58,7 @@ def accumulate_gradients(
         loss_weights: ``text`` or a decoder's name -> weight of its mean loss; absent: 1.
         observe: called with pack and output of each micro-batch.
         note: told what comes next (:meth:`omnitrain.parallel.stalls.Watch.at`).
+        around: pack and share of a micro-batch -> context of its forward.
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
@@ -66,7 +71,9 @@ def accumulate_gradients(
         if note is not None:
             note(micro_batch=number, phase="forward", samples=pack.info.ids)
         reduce_on_last(model, batch.plan, number)
-        output = model(pack, share_of(model, batch, number))
+        own = share_of(model, batch, number)
+        with nullcontext() if around is None else around(pack, own):
+            output = model(pack, own)
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
@@ -115,8 +122,11 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
             routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
+    part = None
+    if layout is not None:
+        part = part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges)
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part)
 
 
 def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:

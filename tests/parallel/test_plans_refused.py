@@ -51,7 +51,7 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
             r"names no weights of experts; the model has none",
         ),
         (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
-        (ot.ParallelPlan(default=ot.ComponentPlan(ulysses=2)), r"default.ulysses: found ulysses 2, but sequence"),
+        (plan(ulysses=2), r"components.image_encoder.ulysses: found 2, but only the foundation's sequence is shared"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_what_would(
