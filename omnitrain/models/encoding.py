@@ -19,6 +19,7 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.models.calls import MediaCall, media_calls
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.native import NativeRows
+from omnitrain.ops.attention import RowPart
 
 Exchange = Callable[..., tuple[Tensor, ...]]
 
@@ -35,12 +36,14 @@ class Share:
         work: name -> calls that this rank makes; absent: the items of its own pack.
         exchanges: component -> moves the rows that this rank made to the ranks that need them, and returns those that
             its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
+        part: the tokens of the pack that this rank runs the foundation over; None: all of them.
     """
 
     calls: Mapping[str, int] = field(default_factory=dict)
     heads: Collection[str] = ()
     work: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    part: RowPart | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ class Encoded:
     media: EncodedMedia
     labels: dict[str, Tensor]
     idle: list[Tensor]
+
+    def cut(self, model: Any, pack: Pack, part: RowPart | None) -> Encoded:
+        """The rows for the tokens of a part of the pack; ``labels`` stay whole. What no token takes is idle."""
+        if part is None:
+            return self
+        media, unused = model.runner.cut_media(pack, self.media, part)
+        return Encoded(media, self.labels, [*self.idle, *unused])
 
 
 def encode(model: Any, pack: Pack, share: Share) -> Encoded:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from omnitrain.ops.attention import packed, packed_borders
+from omnitrain.ops.attention import inside, packed_row
 from omnitrain.ops.experts import RoutingTape, is_experts
 from omnitrain.ops.unread_rows import reading, rows_read
 
@@ -78,7 +78,7 @@ def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
     gradient, or another number of rows on some rank.
     """
     forward: list[AbstractContextManager[Any]] = []
-    again: list[AbstractContextManager[Any]] = [packed(packed_borders()), reading(rows_read())]
+    again: list[AbstractContextManager[Any]] = [inside(packed_row()), reading(rows_read())]
     if has_routers:
         tape = RoutingTape()
         forward, again = [tape.recording()], [*again, tape.replaying()]

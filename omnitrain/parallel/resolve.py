@@ -8,18 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.models.contract.sequence import sequence_contract_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.plan import TensorPlan
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
+from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
+from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
-    "ulysses": "sequence parallelism",
-    "cp": "context parallelism",
     "pp": "pipeline parallelism",
 }
 _MODEL_AXES = ("pp", "cp", "ulysses")  # of the foundation; other components lie beside it with degree 1
@@ -44,7 +45,11 @@ class CallFlags:
 
 
 def resolve_plans(
-    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags, tensors: TensorPlan
+    model: OmniModel,
+    plan: ParallelPlan,
+    state: ParallelState,
+    flags: CallFlags,
+    tensors: TensorPlan | None = None,
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
@@ -53,11 +58,14 @@ def resolve_plans(
             model is changed before.
     """
     components, frozen = model.components, _frozen(model)
-    problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
+    names = _names(model)
+    problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
+    tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     problems += tensors.problems
+    problems += _sequence_problems(model, plan, state)
     blocks, layers = blocks_of(model), expert_layers(model)
-    problems += ep_plan_problems(layers, plan.ep_plan or {})
+    problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
@@ -97,6 +105,11 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
     return names
 
 
+def _matching(globs: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    every_name = [name for own in names.values() for name in own]
+    return {glob: dim for glob, dim in globs.items() if any(matches(glob, name) for name in every_name)}
+
+
 def _degrees_of(state: ParallelState) -> dict[str, int]:
     return {axis: state.size(_STATE_AXIS.get(axis, axis)) for axis in AXES}
 
@@ -121,6 +134,26 @@ def _dense_problems(
             f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
             f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
         )
+
+
+def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """Ranks share the sequence of the foundation alone, if that may lie on several ranks and its heads divide."""
+    for name, own in plan.components.items():
+        for axis in ("ulysses", "cp"):
+            if name != FOUNDATION and (getattr(own, axis) or 1) > 1:
+                yield (
+                    f"components.{name}.{axis}: found {getattr(own, axis)}, but only the foundation's sequence is "
+                    "shared; remove it (`place: group` shares the media among these ranks)"
+                )
+    if state.size("sequence") == 1:
+        return
+    found = sequence_contract_of(model.foundation, model.runner.contract)
+    if found.problem:
+        kind = type(model.foundation).__name__
+        yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+    for heads in found.heads:
+        if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
+            yield f"parallel state: found {state.shape}: {problem}"
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -182,10 +215,7 @@ class _Resolving:
             dp_shard=dp_shard,
             tp=self._tp,
             ep=ep,
-            **{
-                axis: self._state.size(_STATE_AXIS.get(axis, axis)) if self._is_foundation else 1
-                for axis in _MODEL_AXES
-            },
+            **self._sequence_degrees(),
             precision=precision,
             recompute=recompute,
             saved_ops=saved_ops,
@@ -196,6 +226,11 @@ class _Resolving:
             compile=compile_,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
+
+    def _sequence_degrees(self) -> dict[str, int]:
+        """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
+        found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
+        return found if self._is_foundation else dict.fromkeys(found, 1)
 
     @property
     def _is_foundation(self) -> bool:

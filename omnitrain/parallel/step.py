@@ -18,6 +18,7 @@ from omnitrain.models.outputs import OmniOutput
 from omnitrain.parallel.applied import AppliedLayout, layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.stall_report import Phase
 from omnitrain.parallel.tensor.gradients import add_up_over_tp
 from omnitrain.plan import PlannedComponent, StepPlan
@@ -115,8 +116,11 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
             routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
+    part = None
+    if layout is not None:
+        part = part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges)
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part)
 
 
 def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:

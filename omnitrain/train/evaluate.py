@@ -176,9 +176,9 @@ def heldout_loss(
     for number, (pack, share) in enumerate(in_step(model, packs, peers)):
         notify(f"held-out loss, pack {number + 1}")
         there = pack.to(model.device)
-        losses = model(there, share).losses
+        output = model(there, share)
         if number < len(packs):
-            meter.add(there, losses)
+            meter.add(there, output)
     return meter.read(peers)
 
 

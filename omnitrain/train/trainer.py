@@ -271,7 +271,7 @@ class Trainer:
             self.model,
             batch,
             loss_weights=self.recipe.train.loss_weights,
-            observe=lambda pack, output: self.meter.add(pack, output.losses),
+            observe=self.meter.add,
             note=self.watch.at,
         )
         if self.compiled is not None:

@@ -150,6 +150,8 @@ def _inside_packed(function: MaskFunction) -> MaskFunction | None:
 
 
 def _is_constant(numbers: torch.Tensor, borders: tuple[int, ...]) -> bool:
+    if numbers.size(1) != borders[-1]:  # of some of its tokens
+        return False
     return bool((numbers == numbers[:, segment_starts(borders, numbers.device)]).all())
 
 

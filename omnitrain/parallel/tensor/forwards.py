@@ -101,8 +101,8 @@ def output_added_up(plain: Forward, group: dist.ProcessGroup) -> Forward:
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
     """While open, the module's own DTensors are this rank's parts of them; what is computed has a graph to them."""
-    whole = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    module._parameters.update({name: p.to_local() for name, p in whole.items()})  # type: ignore[misc]
+    whole: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    module._parameters.update({name: p.to_local() for name, p in whole.items()})
     try:
         yield
     finally:

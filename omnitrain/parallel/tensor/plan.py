@@ -44,27 +44,27 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
         tp: degree of the foundation.
     """
     if tp == 1:
-        unused = ("tp_plan: found with tp 1, which cuts nothing; set tp above 1, or remove it",) if plan.tp_plan else ()
-        return TensorPlan(problems=unused)
+        unused = ["tp_plan: found with tp 1, which cuts nothing; set tp above 1, or remove it"] if plan.tp_plan else []
+        unused += [problem for name in model.components for problem in _component_problems(name, plan, tp, False)]
+        return TensorPlan(problems=tuple(unused))
     planning = _Planning(model, tp)
     styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.own()
-    problems = list(planning.problems)
-    if not problems:
+    if not planning.problems:
         styles = planning.checked(styles)
-        problems = planning.problems
-    named = frozenset(planning.component_of(name) for name, style in styles.items() if STYLES[style].cut)
-    for name in model.components:
-        if name != FOUNDATION and (plan.components.get(name, plan.default).tp or 1) > 1:
-            problems += _component_problems(name, plan, tp, name in named)
-    return TensorPlan(styles, named, tuple(dict.fromkeys(problems)))
+    if planning.problems:
+        return TensorPlan(problems=tuple(dict.fromkeys(planning.problems)))
+    named = frozenset(planning.component_of(name) for name in styles)
+    found = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
+    return TensorPlan(styles, named, tuple(found))
 
 
 def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) -> Iterator[str]:
-    own = plan.components.get(name)
-    if own is None or own.tp is None:
-        return  # of the default, which is for what has a plan
+    own = plan.components.get(name)  # a default is for what has a plan
+    if name == FOUNDATION or own is None or own.tp in (None, 1):
+        return
     if own.tp != tp:
-        yield f"components.{name}.tp: found {own.tp}, but the foundation has {tp}; use that, or 1"
+        fitting = " or ".join(map(str, sorted({tp, 1})))
+        yield f"components.{name}.tp: found {own.tp}, but the foundation has {tp}; use {fitting}"
     elif not is_named:
         yield (
             f"components.{name}.tp: found {tp}, but nothing says how to cut it: transformers has no plan for it; "
@@ -172,8 +172,8 @@ class _Planning:
         elif target is None and (kind.of == "embedding" or kind.forward not in (None, *_OF_PARAMETERS)):
             yield f"tp_plan: {shown}: {style} is for modules, found a parameter"
         elif rest := self._rest(name, style):
-            fitting = ", ".join(str(n) for n in range(1, rest + 1) if rest % n == 0)
-            yield f"tp: found {self._tp}, which does not divide the {rest} {kind.cut} columns of {shown}; use {fitting}"
+            what = "rows" if isinstance(target, nn.Embedding) else f"{kind.cut}put features"
+            yield self._indivisible(rest, what, name, rest)
 
     def _rest(self, name: str, style: str) -> int:
         """The size of a dim that is to be cut and that the ranks do not divide; 0: there is none."""
@@ -195,9 +195,11 @@ class _Planning:
             heads = _heads(self._modules[name])
             for what, number in heads.items():
                 if number % self._tp:
-                    common = math.gcd(*heads.values())
-                    fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-                    yield f"tp: found {self._tp}, which does not divide the {number} {what} of {_shown(name)}; use {fitting}"
+                    yield self._indivisible(number, what, name, math.gcd(*heads.values()))
+
+    def _indivisible(self, number: int, what: str, name: str, common: int) -> str:
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        return f"tp: found {self._tp}, which does not divide the {number} {what} of {_shown(name)}; use {fitting}"
 
 
 _OF_PARAMETERS = tuple(STYLES[style].forward for style in ("colwise", "rowwise"))
