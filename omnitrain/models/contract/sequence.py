@@ -8,7 +8,7 @@ must be those of the whole row: a model that counts its tokens, or looks at its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -99,6 +99,8 @@ class _Whole:
     As a :class:`~omnitrain.ops.attention.RowPart` it is all of the row.
     """
 
+    num_ranks = 1
+
     def __init__(self, pack: Pack, media: EncodedMedia) -> None:
         self.pack, self.media, self.num_tokens = pack, media, pack.num_tokens
         self.rows = torch.arange(pack.num_tokens)
@@ -120,6 +122,11 @@ class _Whole:
         self.attended.append((call, compute(call)))
         return self.attended[-1][1]
 
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        output = compute(tensors, slice(0, tensors[0].size(1)))
+        self.gathered += [*tensors, output]
+        return output
+
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         self.gathered.append(tensor)
         return tensor
@@ -134,6 +141,8 @@ class _Whole:
 class _Part:
     """Some tokens of a row that was run as a whole."""
 
+    num_ranks = 1
+
     def __init__(self, whole: _Whole, rows: Tensor) -> None:
         self.rows, self.num_tokens, self.num_rows, self.attention = rows, whole.num_tokens, len(rows), self
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
@@ -144,6 +153,11 @@ class _Part:
         for name in ("query", "key", "value"):
             self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.rows]))
         return output[:, self.rows]
+
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        for tensor in tensors:
+            self.gather(tensor, 0)
+        return next(self._gathered)[self.rows]
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         whole = next(self._gathered)
