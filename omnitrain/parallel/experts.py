@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.experts import (
     Routes,
     combine_rows,
