@@ -61,7 +61,7 @@ class OmniStep:
         part = accumulate_gradients(
             self.model,
             batch,
-            observe=lambda pack, output: self._meter.add(pack, output.losses),
+            observe=self._meter.add,
             note=self._watch.at,
         )
         self._watch.at(phase="optimizer")

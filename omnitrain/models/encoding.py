@@ -19,6 +19,8 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.models.calls import MediaCall, media_calls
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.native import NativeRows
+from omnitrain.models.part import cut_native, here
+from omnitrain.ops.attention import RowPart
 
 Exchange = Callable[..., tuple[Tensor, ...]]
 
@@ -35,12 +37,14 @@ class Share:
         work: name -> calls that this rank makes; absent: the items of its own pack.
         exchanges: component -> moves the rows that this rank made to the ranks that need them, and returns those that
             its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
+        part: the tokens of the pack that this rank runs the foundation over; None: all of them.
     """
 
     calls: Mapping[str, int] = field(default_factory=dict)
     heads: Collection[str] = ()
     work: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    part: RowPart | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,27 @@ class Encoded:
     media: EncodedMedia
     labels: dict[str, Tensor]
     idle: list[Tensor]
+
+    def cut(self, model: Any, pack: Pack, part: RowPart | None) -> Encoded:
+        """The rows for the tokens of a part of the pack; ``labels`` stay whole.
+
+        Rows that none of its tokens takes are idle, and their modality is not there.
+        """
+        if part is None:
+            return self
+        native = {
+            name: cut_native(rows, model.runner.placeholders(pack, name), part)
+            for name, rows in self.media.native.items()
+        }
+        found = [(rows, *here(part, rows.positions)) for rows in self.media.inserted]
+        inserted = [InsertedRows(where, rows.rows[index]) for rows, index, where in found]
+        idle = [tensor for rows in native.values() for tensor in rows.tensors() if not len(tensor)]
+        idle += [rows.rows for rows in inserted if not len(rows.rows)]
+        media = EncodedMedia(
+            {name: rows for name, rows in native.items() if len(rows.main)},
+            [rows for rows in inserted if len(rows.rows)],
+        )
+        return Encoded(media, self.labels, [*self.idle, *idle])
 
 
 def encode(model: Any, pack: Pack, share: Share) -> Encoded:

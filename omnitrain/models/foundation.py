@@ -20,8 +20,9 @@ from omnitrain.errors import UserError
 from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
+from omnitrain.models.part import cut_pack, here
 from omnitrain.models.segments import run_by_segment
-from omnitrain.ops.attention import packed, use_omnitrain_attention
+from omnitrain.ops.attention import PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
@@ -158,11 +159,25 @@ class FoundationRunner:
             by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
 
-    def text_loss(self, pack: Pack, media: EncodedMedia | None = None) -> tuple[LossTerm, Tensor | None]:
+    def placeholders(self, pack: Pack, modality: str) -> Tensor:
+        """``[rows]`` int64, the tokens that the rows of :attr:`EncodedMedia.native` fill, ascending."""
+        token = self.native.ports[modality].token_id
+        ports = {NATIVE_PREFIX + name: port for name, port in self.native.ports.items()}
+        batches = [batch for name, batch in pack.inputs.items() if name in ports and ports[name].token_id == token]
+        return torch.cat([batch.positions for batch in batches]).sort().values
+
+    def text_loss(
+        self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None
+    ) -> tuple[LossTerm, Tensor | None]:
         """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
 
         Hidden states are None for a model that does not call its head as a module. After :meth:`skip_unread_rows`,
         those of rows that no head of this pack reads are not the model's.
+
+        Args:
+            pack: the micro-batch.
+            media: encoded, those for the tokens of ``part``.
+            part: the tokens to run the model over; losses and hidden states are of these. None: all of them.
 
         Raises:
             UserError: several samples in a pack of a model that cannot keep them apart.
@@ -172,10 +187,12 @@ class FoundationRunner:
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
-        with reading(ReadRows(pack.read_rows, pack.num_tokens)):
-            return run(pack, media or EncodedMedia())
+        own = pack if part is None else cut_pack(pack, part)
+        row = self._row(pack, part)
+        with reading(ReadRows(here(part, pack.read_rows)[1], own.num_tokens)):
+            return run(own, media or EncodedMedia(), row)
 
-    def _loss_in_head(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor]:
+    def _loss_in_head(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor]:
         """Logits of the supervised rows only, chunk by chunk."""
         made: list[tuple[LossTerm, Tensor]] = []
 
@@ -191,11 +208,11 @@ class FoundationRunner:
             made.append((term, hidden))
             return hidden  # as logits; of all outputs, its gradient is the first to come, with media or without
 
-        self.run_pack(pack, media, head, self._borders(pack))
+        self.run_pack(pack, media, head, row)
         (result,) = made
         return result
 
-    def _loss_on_logits(self, pack: Pack, media: EncodedMedia) -> tuple[LossTerm, Tensor | None]:
+    def _loss_on_logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor | None]:
         """What the model makes of the supervised rows' logits; of all logits where it does not call its head."""
         states: list[Tensor] = []
 
@@ -203,19 +220,21 @@ class FoundationRunner:
             states.append(hidden)
             return type(lm_head).forward(lm_head, hidden[:, pack.text_rows])
 
-        logits = self.run_pack(pack, media, head, self._borders(pack)).logits[0]
+        logits = self.run_pack(pack, media, head, row).logits[0]
         supervised = logits if states else logits[pack.text_rows]
         term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
         return term, states[0] if states else None
 
-    def _borders(self, pack: Pack) -> tuple[int, ...] | None:
-        """Of the samples, where they share a row; from the host's side, so that no device is waited for."""
-        return (0, *accumulate(pack.info.lengths)) if self.contract.packs else None
+    def _row(self, pack: Pack, part: RowPart | None) -> PackedRow | None:
+        """Where samples share a row, or ranks; from the host's side, so that no device is waited for."""
+        if part is None and not self.contract.packs:
+            return None
+        return PackedRow((0, *accumulate(pack.info.lengths)), part)
 
-    def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, borders: tuple[int, ...] | None = None) -> Any:
-        """One forward over a pack; see :meth:`run`."""
+    def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None) -> Any:
+        """One forward over a pack, or over a part of one; see :meth:`run`."""
         arguments = {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
-        return self.run(pack.input_ids, head=head, media=media, arguments=arguments, borders=borders)
+        return self.run(pack.input_ids, head=head, media=media, arguments=arguments, row=row)
 
     def run(
         self,
@@ -224,7 +243,7 @@ class FoundationRunner:
         head: Head,
         media: EncodedMedia,
         arguments: Mapping[str, Any],
-        borders: tuple[int, ...] | None = None,
+        row: PackedRow | None = None,
     ) -> Any:
         """One forward of the HF model with ``head(hidden, lm_head)`` in place of its language-model head.
 
@@ -236,15 +255,16 @@ class FoundationRunner:
             head: gets the hidden states ``[B, T, hidden]`` and the head; what it returns is the head's output.
             media: encoded media.
             arguments: further ones of the model's forward; those that it does not take are left out.
-            borders: ``(0, ..., T)`` of the samples in a packed row; None: every row of the batch is one sample.
+            row: the samples in a packed row, and what of it ``input_ids`` are; None: every row of the batch is one
+                sample.
 
         Returns:
             The model's own output.
         """
         given = dict(arguments)
-        if borders is not None:
-            cu_seqlens = torch.tensor(borders, dtype=torch.int32).to(input_ids.device, non_blocking=True)
-            longest = max(stop - start for start, stop in pairwise(borders))
+        if row is not None:
+            cu_seqlens = torch.tensor(row.borders, dtype=torch.int32).to(input_ids.device, non_blocking=True)
+            longest = max(stop - start for start, stop in pairwise(row.borders))
             given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             given |= {"max_length_q": longest, "max_length_k": longest}
         taken = {name: value for name, value in given.items() if self._takes_any or name in self._parameters}
@@ -256,8 +276,8 @@ class FoundationRunner:
                 stack.enter_context(_forward_replaced(embedding, _inserting(embedding, input_ids, media.inserted)))
             if media.native:
                 taken |= stack.enter_context(override(self.model, self.native.ports, media.native))
-            if borders is not None:
-                stack.enter_context(packed(borders))
+            if row is not None:
+                stack.enter_context(inside(row))
             return self.model(input_ids=input_ids, **taken)
 
 

@@ -56,11 +56,11 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     )
 
 
-def idle_sample(native: Discovery, token: int) -> Sample:
-    """Two ordinary tokens that nothing is learnt from, for a rank that has no data."""
-    ids = np.array([token, token], dtype=np.int64)
-    extras = native.extras(ids, np.zeros(2, dtype=bool))
-    return Sample("idle", "idle", ids, np.zeros(2, dtype=bool), native.positions(ids, {}, extras), token_inputs=extras)
+def idle_sample(native: Discovery, token: int, num_tokens: int = 2) -> Sample:
+    """Ordinary tokens that nothing is learnt from, for a rank that has no data."""
+    ids, trained = np.full(num_tokens, token, dtype=np.int64), np.zeros(num_tokens, dtype=bool)
+    extras = native.extras(ids, trained)
+    return Sample("idle", "idle", ids, trained, native.positions(ids, {}, extras), token_inputs=extras)
 
 
 def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -> None:

@@ -37,11 +37,12 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
         yield (packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])), share
 
 
-def idle_prompt(model: Any) -> Sample:
-    """Two ordinary tokens, for a rank that has no sample.
+def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
+    """Ordinary tokens, for a rank that has no sample.
 
     Args:
         model: an :class:`omnitrain.models.omni.OmniModel`.
+        num_tokens: how many.
     """
     special = special_ids(model.foundation.config)
-    return idle_sample(model.runner.native, next(token for token in count() if token not in special))
+    return idle_sample(model.runner.native, next(token for token in count() if token not in special), num_tokens)

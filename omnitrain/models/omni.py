@@ -22,9 +22,11 @@ from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
 from omnitrain.models.encoding import Share, encode, idle_head, tied
 from omnitrain.models.foundation import FoundationRunner
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
+from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
-from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.models.part import filled_up, here
+from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 
 
 class OmniConfig(PreTrainedConfig):
@@ -149,21 +151,31 @@ class OmniModel(PreTrainedModel):
             One :class:`LossTerm` per head with a target in the pack (``text`` always).
         """
         share = share or Share()
-        encoded = encode(self, pack, share)
+        pack, part = self._filled_up(pack, share.part), share.part
+        encoded = encode(self, pack, share).cut(self, pack, part)
         labels, idle = encoded.labels, encoded.idle
-        text, hidden = self.runner.text_loss(pack, encoded.media)
-        losses = {}
+        text, hidden = self.runner.text_loss(pack, encoded.media, part)
+        losses, read = {}, {"text": pack.text_rows[here(part, pack.text_rows)[0]]}
         for name in sorted({*labels, *share.heads}):
             if hidden is None:
                 hidden_by = type(self.foundation).__name__
                 raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
             decoder = self.decoders[name]
-            if name in labels:
-                losses[name] = decoder.lm_head(hidden[0, pack.targets[name].positions - 1], labels[name])
+            before = pack.targets[name].positions - 1 if name in labels else pack.text_rows[:0]
+            index, rows = here(part, before)
+            if len(rows):
+                losses[name], read[name] = decoder.lm_head(hidden[0, rows], labels[name][index]), before[index]
             else:
                 idle.append(idle_head(decoder, hidden))
         losses = {"text": replace(text, sum=tied(text.sum, idle))} | losses
-        return OmniOutput(losses, None if hidden is None else hidden.detach())
+        return OmniOutput(losses, read, None if hidden is None else hidden.detach())
+
+    def _filled_up(self, pack: Pack, part: RowPart | None) -> Pack:
+        """A row that is too short for the ranks that share it gets one more sample."""
+        missing = 0 if part is None else part.num_tokens - pack.num_tokens
+        if not missing:
+            return pack
+        return filled_up(pack, Pack.from_samples([idle_prompt(self, missing)]).to(pack.input_ids.device))
 
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:

@@ -1,4 +1,8 @@
-"""Modules that carry state along the row (linear attention, short convolutions), run one packed sample at a time."""
+"""Modules that carry state along the row (linear attention, short convolutions), run one packed sample at a time.
+
+Where several ranks share the row, each runs them over all of it and keeps its own tokens: the gradients of their
+parameters are parts that add up over the ranks, as those of all others.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import MaskSpec, packed, packed_borders
+from omnitrain.ops.attention import MaskSpec, RowPart, packed, packed_row
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
-    """Make every module of these classes run each sample of a packed row by itself; otherwise it stays as it is.
+    """Make every module of these classes run each sample of a whole packed row by itself; otherwise it stays as it is.
 
     Only the ``forward`` of the modules changes: classes, parameters and names stay. To do it twice is to do it once.
 
@@ -36,17 +40,20 @@ def _segmented_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 
     @wraps(alone)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        borders = packed_borders()
-        if borders is None:
+        row = packed_row()
+        if row is None:
             _check_recomputation(self)
             return alone(self, *args, **kwargs)
         _ran_packed.add(self)
+        if row.part is not None:
+            args, kwargs = gather_rows((args, kwargs), row.part)
         outputs = []
-        for start, stop in pairwise(borders):
+        for start, stop in pairwise(row.borders):
             with packed((0, stop - start)):
-                part = cut_rows((args, kwargs), borders[-1], start, stop)
-                outputs.append(alone(self, *part[0], **part[1]))
-        return _joined(outputs, [stop - start for start, stop in pairwise(borders)])
+                sample = cut_rows((args, kwargs), row.borders[-1], start, stop)
+                outputs.append(alone(self, *sample[0], **sample[1]))
+        whole = _joined(outputs, [stop - start for start, stop in pairwise(row.borders)])
+        return whole if row.part is None else keep_rows(whole, row.part)
 
     return forward
 
@@ -91,6 +98,34 @@ def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
         return type(value)(cut_rows(item, length, start, stop) for item in value)
     if isinstance(value, dict):
         return {key: cut_rows(item, length, start, stop) for key, item in value.items() if key not in _PACKING}
+    return value
+
+
+def gather_rows(value: Any, part: RowPart) -> Any:
+    """The whole row of everything that runs along a part of it."""
+    if isinstance(value, MaskSpec):
+        return value.whole
+    if isinstance(value, Tensor):
+        if _is_square(value.shape, part.rows.numel()):
+            raise UserError("a mask of the tokens of one rank says nothing of the others: no ranks can share a row")
+        dim = row_dim(value.shape, part.rows.numel())
+        return value if dim is None else part.gather(value, dim)
+    return _each(value, lambda item: gather_rows(item, part))
+
+
+def keep_rows(value: Any, part: RowPart) -> Any:
+    """The tokens of a part, of everything that runs along the whole row."""
+    if isinstance(value, Tensor):
+        dim = row_dim(value.shape, part.num_tokens)
+        return value if dim is None else value.index_select(dim, part.rows)
+    return _each(value, lambda item: keep_rows(item, part))
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(change(item) for item in value)
+    if isinstance(value, dict):
+        return {key: change(item) for key, item in value.items()}
     return value
 
 

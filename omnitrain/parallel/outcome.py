@@ -49,7 +49,7 @@ class Outcome:
 
 
 def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
-    """The packs of every rank, equally many; a rank that runs out of samples gets idle ones."""
+    """The packs of every rank that draws data, equally many; one that runs out of samples gets idle ones."""
     runner = model.runner
     idle = [idle_prompt(model)]
     table = []
@@ -62,7 +62,7 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 
 
 def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
-    """Three steps on the packs of ``rank``, knowing those of all others."""
+    """Three steps on the packs of ``rank`` among those that draw data, knowing those of all others."""
     batch = step_planner(model)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
@@ -73,7 +73,7 @@ def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
         with _Collectives() as communication:
             loss = accumulate_gradients(model, batch).item()
         if step == 0:
-            first_loss, collectives = _summed(loss), communication.count
+            first_loss, collectives = _summed(model, loss), communication.count
             gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -103,11 +103,11 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _summed(value: float) -> float:
+def _summed(model: OmniModel, value: float) -> float:
     if not dist.is_initialized():
         return value
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
+    layout, total = layout_of(model), torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=layout.state.loss_group if layout is not None else None)
     return total.item()
 
 

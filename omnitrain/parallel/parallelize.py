@@ -134,13 +134,17 @@ def _keep_activations(
 
 
 def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, DeviceMesh]:
-    """Component -> mesh; components with the same degrees share one, the foundation's is the state's."""
+    """Component -> mesh; components with the same degrees share one, the foundation's is the state's.
+
+    Parameters lie in the same way on the ranks of each place on the axis of tensor parallelism.
+    """
     made = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
     for plan in plans.values():
         degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
         if degrees not in made:
             shape, names = (degrees, ("dp_replicate", "fsdp")) if degrees[0] > 1 else (degrees[1:], ("fsdp",))
-            made[degrees] = init_device_mesh(state.device_type, shape, mesh_dim_names=names)
+            root = init_device_mesh(state.device_type, (*shape, state.size("tp")), mesh_dim_names=(*names, "tp"))
+            made[degrees] = root[names]
     return {name: made[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
 
 

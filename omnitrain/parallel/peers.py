@@ -1,4 +1,4 @@
-"""All ranks of the default process group as :class:`~omnitrain.models.peers.Peers`."""
+"""Ranks of a process group as :class:`~omnitrain.models.peers.Peers`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,18 +17,24 @@ _PATIENCE = timedelta(days=7)
 
 
 class GlooPeers:
-    """All ranks, which talk over a gloo group of their own: no answer waits for the device, and no wait ends early.
+    """Ranks which talk over a gloo group of their own: no answer waits for the device, and no wait ends early.
 
     Every rank must make one, in the same order as other process groups.
 
+    Args:
+        groups: ``[groups, size of each]`` global ranks: each rank talks to those of its own group; None: all to all.
+
     Attributes:
-        rank: this one.
+        rank: this one, among those of its group.
         size: how many there are.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="peers")
+    def __init__(self, groups: np.ndarray | None = None) -> None:
+        everyone = np.arange(dist.get_world_size())[None] if groups is None else groups
+        for ranks in everyone.tolist():
+            group = dist.new_group(ranks, backend="gloo", timeout=_PATIENCE, group_desc="peers")
+            if dist.get_rank() in ranks:
+                self._group, self.rank, self.size = group, ranks.index(dist.get_rank()), len(ranks)
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""

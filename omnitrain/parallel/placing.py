@@ -39,11 +39,11 @@ def placed(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap) -> Step
 
     Args:
         plan: of the step.
-        rank: this one.
-        packs: its own.
+        rank: this one, as the plan counts.
+        packs: its own; those of ranks that share their samples are the same.
         swap: sends the r-th of some parcels to rank r, and returns what each rank sent; called by all or by none.
     """
-    moving = [component.name for component in plan.topology.components if component.place != "local"]
+    moving = [component.name for component in plan.topology.components if plan.topology.moves(component.name)]
     ports = {plan.topology.ports[port].name for name in moving for port in plan.topology.ports_of(name)}
     if not ports:
         return StepBatch(tuple(packs), plan, tuple({} for _ in packs))
@@ -60,9 +60,9 @@ def placed(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap) -> Step
 
 
 def _own_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaCall]]:
-    """Number, name of media, and the item as a call of its own, of all items that the rank drew."""
+    """Number, name of media, and the item as a call of its own, of all items that the rank owns."""
     numbers = iter(np.flatnonzero(plan.owner == rank).tolist())
-    for pack in packs:
+    for pack in packs if plan.topology.is_owner(rank) else ():
         batches = {**pack.inputs, **pack.targets}
         for port in plan.topology.ports:
             if port.name in batches:

@@ -31,16 +31,21 @@ from omnitrain.recipe.parallel import FOUNDATION
 def topology_of(model: OmniModel, places: Mapping[str, Place] | None = None) -> Topology:
     """What planning must know of a model and of the ranks it lies on.
 
+    Ranks are counted among those over which losses add up (:attr:`ParallelState.loss_ranks`): tensor parallel peers
+    do the same, each in a group of its own.
+
     Args:
         model: as :func:`omnitrain.parallel.parallelize.build_parallelize_model` laid it out; else a copy on every rank.
         places: component -> who encodes its items; absent: as its plan says, or the rank that drew them.
     """
     layout = layout_of(model)
-    everyone = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+    everyone = tuple(range(len(_planned_ranks(model))))
     trained = {name: any(p.requires_grad for p in own.values()) for name, own in model.components.items()}
     copies = {name: len(everyone) for name in trained}
     planned: dict[str, Place] = {}
+    data_groups: tuple[tuple[int, ...], ...] = ()
     if layout is not None:
+        data_groups = _runs(len(everyone), layout.state.size("sequence"))
         copies = {name: component.num_replicas for name, component in layout.components.items()}
         planned = {name: component.plan.place or "local" for name, component in layout.components.items()}
     planned |= places or {}
@@ -57,7 +62,20 @@ def topology_of(model: OmniModel, places: Mapping[str, Place] | None = None) -> 
         )
         for name in (*model.ports, FOUNDATION)
     ]
-    return Topology(len(everyone), tuple(components), ("text", *model.decoder_names))
+    return Topology(len(everyone), tuple(components), ("text", *model.decoder_names), data_groups)
+
+
+def _planned_ranks(model: OmniModel) -> tuple[int, ...]:
+    """The global ranks that plan a step together, this one among them."""
+    layout = layout_of(model)
+    if layout is not None:
+        return layout.state.loss_ranks
+    return tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+
+
+def _runs(number: int, length: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks that share a sequence are neighbours among those over which losses add up."""
+    return tuple(tuple(range(first, first + length)) for first in range(0, number, length))
 
 
 def facts_of(pack: Pack, apart: Mapping[str, Apart] | None = None) -> MicroBatchFacts:
@@ -102,17 +120,30 @@ class StepPlanner:
         topology: of the run.
         peers: the data processes of all ranks.
         apart: see :func:`facts_of`.
+        ranks: global rank of each that the topology counts.
     """
 
-    def __init__(self, topology: Topology, peers: DataPeers, apart: Mapping[str, Apart] | None = None) -> None:
-        self.topology, self.peers, self.apart = topology, peers, dict(apart or {})
+    def __init__(
+        self, topology: Topology, peers: DataPeers, apart: Mapping[str, Apart] | None, ranks: tuple[int, ...]
+    ) -> None:
+        self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
-        """Plan the step of these packs, and bring media to the ranks that encode them; every rank calls it."""
-        facts = RankFacts(tuple(facts_of(pack, self.apart) for pack in packs))
+        """Plan the step of these packs, and bring media to the ranks that encode them; every rank calls it.
+
+        Ranks that share their samples pass the same packs.
+        """
+        rank = self.ranks.index(self.peers.meeting.rank)
+        drawn = packs if self.topology.is_owner(rank) else ()
+        facts = RankFacts(tuple(facts_of(pack, self.apart) for pack in drawn))
         tables = self.peers.tables(encode_table(self.topology, facts))
-        plan = plan_step(self.topology, decode_tables(self.topology, tables))
-        return placed(plan, self.peers.meeting.rank, packs, self.peers.swap)
+        plan = plan_step(self.topology, decode_tables(self.topology, [tables[number] for number in self.ranks]))
+        return placed(plan, rank, packs, self._swap)
+
+    def _swap(self, parcels: Sequence[bytes]) -> list[bytes]:
+        sent = dict(zip(self.ranks, parcels, strict=True))
+        received = self.peers.swap([sent.get(number, b"") for number in range(self.peers.meeting.world_size)])
+        return [received[number] for number in self.ranks]
 
     def __enter__(self) -> StepPlanner:
         """Meet the others before a row is read: who fails before would be waited for."""
@@ -134,4 +165,4 @@ def step_planner(
         places: see :func:`topology_of`.
     """
     peers = DataPeers(meeting if meeting is not None else open_meeting())
-    return StepPlanner(topology_of(model, places), peers, model.runner.apart)
+    return StepPlanner(topology_of(model, places), peers, model.runner.apart, _planned_ranks(model))

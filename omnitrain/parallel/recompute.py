@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from omnitrain.ops.attention import packed, packed_borders
+from omnitrain.ops.attention import inside, packed_row
 from omnitrain.ops.unread_rows import reading, rows_read
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -70,7 +70,7 @@ def _checkpointed(
 
 def _contexts(saved_ops: Sequence[Any] | None) -> Contexts:
     """For forward and recompute: the latter happens after the packed row's context was left."""
-    again = _both(packed(packed_borders()), reading(rows_read()))
+    again = _both(inside(packed_row()), reading(rows_read()))
     if saved_ops is None:
         return nullcontext(), again
     saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))

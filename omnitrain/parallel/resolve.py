@@ -17,11 +17,10 @@ from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelP
 
 _MISSING_AXES = {
     "tp": "tensor parallelism",
-    "ulysses": "sequence parallelism",
-    "cp": "context parallelism",
     "ep": "expert parallelism",
     "pp": "pipeline parallelism",
 }
+_MODEL_AXES = ("pp", "cp", "ulysses", "tp", "ep")
 _STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
 
 
@@ -142,7 +141,7 @@ class _Resolving:
             mode=mode,
             dp_replicate=dp_replicate,
             dp_shard=dp_shard,
-            **dict.fromkeys(_MISSING_AXES, 1),
+            **self._model_degrees(),
             precision=precision,
             recompute=recompute,
             saved_ops=saved_ops,
@@ -151,8 +150,17 @@ class _Resolving:
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
             freeze=self._is_frozen,
             compile=compile_,
-            place=self._merged.place or "local",
+            place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
+
+    def _model_degrees(self) -> dict[str, int]:
+        """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
+        found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
+        return found if self._is_foundation else dict.fromkeys(found, 1)
+
+    @property
+    def _is_foundation(self) -> bool:
+        return self._name == FOUNDATION
 
     @property
     def _is_frozen(self) -> bool:
@@ -162,13 +170,22 @@ class _Resolving:
         self.problems.append(f"{self._plans.path_of(self._name, field)}.{field}: {text}")
 
     def _degrees(self) -> tuple[str, int, int] | None:
-        """Mode, copies, ranks of a copy; None: they do not fit."""
-        ranks = self._state.size("loss")
-        own = (self._state.shape.dp_replicate, self._state.size("fsdp"))
-        mode, replicate, shard = self._merged.mode, self._merged.dp_replicate, self._merged.dp_shard
+        """Mode, copies, ranks of a copy; None: they do not fit.
+
+        The degrees of the foundation, and those that components take over from the default plan, multiply to the ranks
+        with samples of their own: those that share a sequence share a copy. A component that says them itself divides
+        all ranks over which losses add up.
+        """
+        fields = ("mode", "dp_replicate", "dp_shard")
+        mode, replicate, shard = (getattr(self._merged, field) for field in fields)
         if mode is None and replicate is None and shard is None:
+            if self._state.dp_mode == "replicate":
+                return "replicate", self._state.size("loss"), 1
+            own = (self._state.shape.dp_replicate, self._state.size("fsdp"))
             return _mode_of(*own), *own
-        where = self._plans.path_of(self._name, "mode", "dp_replicate", "dp_shard")
+        where = self._plans.path_of(self._name, *fields)
+        is_data = self._is_foundation or where == "default"
+        ranks = self._state.size("dp" if is_data else "loss")
         if mode == "hsdp" and replicate is None and shard is None:
             self.problems.append(f"{where}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
             return None
@@ -182,12 +199,17 @@ class _Resolving:
             self.problems.append(f"{where}: {' '.join(str(error).split())}")
             return None
         found = (shape.dp_replicate, shape.dp_shard)
-        if self._name == FOUNDATION and found != own:
+        state = self._state.shape
+        if self._is_foundation and found != (state.dp_replicate, state.dp_shard):
             self.problems.append(
                 f"{where}: found {found[0]} x {found[1]} (dp_replicate x dp_shard), but the parallel state has "
-                f"{own[0]} x {own[1]}; set it in one place"
+                f"{state.dp_replicate} x {state.dp_shard}; set it in one place"
             )
             return None
+        if mode == "replicate":
+            return mode, self._state.size("loss"), 1
+        if is_data:
+            found = (found[0], found[1] * self._state.size("sequence"))
         return mode or _mode_of(*found), *found
 
     def _precision(self) -> Precision:

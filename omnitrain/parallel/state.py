@@ -21,7 +21,7 @@ DpMode = Literal["fsdp2", "hsdp", "replicate"]
 # Meshes for the same parameter are cut from one root, or FSDP could not put them together.
 _DENSE_ROOT = ("pp", "dp_replicate", "fsdp", "tp")
 _EXPERT_ROOT = ("pp", "dp_replicate", "ep_fsdp", "ep", "tp")
-_ALONE = ("dp", "loss", "cp", "sp")
+_ALONE = ("dp", "loss", "cp", "sp", "sequence")
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +138,19 @@ class ParallelState:
     def cp_group(self) -> dist.ProcessGroup:
         """Ranks that share a sequence and attend around a ring."""
         return self._meshes["cp"].get_group()
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup:
+        """Ranks that share a sequence, in either way: cp x sp."""
+        return self._meshes["sequence"].get_group()
+
+    @property
+    def loss_ranks(self) -> tuple[int, ...]:
+        """The ranks of ``loss_group``, ascending: those that have other rows than this one. A step is planned by them.
+
+        With tensor parallelism there are as many such groups as it has ranks, and all do the same.
+        """
+        return tuple(self.shape.group(self.rank, "loss").tolist())
 
     @property
     def loss_group(self) -> dist.ProcessGroup:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -13,11 +15,12 @@ from omnitrain.models.calls import MediaCall
 from omnitrain.models.encoding import Share
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
-from omnitrain.parallel.applied import layout_of, reduce_replicas
+from omnitrain.parallel.applied import AppliedLayout, layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.stall_report import Phase
-from omnitrain.plan import StepPlan
+from omnitrain.plan import PlannedComponent, StepPlan
 
 Observe = Callable[[Pack, OmniOutput], Any]
 
@@ -62,7 +65,7 @@ def accumulate_gradients(
         if note is not None:
             note(micro_batch=number, phase="forward", samples=pack.info.ids)
         reduce_on_last(model, batch.plan, number)
-        output = model(pack, share_of(batch, number, model.device))
+        output = model(pack, share_of(model, batch, number))
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
@@ -83,9 +86,12 @@ def reduce_on_last(model: OmniModel, plan: StepPlan, micro_batch: int) -> None:
         reduce_replicas(model, {c.name: plan.last_active(c.name) == micro_batch for c in plan.topology.components})
 
 
-def share_of(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:
+def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
     """What this rank does in a micro-batch, as the model takes it."""
     plan, work = batch.plan, batch.work[micro_batch]
+    layout = layout_of(model)
+    ranks = np.array(layout.state.loss_ranks if layout is not None else range(plan.topology.world_size))
+    rank = int(np.searchsorted(ranks, _rank()))
     calls, heads, exchanges = {}, set(), {}
     for entrance, number in zip(plan.topology.entrances, plan.calls[micro_batch].tolist(), strict=True):
         if entrance.kind == "encode":
@@ -93,12 +99,24 @@ def share_of(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:
         elif entrance.kind == "head" and number:
             heads.add(entrance.name)
     for component in plan.topology.components:
-        if component.place != "local" and plan.is_active(component.name, micro_batch):
-            made = [item for call in plan.calls_of(_rank(), component.name, micro_batch) for item in call.items]
+        if plan.topology.moves(component.name) and plan.is_active(component.name, micro_batch):
+            made = [item for call in plan.calls_of(rank, component.name, micro_batch) for item in call.items]
             routes = plan.routes(component.name, micro_batch)
-            exchanges[component.name] = Exchange(routes, made=made, is_differentiable=component.is_trained)
-    there = {name: [MediaCall(c.items.to(device), c.samples) for c in made] for name, made in work.items()}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges)
+            routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
+            group = _group_of(layout, component)
+            exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
+    part = None
+    if layout is not None:
+        part = part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
+    there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part)
+
+
+def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:
+    """The ranks among which the component's rows move."""
+    if layout is None:
+        return None
+    return layout.state.loss_group if component.place == "world" else layout.state.sequence_group
 
 
 def _rank() -> int:

@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -360,11 +359,10 @@ def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcom
     """The part of one rank; the outcome, or why the layout is refused, comes back from rank 0."""
     model = _built(factory)
     try:
-        init_state_of(case.plan)
-        table = micro_batches(model, batch, case.ranks, case.accumulation)
+        state = init_state_of(case.plan)
+        table = micro_batches(model, batch, state.dp_size, case.accumulation)
         build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
     except UserError as error:
         return str(error)
-    rank = dist.get_rank()
-    outcome = train(model, table, rank)
-    return outcome if rank == 0 else None
+    outcome = train(model, table, state.dp_rank)
+    return outcome if state.rank == 0 else None

@@ -15,6 +15,7 @@ EXPERT_AXES = ("pp", "dp_replicate", "ep_fsdp", "ep", "tp")
 _RECIPE_KEYS = {"sp": "ulysses"}  # the axis is that of sequence parallelism, the key says by which method
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
+    "sequence": ("cp", "sp"),
     "fsdp": ("dp_shard", "cp", "sp"),
     "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
 }
@@ -30,9 +31,9 @@ class MeshShape:
         pp x dp_replicate x ep_fsdp  x  ep     x tp       the experts
 
     so that ep x ep_fsdp = dp_shard x cp x sp, and neighbours in rank are neighbours in ``tp``, then ``sp`` (or ``ep``).
-    Three products have names of their own: ``dp`` = dp_replicate x dp_shard, the ranks with samples of their own;
-    ``fsdp`` = dp_shard x cp x sp, over which parameters are sharded; ``loss`` = dp_replicate x fsdp, over which losses
-    add up.
+    Four products have names of their own: ``dp`` = dp_replicate x dp_shard, the ranks with samples of their own;
+    ``sequence`` = cp x sp, which share every row of tokens; ``fsdp`` = dp_shard x sequence, over which parameters are
+    sharded; ``loss`` = dp_replicate x fsdp, over which losses add up.
 
     Make one with :func:`fit_mesh`, which checks it.
     """

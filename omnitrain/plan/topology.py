@@ -82,7 +82,7 @@ class Topology:
         losses: names, in the order of their columns in the table.
         data_groups: ranks that hold the same samples (sequence and tensor parallel peers), each rank in one group.
             Empty: every rank has samples of its own. A sample is listed in the table of one rank of its group, its
-            owner.
+            owner: the first.
 
     Raises:
         ValueError: every contradiction at once.
@@ -120,6 +120,14 @@ class Topology:
         for index, group in enumerate(self.data_groups):
             groups[list(group)] = index
         return groups
+
+    def is_owner(self, rank: int) -> bool:
+        """Whether ``rank`` lists the samples of its data group in its table; the other ranks of the group list none."""
+        return bool(self.data_groups[self.group_of[rank]][0] == rank)
+
+    def moves(self, component: str) -> bool:
+        """Whether an item of the component may be encoded by another rank than one that needs its rows."""
+        return self.component(component).place != "local" or any(len(group) > 1 for group in self.data_groups)
 
     def component(self, name: str) -> PlannedComponent:
         """The component of that name."""

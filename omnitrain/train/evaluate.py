@@ -173,9 +173,9 @@ def heldout_loss(model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE) 
     meter = LossMeter()
     for number, (pack, share) in enumerate(in_step(model, packs, peers)):
         there = pack.to(model.device)
-        losses = model(there, share).losses
+        output = model(there, share)
         if number < len(packs):
-            meter.add(there, losses)
+            meter.add(there, output)
     return meter.read(peers)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from omnitrain.data.pack import Pack
+from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.peers import ALONE, Peers
-from omnitrain.ops.cross_entropy import LossTerm
 
 
 class LossMeter:
@@ -24,13 +24,12 @@ class LossMeter:
         self._sources: dict[str, int] = {}
         self._totals: dict[str, torch.Tensor] = {}  # head -> [sources, 2]: loss sum, tokens
 
-    def add(self, pack: Pack, losses: dict[str, LossTerm]) -> None:
+    def add(self, pack: Pack, output: OmniOutput) -> None:
         """Take in the losses of one pack."""
         ids = [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
         source_of_sample = torch.tensor(ids).to(pack.cu_seqlens.device, non_blocking=True)
-        for name, term in losses.items():
-            rows = pack.text_rows if name == "text" else pack.targets[name].positions
-            sources = source_of_sample[torch.bucketize(rows, pack.cu_seqlens[1:], right=True)]
+        for name, term in output.losses.items():
+            sources = source_of_sample[torch.bucketize(output.read[name], pack.cu_seqlens[1:], right=True)]
             # Doubles count tokens exactly, and past 2^24, where adding 1 to a float no longer changes it.
             values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1).double()
             self._total(name, values).index_add_(0, sources, values)

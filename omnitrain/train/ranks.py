@@ -27,12 +27,25 @@ class Ranks:
     Attributes:
         state: how they are factorised; None: one process that lays nothing out.
         peers: what they tell each other.
+        loss_peers: those of them over which losses add up. Tensor parallel peers have the same losses, and run the same
+            evaluation, each among such ranks of its own.
         meeting: of their data processes.
     """
 
     state: ParallelState | None
     peers: Peers
+    loss_peers: Peers
     meeting: Meeting
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that draw samples; ranks that share a sequence or matrices have one place."""
+        return self.state.dp_rank if self.state is not None else 0
+
+    @property
+    def data_size(self) -> int:
+        """How many draw samples of their own."""
+        return self.state.dp_size if self.state is not None else 1
 
     @property
     def is_first(self) -> bool:
@@ -69,12 +82,14 @@ def join_ranks(plan: ParallelPlan, device: torch.device) -> Ranks:
     is_begun = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_begun else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan():
-        return Ranks(None, ALONE, open_meeting())
+        return Ranks(None, ALONE, ALONE, open_meeting())
     if device.type == "cpu" and num_ranks > 1 and not is_begun:
         dist.init_process_group("gloo")
     state = init_state_of(plan)
-    peers = GlooPeers() if state.world_size > 1 else ALONE
-    return Ranks(state, peers, open_meeting())
+    peers = loss_peers = GlooPeers() if state.world_size > 1 else ALONE
+    if len(state.loss_ranks) < state.world_size:
+        loss_peers = GlooPeers(state.shape.groups("loss"))
+    return Ranks(state, peers, loss_peers, open_meeting())
 
 
 def leave_ranks() -> None:

@@ -157,8 +157,8 @@ class Trainer:
             state=state.data,
             alone=not self.model.runner.contract.packs,
             slots=self.recipe.train.micro_batches,
-            rank=self.ranks.peers.rank,
-            ranks=self.ranks.peers.size,
+            rank=self.ranks.data_rank,
+            ranks=self.ranks.data_size,
             idle=idle_prompt(self.model),
             then=step_planner(self.model, self.ranks.meeting),
         )
@@ -247,21 +247,22 @@ class Trainer:
             NonFiniteError: before the update, on all ranks; the message names the samples.
         """
         settings = self.recipe.train.optimizer
-        torch.manual_seed(_seed_of(self.recipe.train.seed, self.step, self.ranks.peers.rank))
+        torch.manual_seed(_seed_of(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank))
         part = accumulate_gradients(
             self.model,
             batch,
             loss_weights=self.recipe.train.loss_weights,
-            observe=lambda pack, output: self.meter.add(pack, output.losses),
+            observe=self.meter.add,
             note=self.watch.at,
         )
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
         norm = clip_gradients(self.model.parameters(), settings.max_grad_norm).item()
-        loss = self.ranks.peers.sum(part.item())
+        loss = self.ranks.loss_peers.sum(part.item())
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            ids = [name for names in self.ranks.peers.gather([p.info.ids for p in batch.packs]) for name in names]
+            everywhere = self.ranks.peers.gather([pack.info.ids for pack in batch.packs])
+            ids = list(dict.fromkeys(names for packs in everywhere for names in packs))
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}; samples {ids}")
         if sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
@@ -279,7 +280,7 @@ class Trainer:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            **self.meter.read(self.ranks.peers),
+            **self.meter.read(self.ranks.loss_peers),
             **self.stopwatch.read(),
             "memory_mb": max(self.ranks.peers.gather(peak_memory_mb(self.device))),
             "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
@@ -316,7 +317,8 @@ class Trainer:
             return {}
         eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
         with console.status("evaluation") as status, eager:
-            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update, self.ranks.peers)
+            peers = self.ranks.loss_peers
+            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update, peers)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         trained_on = merge_states(self.ranks.peers.gather(self.data_state)).rejected
         self.ranks.first(lambda: self._report(result, scores, [*trained_on, *result.rejected]))

@@ -21,6 +21,7 @@ from omnitrain.models.foundation import EncodedMedia
 from omnitrain.models.hf import foundation_class
 from omnitrain.models.native import NativeRows, config_nodes, discover, override, peaked_
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.attention import PackedRow
 
 
 @dataclass
@@ -87,9 +88,9 @@ def plain_logits_of_items_apart(both: Pair, probe: Probe) -> Tensor:
 def our_logits(model: OmniModel, pack: Pack, *, packed: bool = True) -> dict[int, Tensor]:
     """Sample index -> ``[T, vocabulary]``, of the forward that training runs: as a packed row, or unpacked."""
     runner = model.runner
-    borders = tuple(pack.cu_seqlens.tolist()) if packed else None
+    row = PackedRow(tuple(pack.cu_seqlens.tolist())) if packed else None
     media = EncodedMedia(runner.encode(pack))
-    logits = runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), borders).logits[0]
+    logits = runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), row).logits[0]
     return dict(zip(pack.info.indices, logits.split(pack.info.lengths), strict=True))
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_borders
+from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_row
 from omnitrain.ops.attention.arguments import HONOURED, IRRELEVANT
 
 BORDERS = (0, 4, 8, 13)
@@ -209,11 +209,11 @@ def test_contexts_nest_and_can_be_entered_again() -> None:
     row = packed([0, 2, 2, 5])
     with row:
         with packed(None):
-            assert packed_borders() is None
+            assert packed_row() is None
         with row, row:
-            assert packed_borders() == (0, 2, 2, 5)
-        assert packed_borders() == (0, 2, 2, 5)
-    assert packed_borders() is None
+            assert packed_row().borders == (0, 2, 2, 5)
+        assert packed_row().borders == (0, 2, 2, 5)
+    assert packed_row() is None
 
 
 @pytest.mark.parametrize("borders", [(), (1, 4), (0, 5, 3)])

@@ -68,3 +68,23 @@ def qwen2_5_omni_thinker() -> PreTrainedModel:
 def qwen3_omni_moe_thinker() -> PreTrainedModel:
     """Images, videos, sound; experts."""
     return _family("qwen3_omni_moe_thinker")
+
+
+def qwen3() -> PreTrainedModel:
+    """Text alone."""
+    return _family("qwen3")
+
+
+def qwen2_5_vl() -> PreTrainedModel:
+    """A tower with windows."""
+    return _family("qwen2_5_vl")
+
+
+def qwen3_5() -> PreTrainedModel:
+    """Linear attention."""
+    return _family("qwen3_5")
+
+
+def glm4v() -> PreTrainedModel:
+    """Markers around videos of their own."""
+    return _family("glm4v")

@@ -87,8 +87,8 @@ def with_mistakes(table: Step) -> dict[str, list[str]]:
     batch = step_batch(model, step_planner(model), table[rank])
     share_of = step.share_of
 
-    def skipping(batch: StepBatch, micro_batch: int, device: torch.device) -> Share:
-        share = share_of(batch, micro_batch, device)
+    def skipping(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
+        share = share_of(model, batch, micro_batch)
         return replace(share, calls={}) if rank >= 2 and micro_batch == 0 else share
 
     with patch.object(step, "share_of", skipping):

@@ -16,6 +16,7 @@ from omnitrain.models.contract.leaks import first_leak
 from omnitrain.models.contract.trial import Case, Trial, head_of, largest, relative
 from omnitrain.models.foundation import EncodedMedia
 from omnitrain.models.native import config_nodes
+from omnitrain.ops.attention import PackedRow
 
 # Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
 TOLERANCE = 1e-3
@@ -127,7 +128,7 @@ def leaking_class(trial: Trial) -> str | None:
         name = first_leak(
             trial.ours,
             partial(trial.logits, alone, EncodedMedia()),
-            partial(trial.logits, pack, EncodedMedia(), borders),
+            partial(trial.logits, pack, EncodedMedia(), PackedRow(borders)),
             start,
             stop,
             borders[-1],

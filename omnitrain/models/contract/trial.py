@@ -18,6 +18,7 @@ from omnitrain.models.contract.findings import Contract, Outcome
 from omnitrain.models.contract.probes import Probe, ordinary_words, reworded
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.native import discover, failure_of_model
+from omnitrain.ops.attention import PackedRow
 
 _T = TypeVar("_T")
 
@@ -125,9 +126,9 @@ class Trial:
         """Rows of the pack's media."""
         return EncodedMedia(self.runner.encode(pack))
 
-    def logits(self, pack: Pack, media: EncodedMedia, borders: tuple[int, ...] | None = None) -> Tensor:
-        """All logits of a pack, ``[T, vocabulary]``; without borders as of one sample, unpacked."""
-        output = self.runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), borders)
+    def logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None = None) -> Tensor:
+        """All logits of a pack, ``[T, vocabulary]``; without a row as of one sample, unpacked."""
+        output = self.runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), row)
         logits: Tensor = output.logits[0]
         return logits
 

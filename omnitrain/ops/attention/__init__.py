@@ -11,7 +11,7 @@ masking by itself.
 
 from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable
 from omnitrain.ops.attention.mask_spec import MaskSpec
-from omnitrain.ops.attention.packing import packed, packed_borders
+from omnitrain.ops.attention.packing import PackedRow, RowPart, inside, packed, packed_row
 from omnitrain.ops.attention.use import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
 
 __all__ = [
@@ -19,10 +19,13 @@ __all__ = [
     "AUTO",
     "AttentionRow",
     "MaskSpec",
+    "PackedRow",
+    "RowPart",
     "attention_report",
     "backend_names",
+    "inside",
     "packed",
-    "packed_borders",
+    "packed_row",
     "plain_implementation",
     "require_trainable",
     "use_omnitrain_attention",

@@ -12,9 +12,9 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention.arguments import refuse_unknown
 from omnitrain.ops.attention.call import CAUSAL, FULL, Call
 from omnitrain.ops.attention.choose import choose
-from omnitrain.ops.attention.mask_functions import describe, is_causal
+from omnitrain.ops.attention.mask_functions import describe, describe_alike, is_causal
 from omnitrain.ops.attention.mask_spec import MaskSpec, plain_spec
-from omnitrain.ops.attention.packing import packed_borders
+from omnitrain.ops.attention.packing import PackedRow, packed_row
 from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
 
 # Layers that learnt from the context alone that their row is packed, and so need it in a recomputation, too.
@@ -34,22 +34,26 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch
     Raises:
         UserError: the row is packed, and what is asked for does not fit it.
     """
-    padding, borders = arguments.get("attention_mask"), packed_borders()
+    padding, row = arguments.get("attention_mask"), packed_row()
     if isinstance(padding, MaskSpec):  # made by an outer model: as transformers does with a mask that is made already
         return padding
-    if borders is None:
+    if row is None:
         return plain_mask(implementation, **arguments)
     shape = tuple(arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-    if shape != (1, borders[-1], borders[-1]):
+    if shape != (1, row.num_rows, row.num_rows):
         if is_causal(arguments["mask_function"]):
             raise UserError(
-                f"inside a packed row of {borders[-1]} tokens the model makes a causal mask for batch size, queries "
+                f"inside a packed row of {row.num_rows} tokens the model makes a causal mask for batch size, queries "
                 f"and keys of {shape}: which of them belong to which sample is not known"
             )
         return plain_mask(implementation, **arguments)
     if padding is not None and not bool(padding.all()):
         raise UserError("a packed row has no padding, but attention_mask leaves tokens out")
-    return describe(arguments["mask_function"], borders, arguments.get("use_vmap", False), arguments["device"])
+    function, use_vmap, device = arguments["mask_function"], arguments.get("use_vmap", False), arguments["device"]
+    if row.part is None:
+        return describe(function, row.borders, use_vmap, device)
+    spec = describe_alike(function, row.borders, device) if row.masks is None else next(row.masks)
+    return spec.on(row.part.attention)
 
 
 @torch.compiler.disable  # borders are values, not shapes: a traced call would be compiled again for each row
@@ -83,10 +87,8 @@ def omnitrain_attention(
         UserError: the layer asks for something that cannot be honoured; names it.
     """
     if isinstance(attention_mask, MaskSpec):
-        if attention_mask.shard is None:
-            _check_fit(module, query, key, attention_mask.borders[-1])
-        else:
-            _check_fit(module, query, key, attention_mask.shard.num_rows, "this rank's part of the packed row")
+        shard = attention_mask.shard
+        _check_fit(module, query, key, attention_mask.borders[-1] if shard is None else shard.num_rows)
         if implementation == SDPA:
             _check_causality(module, attention_mask, kwargs)
         spec = attention_mask
@@ -96,6 +98,7 @@ def omnitrain_attention(
             return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
         spec = found
     refuse_unknown(type(module).__name__, kwargs)
+    _check_bias(module, spec, kwargs.get("position_bias"))
     call = Call(
         query=query,
         key=key,
@@ -122,16 +125,18 @@ def _spec(
     kwargs: dict[str, Any],
 ) -> MaskSpec | None:
     """The spec of a packed row whose mask is not one yet; None: the input is not packed."""
+    row = packed_row()
     if kwargs.get("cu_seq_lens_q") is not None:
         borders = _borders(module, kwargs)
-        _check_fit(module, query, key, borders[-1])
-        return _spec_of_layer(module, borders, mask, kwargs)
-    active = packed_borders()
-    if active is None or not _is_row(module, query, key, active, mask):
+        if row is None or row.part is None or row.borders != borders:
+            _check_fit(module, query, key, borders[-1])
+            return _spec_of_layer(module, borders, mask, kwargs)
+    if row is None or not _is_row(module, query, key, row, mask):
         _check_recomputation(module)
         return None
     _rely_on_context.add(module)
-    return _spec_of_layer(module, active, mask, kwargs)
+    spec = _spec_of_layer(module, row.borders, mask, kwargs)
+    return spec if row.part is None else spec.on(row.part.attention)
 
 
 def _borders(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -183,14 +188,22 @@ def _check_causality(module: torch.nn.Module, spec: MaskSpec, kwargs: dict[str, 
         )
 
 
-def _check_fit(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_rows: int, of: str = "the packed row"
-) -> None:
+def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_rows: int) -> None:
     found = (query.size(0), query.size(2), key.size(2))
     if found != (1, num_rows, num_rows):
         raise UserError(
-            f"{type(module).__name__}: batch size, queries and keys are {found}, but {of} has 1, {num_rows} and "
-            f"{num_rows}"
+            f"{type(module).__name__}: batch size, queries and keys are {found}, but the packed row has 1, "
+            f"{num_rows} and {num_rows} on this rank"
+        )
+
+
+def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | None) -> None:
+    """A bias by position, which a model makes for the tokens that it sees, must be of the whole row."""
+    length = spec.borders[-1]
+    if bias is not None and bias.shape[-2:] != (length, length):
+        raise UserError(
+            f"{type(module).__name__}: a position bias of shape {tuple(bias.shape)} does not fit a row of {length} "
+            "tokens: this model's sequences cannot be shared by several ranks"
         )
 
 
@@ -198,15 +211,15 @@ def _is_row(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    borders: tuple[int, ...],
+    row: PackedRow,
     mask: torch.Tensor | None,
 ) -> bool:
-    """Whether a layer inside ``packed(borders)`` attends over the packed row, not over something of its own."""
-    length = borders[-1]
+    """Whether a layer inside a packed row attends over it, not over something of its own."""
+    length = row.num_rows
     if (query.size(0), query.size(2), key.size(2)) == (1, length, length):
         return True
     if query.size(2) == length or (mask is None and getattr(module, "is_causal", False)):
-        _check_fit(module, query, key, borders[-1])
+        _check_fit(module, query, key, length)
     return False
 
 

@@ -107,13 +107,17 @@ class MaskSpec:
         """The same mask, for a rank that has only ``shard`` of the row."""
         return self._with(self.general, shard)
 
+    @property
+    def whole(self) -> MaskSpec:
+        """The same mask, for a rank that has the whole row."""
+        return self if self._whole is None else self._whole
+
     def of_heads(self, start: int, stop: int) -> MaskSpec:
         """The mask of the heads ``start`` to ``stop`` alone, for a rank that has the whole row of them."""
-        whole = self if self._whole is None else self._whole
         if not isinstance(self.general, torch.Tensor) or self.general.size(1) == 1:
-            return whole
+            return self.whole
         general = self.general[:, start:stop]
-        return whole.remember((start, stop), lambda: self._with(general, None))
+        return self.whole.remember((start, stop), lambda: self._with(general, None))
 
     def _with(self, general: MaskFunction | torch.Tensor | None, shard: SequenceShard | None) -> MaskSpec:
         spec = MaskSpec(self.borders, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)

@@ -1,17 +1,74 @@
-"""Says that a forward runs over a packed row, and where its samples begin and end."""
+"""Says that a forward runs over a packed row, where its samples begin and end, and what of it is on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from omnitrain.ops.attention.mask_spec import MaskSpec
+    from omnitrain.ops.attention.sharded import SequenceShard
 
 Borders = tuple[int, ...]
 
-_borders: ContextVar[Borders | None] = ContextVar("packed_borders", default=None)
+
+class RowPart(Protocol):
+    """This rank's tokens of a packed row that several ranks share; the others have the others."""
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """``[t]`` int64, ascending: which tokens of the row."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole row."""
+        ...
+
+    @property
+    def attention(self) -> SequenceShard:
+        """Attends from these tokens to the whole row."""
+        ...
+
+    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """What all ranks have of a tensor, in the order of the row, differentiable; all of them call it together.
+
+        Args:
+            tensor: with this rank's tokens along ``dim``.
+            dim: along which the row runs.
+        """
+        ...
 
 
-def packed(cu_seqlens: Sequence[int] | None) -> _Packed:
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """The packed row that a forward runs over.
+
+    Attributes:
+        borders: ``(0, ..., T)`` of the samples in the whole row.
+        part: what of it is on this rank; None: all of it.
+        masks: of the whole row, in the order in which the model asks for them; None: they follow from its functions.
+    """
+
+    borders: Borders
+    part: RowPart | None = None
+    masks: Iterator[MaskSpec] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the model sees."""
+        return self.borders[-1] if self.part is None else self.part.rows.numel()
+
+
+_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
+
+
+def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     """Keep the samples of a row apart in every attention over its ``[1, T]`` tokens: a context for ``with``.
 
     It goes around the forward of the model that reads the row. Other models, such as towers, run outside of it or
@@ -26,25 +83,30 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Packed:
         ValueError: the borders do not begin at 0, or fall.
     """
     if cu_seqlens is None:
-        return _Packed(None)
+        return _Inside(None)
     borders = tuple(cu_seqlens)
     if borders[:1] != (0,) or any(stop < start for start, stop in pairwise(borders)):
         raise ValueError(f"borders of samples begin at 0 and do not fall, but these are {borders}")
-    return _Packed(borders)
+    return _Inside(PackedRow(borders))
 
 
-def packed_borders() -> Borders | None:
-    """The borders of the packed row that is being read; None: there is none."""
-    return _borders.get()
+def inside(row: PackedRow | None) -> _Inside:
+    """:func:`packed`, of a row that may lie on several ranks."""
+    return _Inside(row)
 
 
-class _Packed:
-    def __init__(self, borders: Borders | None) -> None:
-        self._borders = borders
-        self._tokens: list[Token[Borders | None]] = []
+def packed_row() -> PackedRow | None:
+    """The packed row that is being read; None: there is none."""
+    return _row.get()
+
+
+class _Inside:
+    def __init__(self, row: PackedRow | None) -> None:
+        self._row = row
+        self._tokens: list[Token[PackedRow | None]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_borders.set(self._borders))
+        self._tokens.append(_row.set(self._row))
 
     def __exit__(self, *_: object) -> None:
-        _borders.reset(self._tokens.pop())
+        _row.reset(self._tokens.pop())
