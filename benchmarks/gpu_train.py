@@ -259,10 +259,11 @@ Batch = list[dict[str, Any]]
 
 def packed_batches(samples: Batch, tokens: int, number: int) -> list[Batch]:
     """``number`` batches as omnitrain's packer fills packs, from ``HELD`` samples at a time."""
-    waiting, held, batches = iter(samples), list[_Ordered](), []
+    waiting, held = iter(samples), list[_Ordered]()
+    batches: list[Batch] = []
     while len(batches) < number:
         held += [_Ordered(sample, index) for index, sample in islice(enumerate(waiting), HELD - len(held))]
-        chosen = fill_pack(held, tokens)  # type: ignore[type-var,arg-type]
+        chosen = fill_pack(held, tokens)
         held = [sample for sample in held if sample not in chosen]
         batches.append([sample.arguments for sample in chosen])
     return batches
@@ -372,7 +373,7 @@ def run_hf(side: str, config: Any, batches: list[Batch], given: Namespace) -> Me
             model,
             _arguments(folder, number, given.device),
             {"hf_flattened": flattened, "hf_padded": padded}[side],
-            [batches[index] for index in order],  # type: ignore[arg-type]
+            [batches[index] for index in order],
             callbacks=[borders],
         )
         trainer.remove_callback(PrinterCallback)

@@ -111,9 +111,9 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
     then = step_planner(trainer.model, trainer.ranks.meeting)
-    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, then=then)  # type: ignore[list-item,arg-type]
+    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, then=then)
     marked = Marked(loader)
-    trainer.loader = marked  # type: ignore[assignment]
+    trainer.loader = marked
     trainer.fit()
     seconds = marked.asked[WARM_UP + steps] - marked.asked[WARM_UP]
     return sum(marked.tokens[WARM_UP : WARM_UP + steps]) / seconds
@@ -191,6 +191,7 @@ def in_a_fresh_process(run: Callable[[], float]) -> float:
 
 
 def _begin() -> None:
+    multiprocessing.set_start_method(None, force=True)  # data workers start as in a user's run, not by this server
     settle()
     console.quiet = True
 

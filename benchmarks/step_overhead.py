@@ -119,7 +119,7 @@ def measure(rounds: int, steps: int, skipped: int, folder: str) -> Result:
     packs = [pack for (pack,) in islice(drawn, skipped, skipped + total)]
     bare = BareLoop(trainer.model, packs, recipe)
     watched = Rounds(trainer, bare, WARM_UP + rounds, steps, skipped)
-    trainer.loader = watched  # type: ignore[assignment]
+    trainer.loader = watched
     trainer.fit()
     assert watched.ids == [pack.info.ids for pack in packs], "the two sides saw different packs"
     _check_losses(bare, Path(recipe.output_dir, "metrics.jsonl"))

@@ -125,6 +125,17 @@ TEXT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         qk_nope_head_dim=8,
         v_head_dim=16,
     ),
+    "glm4_moe": _text(
+        "glm4_moe",
+        **_HEAD,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
     "gpt_oss": _text(
         "gpt_oss",
         **_HEAD,

@@ -44,7 +44,7 @@ def test_omnitrain_command_parses_and_its_recipe_and_overrides_resolve(
     if words[0].startswith("--"):
         assert words[0] in ("--help", "--version")
         return
-    verb = group.commands[words[0]]  # type: ignore[attr-defined]
+    verb = group.commands[words[0]]
     arguments = verb.make_context(words[0], words[1:]).params if words[1:] != ["--help"] else {}
     if words[0] in RECIPE_VERBS and arguments and not names_a_model(arguments.get("model_or_recipe") or ""):
         recipe = recipe_of(arguments, copied_recipes())

@@ -33,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         is_tower = config["model_type"] in ("siglip_vision_model", "whisper")
         model = AutoModel.from_config(built) if is_tower else foundation_class(built)(built)
         for part in (model, *beside):
-            part.save_pretrained(folder / name)  # type: ignore[attr-defined]
+            part.save_pretrained(folder / name)
         return str(folder / name)
 
     def rows(name: str, task: str) -> str:

@@ -129,8 +129,12 @@ def check(
 
 
 def names_a_model(name: str) -> bool:
-    """A folder, or ``org/name`` of the Hub; recipes are files or bare names."""
+    """A folder, or ``org/name`` of the Hub; recipes are files or bare names, even where a folder has that name."""
+    from omnitrain.recipe.shipped import list_recipes
+
     path = Path(name)
+    if name in list_recipes():
+        return False
     return path.is_dir() or (name.count("/") == 1 and not path.is_file() and path.suffix not in (".yaml", ".yml"))
 
 

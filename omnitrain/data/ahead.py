@@ -120,7 +120,7 @@ def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, o
                     return
     except (UserError, TrainingError) as caught:
         error = caught
-    except Exception:
+    except Exception:  # it must reach the training process, not only this one's stderr
         error = TrainingError(f"in the data process:\n{traceback.format_exc()}")
     sender.finish(error)
     if error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from omnitrain.data.media import decode_audio, decode_image, decode_video
+from omnitrain.data.media import costing_one_row, decode_audio, decode_image, decode_video
 from omnitrain.data.parts import MediaPart
 from omnitrain.data.rows import MODALITIES, Row
 from omnitrain.data.sample import Features, MediaItem
@@ -57,7 +57,8 @@ class AttachedMedia:
         """
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
         media = _decode(part.modality, row.media_bytes(part.modality, part.position), adapter.max_frames)
-        features, num_tokens = adapter.prepare(part.modality, media)
+        with costing_one_row(f"{name} cannot prepare this {part.modality}"):
+            features, num_tokens = adapter.prepare(part.modality, media)
         return name, MediaItem(features, num_tokens)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, processing_utils
 
-from omnitrain.data.media import decode_audio, decode_clip, decode_image, decode_soundtrack
+from omnitrain.data.media import costing_one_row, decode_audio, decode_clip, decode_image, decode_soundtrack
 from omnitrain.data.parts import MediaPart
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Features
@@ -119,7 +119,11 @@ class MediaExpander:
         Raises:
             ValueError: the processor refuses it, or would cut it.
         """
-        output, text, per_token = self._call(self.tokens[medium.modality], [medium])
+        name = type(self._processor).__name__
+        with costing_one_row(f"{name} cannot prepare this {medium.modality}"):
+            output, text, per_token = self._call(self.tokens[medium.modality], [medium])
+        if not text:
+            raise ValueError(f"{name} makes no token of this {medium.modality}: it is too short or too small")
         features = {name: np.asarray(value) for name, value in output.items() if name not in per_token}
         by_modality = {medium.modality: features}
         if medium.sound is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -117,6 +118,24 @@ def decode_soundtrack(data: bytes) -> Waveform | None:
     except Exception:  # not for Pillow, whose formats are silent
         return _with_av(data, _soundtrack)
     return None
+
+
+@contextmanager
+def costing_one_row(what: str) -> Iterator[None]:
+    """Around a processor that somebody else wrote, at work on one medium: what it stumbles over must not end the run.
+
+    Args:
+        what: names the processor and the medium.
+
+    Raises:
+        ValueError: whatever it raised, but for mistakes that every medium would meet (``UserError``, ``ImportError``).
+    """
+    try:
+        yield
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:  # clips without a window, images without a pixel: each processor stumbles in its own way
+        raise ValueError(f"{what}: {_cause(error)}") from error
 
 
 def _clip(frames: Sequence[tuple[float | None, Image.Image]]) -> Clip:

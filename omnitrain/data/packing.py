@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -11,12 +12,28 @@ from omnitrain.data.sample import Sample
 from omnitrain.plan.balance import assign_by_cost
 
 
-def num_tokens(samples: Sequence[Sample]) -> int:
+class Packable(Protocol):
+    """What takes a place in a pack, as :class:`Sample` does."""
+
+    @property
+    def index(self) -> int:
+        """Place in the order of arrival."""
+        ...
+
+    def __len__(self) -> int:
+        """Tokens."""
+        ...
+
+
+Held = TypeVar("Held", bound=Packable)
+
+
+def num_tokens(samples: Sequence[Packable]) -> int:
     """Tokens of all ``samples`` together."""
     return sum(len(sample) for sample in samples)
 
 
-def fill_pack(held: Sequence[Sample], capacity: int, *, alone: bool = False) -> list[Sample]:
+def fill_pack(held: Sequence[Held], capacity: int, *, alone: bool = False) -> list[Held]:
     """The oldest sample, then the longest ones that still fit: dense packs in which nobody waits for ever.
 
     Args:

@@ -150,8 +150,8 @@ def _open(source: DataSource) -> datasets.Dataset:
             f"data: no parquet file at {source.path!r} (looked at {path.absolute()}){_nearest_file(path)}"
         ) from None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error
-        raise DataError(f"data: {source.path!r} cannot be read as parquet: {cause}") from error
+        where = "as parquet" if files else f"from the Hub, and there is no such folder ({path.absolute()})"
+        raise DataError(f"data: {source.path!r} cannot be read {where}: {error.__cause__ or error}") from error
 
 
 def _glob(path: Path) -> list[str]:

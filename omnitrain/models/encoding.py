@@ -19,7 +19,6 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.models.calls import MediaCall, media_calls
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.native import NativeRows
-from omnitrain.models.part import cut_native, here
 from omnitrain.ops.attention import RowPart
 
 Exchange = Callable[..., tuple[Tensor, ...]]
@@ -62,25 +61,11 @@ class Encoded:
     idle: list[Tensor]
 
     def cut(self, model: Any, pack: Pack, part: RowPart | None) -> Encoded:
-        """The rows for the tokens of a part of the pack; ``labels`` stay whole.
-
-        Rows that none of its tokens takes are idle, and their modality is not there.
-        """
+        """The rows for the tokens of a part of the pack; ``labels`` stay whole. What no token takes is idle."""
         if part is None:
             return self
-        native = {
-            name: cut_native(rows, model.runner.placeholders(pack, name), part)
-            for name, rows in self.media.native.items()
-        }
-        found = [(rows, *here(part, rows.positions)) for rows in self.media.inserted]
-        inserted = [InsertedRows(where, rows.rows[index]) for rows, index, where in found]
-        idle = [tensor for rows in native.values() for tensor in rows.tensors() if not len(tensor)]
-        idle += [rows.rows for rows in inserted if not len(rows.rows)]
-        media = EncodedMedia(
-            {name: rows for name, rows in native.items() if len(rows.main)},
-            [rows for rows in inserted if len(rows.rows)],
-        )
-        return Encoded(media, self.labels, [*self.idle, *idle])
+        media, unused = model.runner.cut_media(pack, self.media, part)
+        return Encoded(media, self.labels, [*self.idle, *unused])
 
 
 def encode(model: Any, pack: Pack, share: Share) -> Encoded:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,9 +21,10 @@ from omnitrain.errors import UserError
 from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
-from omnitrain.models.part import cut_pack, here
+from omnitrain.models.native.text_run import StopRunError, first_block
+from omnitrain.models.part import cut_native, cut_pack, here
 from omnitrain.models.segments import run_by_segment
-from omnitrain.ops.attention import PackedRow, RowPart, inside, use_omnitrain_attention
+from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
@@ -166,6 +168,19 @@ class FoundationRunner:
         batches = [batch for name, batch in pack.inputs.items() if name in ports and ports[name].token_id == token]
         return torch.cat([batch.positions for batch in batches]).sort().values
 
+    def cut_media(self, pack: Pack, media: EncodedMedia, part: RowPart) -> tuple[EncodedMedia, list[Tensor]]:
+        """The rows for the tokens of a part of a pack, and the empty tensors of media that none of its tokens takes.
+
+        Those are left out: the model runs as over text.
+        """
+        native = {name: cut_native(rows, self.placeholders(pack, name), part) for name, rows in media.native.items()}
+        found = [(rows, *here(part, rows.positions)) for rows in media.inserted]
+        inserted = [InsertedRows(where, rows.rows[index]) for rows, index, where in found]
+        unused = [tensor for rows in native.values() for tensor in rows.tensors() if not len(tensor)]
+        unused += [rows.rows for rows in inserted if not len(rows.rows)]
+        taken = {name: rows for name, rows in native.items() if len(rows.main)}
+        return EncodedMedia(taken, [rows for rows in inserted if len(rows.rows)]), unused
+
     def text_loss(
         self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None
     ) -> tuple[LossTerm, Tensor | None]:
@@ -188,7 +203,7 @@ class FoundationRunner:
             )
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
         own = pack if part is None else cut_pack(pack, part)
-        row = self._row(pack, part)
+        row = self.row_of(pack, part)
         with reading(ReadRows(here(part, pack.read_rows)[1], own.num_tokens)):
             return run(own, media or EncodedMedia(), row)
 
@@ -218,23 +233,43 @@ class FoundationRunner:
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
-            return type(lm_head).forward(lm_head, hidden[:, pack.text_rows])
+            logits: Tensor = lm_head.forward(hidden[:, pack.text_rows])
+            return logits
 
         logits = self.run_pack(pack, media, head, row).logits[0]
         supervised = logits if states else logits[pack.text_rows]
         term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
         return term, states[0] if states else None
 
-    def _row(self, pack: Pack, part: RowPart | None) -> PackedRow | None:
+    def row_of(self, pack: Pack, part: RowPart | None) -> PackedRow | None:
         """Where samples share a row, or ranks; from the host's side, so that no device is waited for."""
         if part is None and not self.contract.packs:
             return None
-        return PackedRow((0, *accumulate(pack.info.lengths)), part)
+        borders = (0, *accumulate(pack.info.lengths))
+        return PackedRow(borders, part, None if part is None else cache(partial(self._whole_masks, pack, borders)))
+
+    @torch.no_grad()
+    def _whole_masks(self, pack: Pack, borders: tuple[int, ...]) -> list[MaskSpec]:
+        """The masks that the model asks for over a whole pack: of a forward that ends at its first block.
+
+        Its embeddings are zeros that take no memory, and no collective runs: hooks of the model itself are left out.
+        """
+        embedding: Any = self.model.get_input_embeddings()
+        nothing = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
+        row = PackedRow(borders)
+        handle = first_block(self.model).register_forward_pre_hook(_stop, prepend=True)
+        try:
+            with _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))):
+                arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
+                with inside(row), suppress(StopRunError):
+                    self.model.forward(input_ids=pack.input_ids, **arguments)
+        finally:
+            handle.remove()
+        return row.masks
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None) -> Any:
         """One forward over a pack, or over a part of one; see :meth:`run`."""
-        arguments = {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
-        return self.run(pack.input_ids, head=head, media=media, arguments=arguments, row=row)
+        return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), row=row)
 
     def run(
         self,
@@ -261,13 +296,7 @@ class FoundationRunner:
         Returns:
             The model's own output.
         """
-        given = dict(arguments)
-        if row is not None:
-            cu_seqlens = torch.tensor(row.borders, dtype=torch.int32).to(input_ids.device, non_blocking=True)
-            longest = max(stop - start for start, stop in pairwise(row.borders))
-            given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-            given |= {"max_length_q": longest, "max_length_k": longest}
-        taken = {name: value for name, value in given.items() if self._takes_any or name in self._parameters}
+        taken = self._taken(arguments, row, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
         with ExitStack() as stack:
             stack.enter_context(_forward_replaced(lm_head, lambda hidden: head(hidden, lm_head)))
@@ -280,6 +309,24 @@ class FoundationRunner:
                 stack.enter_context(inside(row))
             return self.model(input_ids=input_ids, **taken)
 
+    def _taken(self, arguments: Mapping[str, Any], row: PackedRow | None, device: torch.device) -> dict[str, Any]:
+        """Those that the model's forward takes, with the borders of a packed row."""
+        given = dict(arguments)
+        if row is not None:
+            cu_seqlens = torch.tensor(row.borders, dtype=torch.int32).to(device, non_blocking=True)
+            longest = max(stop - start for start, stop in pairwise(row.borders))
+            given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            given |= {"max_length_q": longest, "max_length_k": longest}
+        return {name: value for name, value in given.items() if self._takes_any or name in self._parameters}
+
+
+def _of_pack(pack: Pack) -> dict[str, Any]:
+    return {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
+
+
+def _stop(*_: Any) -> None:
+    raise StopRunError
+
 
 def _end_to_end(parts: Sequence[NativeRows]) -> NativeRows:
     """Rows for one placeholder, in the layout of the first part."""
@@ -288,7 +335,7 @@ def _end_to_end(parts: Sequence[NativeRows]) -> NativeRows:
 
 def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRows]) -> Callable[[Tensor], Tensor]:
     def forward(ids: Tensor) -> Tensor:
-        embeds: Tensor = type(embedding).forward(embedding, ids)
+        embeds: Tensor = embedding.forward(ids)
         if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
             return embeds
         length = ids.size(1)
@@ -302,8 +349,23 @@ def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRow
 
 @contextmanager
 def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    module.forward = forward
+    """While open, the module's forward is another one, inside of which it is what it was."""
+    own = vars(module).get("forward")
+
+    def replaced(value: Tensor) -> Tensor:
+        put_back()
+        try:
+            return forward(value)
+        finally:
+            module.forward = replaced
+
+    def put_back() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+    module.forward = replaced
     try:
         yield
     finally:
-        del module.forward
+        put_back()

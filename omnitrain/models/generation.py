@@ -138,7 +138,8 @@ def _decode(
     text_embedding = model.foundation.get_input_embeddings()
     for _ in range(max_new_tokens):
         hidden, text_logits = step.last()
-        next_embeds = text_embedding.weight.new_zeros(len(hidden), text_embedding.weight.size(1))
+        size = (len(hidden), text_embedding.weight.size(1))
+        next_embeds = hidden.new_zeros(size, dtype=text_embedding.weight.dtype)
         next_tokens = [processor.end_token] * len(hidden)
         for mode, rows in _rows_by_mode(sequences):
             index = torch.tensor(rows, device=hidden.device)
@@ -215,7 +216,7 @@ class _Foundation:
 
         def head(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
             states.append(hidden[:, -1])
-            return type(lm_head).forward(lm_head, hidden[:, -1:])
+            return lm_head.forward(hidden[:, -1:])
 
         columns = slice(self.seen, None)
         width = self.input_ids.size(1) - self.seen

@@ -80,7 +80,7 @@ def agreed(peers: Peers, make: Callable[[], T]) -> T:
     failed: Exception | None = None
     try:
         made.append(make())
-    except Exception as error:
+    except Exception as error:  # raised again below, when the others know
         failed = error
     is_users, is_told = isinstance(failed, UserError), isinstance(failed, UserError | TrainingError)
     what = failed and (str(failed) if is_told else f"{type(failed).__name__}: {failed}")

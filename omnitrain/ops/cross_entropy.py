@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
+from omnitrain.errors import UserError
 from omnitrain.ops.backends import Backend, choose, liger_missing
+from omnitrain.ops.collectives import add_up_gradients
+from omnitrain.ops.sharded_vocabulary import sharded_softmax
 
 IGNORED = -100  # the label of a row that predicts nothing
 
@@ -66,7 +72,9 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[N, hidden]``.
-        weight: ``[classes, hidden]``, dtype of ``hidden``. Its gradient is added up in fp32.
+        weight: ``[classes, hidden]``, dtype of ``hidden``. Its gradient is added up in fp32. A DTensor has its classes
+            evenly on the ranks of its mesh, which call this with the same rows; so has ``bias``. All of them return
+            the loss; gradients are those of the sum of what they return (:mod:`omnitrain.ops.collectives`).
         labels: ``[N]`` int64, each in ``[0, classes)``, or -100: ignored, costs no logits.
         bias: ``[classes]`` or None.
         count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
@@ -84,12 +92,27 @@ def linear_cross_entropy(
     if count is None:
         count = int((labels != IGNORED).sum())
     kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
-    softmax = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device).run
+    chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
+    softmax, group = chosen.run, _group_of(weight)
+    if group is not None:
+        if chosen.name != "torch":
+            raise UserError(f"cross_entropy: {chosen.name} cannot share a vocabulary between ranks; use torch or auto")
+        softmax, weight, bias = partial(sharded_softmax, group=group), _own(weight), _own(bias)
     chunk_rows = max(1, (chunk_elements or CHUNK_ELEMENTS[hidden.device.type]) // weight.size(0))
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, softmax, torch.is_grad_enabled()
     )
-    return LossTerm(total, count, rows)
+    return LossTerm(total if group is None else add_up_gradients(total, group), count, rows)
+
+
+def _group_of(weight: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks that share the classes; None: this one has them all."""
+    return weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
+
+
+def _own(tensor: Any) -> Any:
+    """This rank's part of a DTensor, with a graph."""
+    return None if tensor is None else tensor.to_local()
 
 
 def _torch_softmax(

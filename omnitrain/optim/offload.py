@@ -45,8 +45,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._copies[parameter].master if parameter in self._copies else parameter
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update from the gradients of the parameters."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One update from the gradients of the parameters; None is returned, as no closure may be given."""
         assert closure is None, "a closure would compute gradients twice"
         self._copy_options()
         for copy in self._copies.values():

@@ -18,6 +18,8 @@ from omnitrain.plan import needed_capacity, padded
 
 # Data processes run ahead, and wait for each other while their ranks save or evaluate. A dead one is noticed at once.
 _PATIENCE = timedelta(days=7)
+_TO_COME = timedelta(minutes=2)  # from the first to the last data process of a run; they are started together
+_FAILED_ELSEWHERE = "the data failed on another rank"
 _FIRST_CAPACITY = 1024  # words
 
 
@@ -110,9 +112,13 @@ class DataPeers:
         self._finish(self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()))
 
     def join(self) -> None:
-        """Meet the others now, not at the first use; all must."""
+        """Meet the others now, not at the first use; all must.
+
+        Raises:
+            TrainingError: a rank does not come.
+        """
         if self.meeting.world_size > 1:
-            _ = self._group
+            self._group = self._met(_TO_COME)
 
     def leave(self) -> None:
         """Say no more: a rank that waits for this one gets an error instead of an answer."""
@@ -123,11 +129,25 @@ class DataPeers:
             work.wait()
         except RuntimeError as error:  # gloo's own for a connection that was closed
             del work  # it would keep this rank's connections open, on which others may wait
-            raise TrainingError("the data failed on another rank") from error
+            raise TrainingError(_FAILED_ELSEWHERE) from error
 
     @cached_property
     def _group(self) -> Any:
+        return self._met(_PATIENCE)
+
+    def _met(self, patience: timedelta) -> Any:
         """Apart from torch's default group: that belongs to the rank, this to its data process."""
         meeting = self.meeting
-        store = dist.TCPStore(meeting.host, meeting.port, is_master=False)
-        return dist.ProcessGroupGloo(store, meeting.rank, meeting.world_size, _PATIENCE)
+        try:
+            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=patience)
+            group = dist.ProcessGroupGloo(store, meeting.rank, meeting.world_size, patience)
+        except dist.DistStoreError as error:  # somebody has not come
+            seconds = patience.total_seconds()
+            raise TrainingError(
+                f"the data processes of {meeting.world_size} ranks did not meet within {seconds:.0f} s: at least one "
+                "ended before it had read a row; its rank says why"
+            ) from error
+        except RuntimeError as error:  # somebody has come and left, while this one was still connecting
+            raise TrainingError(_FAILED_ELSEWHERE) from error
+        group._set_default_timeout(_PATIENCE)
+        return group

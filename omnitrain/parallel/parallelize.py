@@ -14,10 +14,13 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
+from omnitrain.parallel.experts import chosen_layers, expert_layers, spread_experts
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.shard import Sharding, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.plan import tensor_plan
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
 from omnitrain.parallel.weights import load_weights, require_equal_weights, require_weights
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -66,7 +69,9 @@ def build_parallelize_model(
     state = parallel_state or get_parallel_state()
     omni = _as_omni(model)
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
-    plans = resolve_plans(omni, parallel_plan or ParallelPlan(), state, flags)
+    plan = parallel_plan or ParallelPlan()
+    tensors = tensor_plan(omni, plan, state.size("tp"))
+    plans = resolve_plans(omni, plan, state, flags, tensors)
     if weights_path is None:
         require_weights(omni)
 
@@ -76,13 +81,16 @@ def build_parallelize_model(
     if init_device not in (None, "meta"):
         omni.to(init_device)
     _set_precision(omni, plans)
-    require_equal_weights(omni, state.loss_group)
-    units = find_units(omni)
+    require_equal_weights(omni)
+    cut_tensors(omni, tensors.styles, state.tp_mesh)
+    experts = _spread_experts(omni, plans, plan, state)
+    units = find_units(omni, experts)
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None
     meshes = _meshes(plans, state)
     parameters = {name: tuple(own) for name, own in omni.components.items()}
-    shard(omni, units, {name: _sharding(plan, meshes[name], enable_full_shard) for name, plan in plans.items()})
+    how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
+    shard(omni, units, how)
     remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, compiled))
     return omni
 
@@ -113,6 +121,19 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
                 parameter.data = parameter.data.float()
             elif dtype is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+
+
+def _spread_experts(
+    model: OmniModel, plans: Mapping[str, ComponentPlan], plan: ParallelPlan, state: ParallelState
+) -> dict[str, tuple[str, ...]]:
+    """Component -> names of its modules of experts that are now spread over ranks."""
+    spread = {}
+    for name, layers in expert_layers(model).items():
+        if (plans[name].ep or 1) > 1:
+            chosen = chosen_layers(layers, plan.ep_plan)
+            spread_experts(model, chosen, state.ep_mesh, state.tp_mesh)
+            spread[name] = tuple(layer.name for layer in chosen)
+    return spread
 
 
 def _keep_activations(
@@ -148,11 +169,12 @@ def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[st
     return {name: made[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
 
 
-def _sharding(plan: ComponentPlan, mesh: DeviceMesh, full_shard: bool) -> Sharding:
+def _sharding(plan: ComponentPlan, mesh: DeviceMesh, expert_mesh: DeviceMesh, full_shard: bool) -> Sharding:
     assert plan.precision is not None
     compute = None if plan.precision.compute == plan.precision.param else plan.precision.compute
     return Sharding(
         mesh=mesh,
+        expert_mesh=expert_mesh,
         compute_dtype=dtype_of(compute),
         reduce_dtype=dtype_of(plan.precision.reduce),
         keep_unsharded=not full_shard,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import queue
@@ -124,6 +125,7 @@ def receive(connection: Connection) -> Message:
 def serve(connection: Connection, rank: int) -> None:
     """Run cases until the pool's process hangs up."""
     follow_main_process()
+    multiprocessing.set_start_method(None, force=True)  # the pool's would cost every data process imports of its own
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gc.freeze()  # the imports need not be searched after every case

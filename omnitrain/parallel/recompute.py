@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from omnitrain.ops.attention import inside, packed_row
+from omnitrain.ops.experts import RoutingTape, is_experts
 from omnitrain.ops.unread_rows import reading, rows_read
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -46,11 +47,13 @@ def recompute_blocks(
         around: block -> a context in which its inputs are saved, such as one that offloads them.
     """
     kept = None if saved_ops is None else [found for op in saved_ops if (found := find_op(op)) is not None]
-    for block in blocks:
+    layers = list(blocks)
+    has_routers = any(is_experts(module) for layer in layers for module in layer.modules())
+    for block in layers:
         context = partial(around, block) if around is not None else nullcontext
         layer: Any = block
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept))
+        layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept, has_routers))
 
 
 def find_op(name: str) -> Any:
@@ -68,13 +71,21 @@ def _checkpointed(
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(saved_ops: Sequence[Any] | None) -> Contexts:
-    """For forward and recompute: the latter happens after the packed row's context was left."""
-    again = _both(inside(packed_row()), reading(rows_read()))
-    if saved_ops is None:
-        return nullcontext(), again
-    saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
-    return saving, _both(again, replaying)
+def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
+    """For forward and recompute: the latter happens after the packed row's context was left.
+
+    Routers are taped: rounding may differ in the recompute, and a token that then goes to another expert has another
+    gradient, or another number of rows on some rank.
+    """
+    forward: list[AbstractContextManager[Any]] = []
+    again: list[AbstractContextManager[Any]] = [inside(packed_row()), reading(rows_read())]
+    if has_routers:
+        tape = RoutingTape()
+        forward, again = [tape.recording()], [*again, tape.replaying()]
+    if saved_ops is not None:
+        saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
+        forward, again = [*forward, saving], [*again, replaying]
+    return _both(*forward), _both(*again)
 
 
 def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

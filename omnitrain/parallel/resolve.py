@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.models.contract.sequence import sequence_contract_of
 from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
+from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
+from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
-    "tp": "tensor parallelism",
-    "ep": "expert parallelism",
     "pp": "pipeline parallelism",
 }
-_MODEL_AXES = ("pp", "cp", "ulysses", "tp", "ep")
+_MODEL_AXES = ("pp", "cp", "ulysses")  # of the foundation; other components lie beside it with degree 1
 _STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
 
 
@@ -42,22 +45,33 @@ class CallFlags:
 
 
 def resolve_plans(
-    model: OmniModel, plan: ParallelPlan, state: ParallelState, flags: CallFlags
+    model: OmniModel,
+    plan: ParallelPlan,
+    state: ParallelState,
+    flags: CallFlags,
+    tensors: TensorPlan | None = None,
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
 
     Raises:
-        RecipeError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
+        PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
             model is changed before.
     """
-    components = model.components
-    frozen = [name for name, own in components.items() if not any(p.requires_grad for p in own.values())]
-    problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
+    components, frozen = model.components, _frozen(model)
+    names = _names(model)
+    problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
-    blocks = blocks_of(model)
+    tensors = tensors or tensor_plan(model, plan, state.size("tp"))
+    problems += tensors.problems
+    problems += _sequence_problems(model, plan, state)
+    blocks, layers = blocks_of(model), expert_layers(model)
+    problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
+    problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
-        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]))
+        tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
+        spread = chosen_layers(layers[name], plan.ep_plan)
+        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread)
         found = resolving.plan()
         problems += resolving.problems
         if found is not None:
@@ -65,6 +79,19 @@ def resolve_plans(
             problems += _fp32_problems(model, name, found)
     raise_problems(problems)
     return plans
+
+
+def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
+    """The part of :func:`resolve_plans` that is the same for any number of ranks.
+
+    Raises:
+        PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
+    """
+    plan.check(_names(model), frozen=_frozen(model))
+
+
+def _frozen(model: OmniModel) -> list[str]:
+    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:
@@ -78,6 +105,11 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
     return names
 
 
+def _matching(globs: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    every_name = [name for own in names.values() for name in own]
+    return {glob: dim for glob, dim in globs.items() if any(matches(glob, name) for name in every_name)}
+
+
 def _degrees_of(state: ParallelState) -> dict[str, int]:
     return {axis: state.size(_STATE_AXIS.get(axis, axis)) for axis in AXES}
 
@@ -85,14 +117,43 @@ def _degrees_of(state: ParallelState) -> dict[str, int]:
 def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     for axis, what in _MISSING_AXES.items():
         places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
-        found = {f"{place}.{axis}": getattr(own, axis) for place, own in places.items()}
-        found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
+        found = {f"{place}.{axis}": getattr(own, axis) or 1 for place, own in places.items()}
+        if max(found.values()) == 1:
+            found["parallel state"] = state.size(_STATE_AXIS.get(axis, axis))
         for path, degree in found.items():
-            if (degree or 1) > 1:
+            if degree > 1:
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
-    for field, axis in (("tp_plan", "tp"), ("ep_plan", "ep")):
-        if getattr(plan, field):
-            yield f"{field}: {_MISSING_AXES[axis]} is not available yet; remove it"
+
+
+def _dense_problems(
+    model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
+) -> Iterator[str]:
+    """A model without experts has nothing to spread."""
+    if state.size("ep") > 1 and not any(layers.values()):
+        yield (
+            f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
+            f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
+        )
+
+
+def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """Ranks share the sequence of the foundation alone, if that may lie on several ranks and its heads divide."""
+    for name, own in plan.components.items():
+        for axis in ("ulysses", "cp"):
+            if name != FOUNDATION and (getattr(own, axis) or 1) > 1:
+                yield (
+                    f"components.{name}.{axis}: found {getattr(own, axis)}, but only the foundation's sequence is "
+                    "shared; remove it (`place: group` shares the media among these ranks)"
+                )
+    if state.size("sequence") == 1:
+        return
+    found = sequence_contract_of(model.foundation, model.runner.contract)
+    if found.problem:
+        kind = type(model.foundation).__name__
+        yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+    for heads in found.heads:
+        if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
+            yield f"parallel state: found {state.shape}: {problem}"
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -115,7 +176,15 @@ class _Resolving:
     """One component, and the problems met on the way."""
 
     def __init__(
-        self, name: str, plan: ParallelPlan, state: ParallelState, flags: CallFlags, frozen: bool, has_blocks: bool
+        self,
+        name: str,
+        plan: ParallelPlan,
+        state: ParallelState,
+        flags: CallFlags,
+        frozen: bool,
+        has_blocks: bool,
+        tp: int,
+        expert_layers: Sequence[ExpertLayer],
     ) -> None:
         self.problems: list[str] = []
         self._name = name
@@ -126,9 +195,12 @@ class _Resolving:
         self._flags = flags
         self._frozen = frozen
         self._has_blocks = has_blocks
+        self._tp = tp
+        self._expert_layers = expert_layers
 
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
+        ep = self._ep(degrees)
         recompute, saved_ops = self._recompute()
         precision = self._precision()
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
@@ -141,7 +213,9 @@ class _Resolving:
             mode=mode,
             dp_replicate=dp_replicate,
             dp_shard=dp_shard,
-            **self._model_degrees(),
+            tp=self._tp,
+            ep=ep,
+            **self._sequence_degrees(),
             precision=precision,
             recompute=recompute,
             saved_ops=saved_ops,
@@ -153,7 +227,7 @@ class _Resolving:
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
 
-    def _model_degrees(self) -> dict[str, int]:
+    def _sequence_degrees(self) -> dict[str, int]:
         """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
         found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
         return found if self._is_foundation else dict.fromkeys(found, 1)
@@ -211,6 +285,36 @@ class _Resolving:
         if is_data:
             found = (found[0], found[1] * self._state.size("sequence"))
         return mode or _mode_of(*found), *found
+
+    def _ep(self, degrees: tuple[str, int, int] | None) -> int:
+        """Ranks over which the component's experts are spread: those of the state, or 1."""
+        there = self._state.size("ep")
+        wanted = self._merged.ep or there
+        if not self._expert_layers:
+            if (self._own.ep or 1) > 1 and self._name != FOUNDATION:
+                self._problem("ep", f"found {wanted}, but the component has no experts; use 1, or remove it")
+            return 1
+        if wanted == 1:
+            return 1
+        if wanted != there:
+            self._problem("ep", f"found {wanted}, but the parallel state has {there}; use 1 or {there}")
+            return 1
+        if degrees is not None and degrees[1:] != (self._state.shape.dp_replicate, self._state.size("fsdp")):
+            self._problem(
+                "dp_replicate",
+                f"found {degrees[1]} x {degrees[2]} (dp_replicate x dp_shard) with ep {wanted}; experts that are "
+                "spread lie as the parallel state says: remove it, or use ep: 1",
+            )
+        for layer in self._expert_layers:
+            if layer.num_experts % wanted:
+                fitting = [n for n in range(1, layer.num_experts + 1) if layer.num_experts % n == 0]
+                self._problem(
+                    "ep",
+                    f"found {wanted}, which does not divide the {layer.num_experts} experts of {layer.name}; "
+                    f"{', '.join(map(str, fitting))} would",
+                )
+                break
+        return wanted
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()

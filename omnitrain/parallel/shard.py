@@ -38,6 +38,7 @@ class Sharding:
 
     Attributes:
         mesh: one dimension: shards over it (FSDP2); two: replicates over the first, shards over the second (HSDP).
+        expert_mesh: the same for experts that are spread over ranks; None: there are none.
         compute_dtype: of parameters and activations in forward and backward; None: that of the parameters.
         reduce_dtype: in which gradients are added across ranks.
         keep_unsharded: keep gathered parameters from forward to backward (more memory, less communication).
@@ -45,6 +46,7 @@ class Sharding:
     """
 
     mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None = None
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32
     keep_unsharded: bool = False
@@ -70,6 +72,9 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
             inner = how[component]
             if name in found.fp32:
                 inner = replace(inner, compute_dtype=torch.float32)
+            if name in found.experts:
+                assert inner.expert_mesh is not None
+                inner = replace(inner, mesh=inner.expert_mesh)
             is_attached = name == component and component != FOUNDATION
             _unit(
                 model.get_submodule(name),

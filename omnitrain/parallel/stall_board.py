@@ -24,8 +24,8 @@ class StallBoard:
     def __init__(self, store: dist.Store, name: str, rank: int, world: int) -> None:
         """``name`` is the same on all ranks, and used once."""
         self.rank = rank
-        own: dist.Store = store.clone()  # type: ignore[attr-defined] # else a blocking call of others would block this
-        self._store = dist.PrefixStore(name, own)
+        shared: Any = store  # torch's type stubs lack `clone`
+        self._store = dist.PrefixStore(name, shared.clone())  # else a blocking call of others would block this
         self._world = world
         self._last: Place | None = None
 

@@ -20,6 +20,7 @@ from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.stall_report import Phase
+from omnitrain.parallel.tensor.gradients import add_up_over_tp
 from omnitrain.plan import PlannedComponent, StepPlan
 
 Observe = Callable[[Pack, OmniOutput], Any]
@@ -60,6 +61,7 @@ def accumulate_gradients(
     """
     weights, counts = loss_weights or {}, batch.plan.loss_counts
     total = torch.zeros((), device=model.device)
+    share = loss_share(model)
     for number, pack in enumerate(batch.packs):
         pack = pack.to(model.device)
         if note is not None:
@@ -73,11 +75,20 @@ def accumulate_gradients(
             if note is not None:
                 note(phase="backward")
             if loss.requires_grad:  # not where all that trains is a tower, and no rank has media for it
-                loss.backward()
+                (loss * share).backward()
             total += loss.detach()
         if observe is not None:
             observe(pack, output)
+    layout = layout_of(model)
+    if layout is not None:
+        add_up_over_tp(model.parameters(), layout.state)
     return total
+
+
+def loss_share(model: OmniModel) -> float:
+    """1; 0 on all tensor parallel ranks but the first: they compute the same loss, which counts once."""
+    layout = layout_of(model)
+    return 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
 
 
 def reduce_on_last(model: OmniModel, plan: StepPlan, micro_batch: int) -> None:

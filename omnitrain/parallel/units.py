@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -21,34 +21,43 @@ class ComponentUnits:
 
     Attributes:
         fp32: modules that stay fp32 whatever the component computes in, and train.
+        experts: the experts of layers that are spread over ranks.
+        in_experts: modules inside these that every rank has, such as a norm behind them.
         blocks: items of the module lists that transformers can recompute.
         rest: what has the component's other parameters: an attached component itself, or those modules of the
             foundation that have nothing of another component.
     """
 
     fp32: tuple[str, ...] = ()
+    in_experts: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     blocks: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
         """Inner ones first: the order in which they are sharded."""
-        return (*self.fp32, *self.blocks, *self.rest)
+        return (*self.fp32, *self.in_experts, *self.experts, *self.blocks, *self.rest)
 
 
-def find_units(model: OmniModel) -> dict[str, ComponentUnits]:
+def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, ComponentUnits]:
     """The units of every component, the root's left out.
 
     A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). What is in
     no unit, such as a bare parameter beside the foundation's modules, is the root's. Where the root has none of that,
     the foundation is a unit, too, so that it can be called by itself.
+
+    Args:
+        model: the model.
+        experts: component -> its modules of experts that are spread over ranks: they lie on a mesh of their own.
     """
     parameters = _Parameters(model)
-    units = {name: parameters.units_of(name) for name in model.components if name != FOUNDATION}
-    own = parameters.units_of(FOUNDATION)
+    spread = experts or {}
+    units = {name: parameters.units_of(name, spread.get(name, ())) for name in model.components if name != FOUNDATION}
+    own = parameters.units_of(FOUNDATION, spread.get(FOUNDATION, ()))
     inside = {path for found in (*units.values(), own) for path in found.all}
     if parameters.only_own_left(model.get_submodule(FOUNDATION), FOUNDATION, inside):
-        own = ComponentUnits(own.fp32, own.blocks, (FOUNDATION,))
+        own = replace(own, rest=(FOUNDATION,))
     return {FOUNDATION: own, **units}
 
 
@@ -91,13 +100,20 @@ class _Parameters:
         keep = stays_fp32(model)
         self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
 
-    def units_of(self, component: str) -> ComponentUnits:
+    def units_of(self, component: str, experts: Sequence[str] = ()) -> ComponentUnits:
         """The component's units; the foundation's without what is beside its blocks."""
+        shared = [f"{name}.{child}" for name in experts for child, _ in self._modules[name].named_children()]
         fp32 = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
         blocks = [name for name in self.blocks(component) if name not in fp32]
         rest = [] if component == FOUNDATION else list(self._largest(component, lambda _: True))
         inner = {*fp32, *blocks}
-        return ComponentUnits(tuple(fp32), tuple(blocks), tuple(name for name in rest if name not in inner))
+        return ComponentUnits(
+            fp32=tuple(fp32),
+            in_experts=tuple(name for name in shared if self._managed(self._modules[name])),
+            experts=tuple(experts),
+            blocks=tuple(blocks),
+            rest=tuple(name for name in rest if name not in inner),
+        )
 
     def blocks(self, component: str) -> Iterator[str]:
         for name, module in self._modules.items():

@@ -346,13 +346,14 @@ def _omni(model: PreTrainedModel) -> OmniModel:
 
 
 def _called(factory: Factory) -> PreTrainedModel:
-    if isinstance(factory, str):
-        module, _, name = factory.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"no model factory {factory!r}: {error}") from None
-    return factory()  # type: ignore[operator]
+    if not isinstance(factory, str):
+        return factory()
+    module, _, name = factory.partition(":")
+    try:
+        named = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"no model factory {factory!r}: {error}") from None
+    return named()
 
 
 def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcome | str | None:

@@ -60,15 +60,15 @@ def require_weights(model: nn.Module) -> None:
         )
 
 
-def require_equal_weights(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Before they are sharded, parameters are the same on all ranks of ``group``.
+def require_equal_weights(model: nn.Module) -> None:
+    """Before they are sharded, parameters are the same on all ranks.
 
     Raises:
         UserError: on all ranks, with the names of some that differ.
     """
     mine = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}
-    everyone: list[dict[str, tuple[float, ...]]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[dict[str, tuple[float, ...]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
     different = sorted({name for other in everyone for name in mine if other.get(name) != everyone[0].get(name)})
     if different:
         raise UserError(

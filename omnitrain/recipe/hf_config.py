@@ -79,9 +79,9 @@ def check_hf_config_keys(value: Any) -> Any:
 
 
 @functools.cache
-def config_keys(config_class: type) -> frozenset[str]:
+def config_keys(config_class: type[Any]) -> frozenset[str]:
     """Names that a HF config class takes: fields, aliases, what it derives and saves, older spellings it converts."""
-    parameters = inspect.signature(config_class.__init__).parameters.values()  # type: ignore[misc]
+    parameters = inspect.signature(config_class.__init__).parameters.values()
     fields = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"}
     keys = fields | _saved_keys(config_class) | _COMMON_KEYS | _keys_read_after_init(config_class)
     if "rope_parameters" in fields:
@@ -177,12 +177,12 @@ def _own_classes(config_class: type) -> list[type]:
     return [base for base in config_class.__mro__ if base not in PreTrainedConfig.__mro__]
 
 
-def _sub_config_classes(config_class: type, value: dict[Any, Any]) -> dict[str, type | None]:
+def _sub_config_classes(config_class: type[Any], value: dict[Any, Any]) -> dict[str, type | None]:
     """Sub configs that are given as dicts -> their class; None where their own ``model_type`` decides."""
     from transformers import PreTrainedConfig
 
     classes: dict[str, type | None] = {}
-    for key, declared in config_class.sub_configs.items():  # type: ignore[attr-defined]
+    for key, declared in config_class.sub_configs.items():
         if not isinstance(value.get(key), dict):
             continue
         if issubclass(declared, PreTrainedConfig):

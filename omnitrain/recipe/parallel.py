@@ -25,6 +25,18 @@ Degree = Annotated[int | None, Field(ge=1)]
 DType = Literal["float32", "bfloat16"]  # float16 would need losses scaled
 
 
+class PlanError(RecipeError):
+    """What contradicts a parallel plan; each argument is a problem that begins with its key in the plan."""
+
+    def __str__(self) -> str:
+        count = "1 problem" if len(self.args) == 1 else f"{len(self.args)} problems"
+        return "\n  ".join([f"parallel plan: {count}", *self.args])
+
+    def under(self, key: str) -> PlanError:
+        """The same of a plan that is the value of ``key``."""
+        return PlanError(*(f"{key}.{problem}" for problem in self.args))
+
+
 class Precision(Strict):
     """Number formats. Unset: fp32 parameters and reductions; bf16 computation if mixed precision is on."""
 
@@ -179,7 +191,7 @@ class ParallelPlan(Strict):
             degrees: axis of :data:`AXES` -> degree, as far as somebody has set it in the parallel state.
 
         Raises:
-            RecipeError: every problem at once: unknown components, frozen ones with an optimizer offload, degrees that
+            PlanError: every problem at once: unknown components, frozen ones with an optimizer offload, degrees that
                 contradict the state's, globs that match nothing.
         """
         raise_problems(self.problems(names, frozen=frozen, degrees=degrees))
@@ -236,8 +248,7 @@ def raise_problems(problems: Sequence[str]) -> None:
     """One error for all problems of a parallel plan.
 
     Raises:
-        RecipeError: there are some.
+        PlanError: there are some.
     """
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise RecipeError("\n  ".join([f"parallel plan: {count}", *problems]))
+        raise PlanError(*problems)

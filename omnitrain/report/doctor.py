@@ -144,7 +144,7 @@ def _why_no_cuda() -> str:
         return "this torch is built without CUDA"
     try:
         torch.cuda.init()
-    except Exception as error:
+    except Exception as error:  # as above
         return _one_line(error)
     return f"torch is built for CUDA {torch.version.cuda} but sees no device"
 

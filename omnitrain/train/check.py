@@ -17,7 +17,9 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf import config_at
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.table import component_rows
-from omnitrain.recipe import Recipe
+from omnitrain.parallel.resolve import require_parts
+from omnitrain.recipe import ParallelPlan, Recipe
+from omnitrain.recipe.parallel import PlanError
 from omnitrain.train.device import use_device
 from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
 from omnitrain.train.evaluate import load_scorer
@@ -50,6 +52,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     device = attempt(lambda: use_device(recipe.train))
     if runs:
         _show_model(built[0])
+        attempt(functools.partial(_require_plan, built[0], recipe.parallel))
         if device is not None:
             attempt(lambda: require_ops(built[0], recipe.model.ops, device, compute_dtype(recipe.parallel)))
         broken = forward_problems(built[0])
@@ -79,6 +82,13 @@ def check_model(path: str) -> None:
     is_omni = isinstance(config_at(path), OmniConfig)
     parts: dict[str, Any] = {"config_path": path} if is_omni else {"foundation": path}
     _show_model(build_omni_model(**parts, init_device="meta"))
+
+
+def _require_plan(model: OmniModel, plan: ParallelPlan) -> None:
+    try:
+        require_parts(model, plan)
+    except PlanError as error:
+        raise error.under("parallel") from None
 
 
 def _show_model(model: OmniModel) -> None:

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import datasets
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -26,6 +27,8 @@ if not console.is_terminal:
 def quiet_libraries() -> None:
     """No progress bars and advice from the libraries below: what matters is said here, or raised."""
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # a file that cannot be read is an error of ours
+    hub_logging.set_verbosity_error()  # it tells every retry
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
 

@@ -80,7 +80,8 @@ def evaluate(
         processor: of the model.
         heldout: the held-out data sets.
         recipe: with an ``evaluation`` node and held-out data.
-        notify: told what is going on.
+        notify: told what is going on: by all ranks alike, before every pack and batch. What it raises ends the
+            evaluation, if it raises on all of them.
         peers: ranks that share the model, all of which call this.
 
     Raises:
@@ -94,11 +95,10 @@ def evaluate(
     places = heldout_places(heldout, settings.examples_per_source)
     share = _Share(places, processor, peers)
     with gathered(model):
-        notify(f"held-out loss over {len(places)} rows")
         alone = not model.runner.contract.packs
         samples = share.samples(recipe.data.pack_tokens)
         packs = agreed(peers, lambda: list(pack_all(samples, recipe.data.pack_tokens, alone=alone)))
-        losses = heldout_loss(model, packs, peers)
+        losses = heldout_loss(model, packs, peers, notify)
         made = _answers(model, share, recipe, notify, peers)
     answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
     order = _by_source(answers, places) if peers.rank == 0 else []
@@ -168,10 +168,13 @@ def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
 
 
 @torch.no_grad()
-def heldout_loss(model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE) -> dict[str, Any]:
+def heldout_loss(
+    model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE, notify: Progress = lambda _: None
+) -> dict[str, Any]:
     """Mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
     meter = LossMeter()
     for number, (pack, share) in enumerate(in_step(model, packs, peers)):
+        notify(f"held-out loss, pack {number + 1}")
         there = pack.to(model.device)
         output = model(there, share)
         if number < len(packs):

@@ -1,4 +1,4 @@
-"""Ctrl-C that lets a step finish."""
+"""Ctrl-C that lets a step finish, or a batch of answers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOGETHER_SECONDS = 1.0
+
+
+class StoppedError(Exception):
+    """Work was left, on all ranks alike, because a signal asked for it."""
 
 
 class Interrupt:

@@ -108,7 +108,7 @@ def _refused_part(parts: Model) -> str:
     for key, encoders, decoders in alone:
         try:
             _build(parts, encoders, decoders, "meta")
-        except Exception:
+        except Exception:  # as the whole was: by its HF class, in whatever way
             return key
     return "model"
 

@@ -34,7 +34,7 @@ from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
-from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.train.device import use_device
 from omnitrain.train.display import (
     StepProgress,
@@ -47,7 +47,7 @@ from omnitrain.train.display import (
 )
 from omnitrain.train.evaluate import Evaluation, evaluate, load_scorer
 from omnitrain.train.folder import RunFolder
-from omnitrain.train.interrupt import Interrupt
+from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.resume import require_same_rows
@@ -142,10 +142,11 @@ class Trainer:
         if self.ranks.state is None:
             self.model.to(self.device)
             return None
-        plan = self.recipe.parallel
-        build_parallelize_model(
-            self.model, parallel_state=self.ranks.state, parallel_plan=plan, enable_mixed_precision=None
-        )
+        state, plan = self.ranks.state, self.recipe.parallel
+        try:
+            build_parallelize_model(self.model, parallel_state=state, parallel_plan=plan, enable_mixed_precision=None)
+        except PlanError as error:
+            raise error.under("parallel") from None
         return layout_of(self.model)
 
     def _open_data(self, state: TrainingState) -> tuple[StepLoader, list[RowSource]]:
@@ -177,11 +178,7 @@ class Trainer:
             TrainingError: so they are where a data process was killed.
         """
         train = self.recipe.train
-        self.ranks.first(lambda: self.folder.open(resumed=self.resumed is not None))
         self._show()
-        metrics = (
-            MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step) if self.ranks.is_first else None
-        )
         self.stopwatch = Stopwatch()
         with (
             _settled_objects_uncollected(),
@@ -191,9 +188,12 @@ class Trainer:
             self.watch,
         ):
             self.watch.follow(self.model)
+            # Data of no use end the run before it writes anything.
+            first = [self._next_batch(steps)] if self.step < train.steps else []
+            metrics = self.ranks.first(self._open_folder)
             interrupted = False
             while self.step < train.steps and not interrupted:
-                loss, norm = self.train_step(self._next_batch(steps))
+                loss, norm = self.train_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
@@ -206,10 +206,14 @@ class Trainer:
                 interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
-                with self.watch.paused("evaluate"):
-                    return RunSummary(self.step, False, checkpoint, self._evaluate())
+                with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
+                    return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt))
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
         return RunSummary(self.step, True, checkpoint, {})
+
+    def _open_folder(self) -> MetricsFile:
+        self.folder.open(resumed=self.resumed is not None)
+        return MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
 
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
@@ -312,13 +316,19 @@ class Trainer:
         self.last_checkpoint = target
         return target
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, interrupt: Interrupt) -> dict[str, float]:
         if self.recipe.evaluation is None:
             return {}
         eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
         with console.status("evaluation") as status, eager:
+
+            def notify(doing: str) -> None:
+                if self.ranks.peers.any(interrupt.requested):
+                    raise StoppedError
+                status.update(doing)
+
             peers = self.ranks.loss_peers
-            result = evaluate(self.model, self.processor, self.heldout, self.recipe, status.update, peers)
+            result = evaluate(self.model, self.processor, self.heldout, self.recipe, notify, peers)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         trained_on = merge_states(self.ranks.peers.gather(self.data_state)).rejected
         self.ranks.first(lambda: self._report(result, scores, [*trained_on, *result.rejected]))

@@ -35,8 +35,9 @@ def call(*arguments: str) -> Any:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
-    """Put a module in the place of one that imports torch."""
+    """Put a module in the place of one that imports torch; modules in it are still found."""
     fake = types.ModuleType(module)
+    fake.__path__ = [str(Path(__file__).parents[2].joinpath(*module.split(".")))]
     vars(fake).update(names)
     monkeypatch.setitem(sys.modules, module, fake)
 
@@ -151,6 +152,12 @@ def test_generate_refuses_a_model_that_is_not_omni_and_an_output_that_is_a_file(
     refused = call("generate", str(tmp_path), "--prompt", "hi", "--output", str(tmp_path / "file"))
     assert refused.exit_code == 2
     assert "is a file" in refused.stderr
+
+
+def test_a_shipped_recipe_is_meant_though_a_folder_has_its_name(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shipped.parent / "small").mkdir()
+    stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: ["a problem of the recipe"])
+    assert "a problem of the recipe" in call("check", "small").output
 
 
 def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,18 @@ def test_a_part_without_its_file_rejects_the_row(processor: OmniProcessor) -> No
     assert isinstance(rejected, Rejected) and "show image 1, the row holds 0" in rejected.reason
 
 
+def test_what_a_component_stumbles_over_rejects_the_row(
+    processor: OmniProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble(modality: str, media: object) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(processor.readers["image"][1], "prepare", stumble)
+    rejected = processor.sample(tiny_row("image_to_text", 0))
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "image_encoder cannot prepare this image: IndexError: list index out of range"
+
+
 @pytest.mark.parametrize("messages", [None, "text", [{"role": "user", "content": None}], [{"content": "a"}], [1]])
 def test_malformed_messages_cost_their_row(processor: OmniProcessor, messages: object) -> None:
     rejected = processor.sample(Row("r", "s", messages, {}, {}))

@@ -57,7 +57,7 @@ def settings(**changes: Any) -> Data:
 def loader(rank: int = 0, ranks: int = 1, *, bad: Collection[str] = (), **options: Any) -> StepLoader:
     data, rows = options.pop("data", settings()), options.pop("rows", texts())
     options = {"seed": 3, "slots": SLOTS, "idle": IDLE} | options
-    return StepLoader([rows], Ready(bad), data, rank=rank, ranks=ranks, **options)  # type: ignore[list-item,arg-type]
+    return StepLoader([rows], Ready(bad), data, rank=rank, ranks=ranks, **options)
 
 
 def content(loaders: list[StepLoader], steps: int) -> Content:
@@ -274,7 +274,7 @@ def test_numbers_that_do_not_fit_are_refused_with_those_that_do() -> None:
 
 def test_rows_ahead_stay_bounded_however_unevenly_slots_take() -> None:
     order = SampleOrder([60], [1.0], seed=3, slots=2)
-    prepared = PreparedRows([texts()], Ready(), max_tokens=None)  # type: ignore[list-item,arg-type]
+    prepared = PreparedRows([texts()], Ready(), max_tokens=None)
     with SlotRows(prepared, {0: order.draws(0), 1: order.draws(1)}, helpers=1) as rows:
         taken = [rows.take(0).index for _ in range(1500)] + [rows.take(1).index]
         assert taken == [*range(0, 3000, 2), 1]

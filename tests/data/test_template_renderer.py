@@ -228,6 +228,17 @@ def test_a_damaged_file_rejects_its_row() -> None:
     assert isinstance(rejected, Rejected) and "unreadable image of 8 bytes" in rejected.reason
 
 
+def test_a_clip_shorter_than_a_window_rejects_its_row() -> None:
+    conversation = row("a", "b")
+    conversation.media["audio"][0] = wav(0, seconds=0.0025)
+    rejected = processor_of("qwen3_omni").sample(conversation)
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason.startswith("Qwen3OmniMoeProcessor cannot prepare this audio: RuntimeError: ")
+    rejected = processor_of("qwen2_5_omni").sample(conversation)
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "Qwen2_5OmniProcessor makes no token of this audio: it is too short or too small"
+
+
 def test_messages_that_the_template_refuses_reject_their_row() -> None:
     made, native = FAMILIES["llava"]()
     made.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (

@@ -1,7 +1,10 @@
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.cross_entropy import IGNORED, LossTerm, cross_entropy_rows, linear_cross_entropy
@@ -136,3 +139,46 @@ def test_plain_form_has_the_same_sum_count_and_rows():
     assert ours.count == fused.count and not ours.rows.requires_grad
     torch.testing.assert_close(ours.rows, fused.rows)
     assert relative_error(gradients(ours, hidden)[0], gradients(fused, hidden)[0]) <= 1e-6
+
+
+def shared_vocabulary(with_bias: bool, chunk_rows: int) -> list[float]:
+    """Errors of the loss, its rows and the gradients of a head whose classes lie on all ranks."""
+    hidden, weight, bias, labels = problem()
+    given = (hidden, weight, bias if with_bias else None)
+    theirs = plain(hidden, weight, labels, given[2])
+    expected = gradients(theirs, *(tensor for tensor in given if tensor is not None))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    cut = [distribute_tensor(t.detach(), mesh, [Shard(0)]) for t in given[1:] if t is not None]
+    own = [hidden, *(tensor.requires_grad_() for tensor in cut)]
+    bias = own[2] if with_bias else None
+    ours = linear_cross_entropy(hidden, own[1], labels, bias, chunk_elements=chunk_rows * CLASSES)
+    # Only the first rank counts the loss; what a rank has of the hidden states' gradient is its part.
+    found = torch.autograd.grad(ours.sum * (0.125 if mesh.get_rank() == 0 else 0.0), own)
+    dist.all_reduce(found[0])
+    whole = [found[0], *(gradient.full_tensor() for gradient in found[1:])]
+    pairs = [(ours.sum, theirs.sum), (ours.rows, theirs.rows), *zip(whole, expected, strict=True)]
+    return [relative_error(mine.detach(), other.detach()) for mine, other in pairs]
+
+
+@pytest.mark.parametrize(("with_bias", "chunk_rows"), [(True, 7), (False, ROWS)])
+def test_a_vocabulary_shared_by_ranks_gives_the_loss_and_gradients_of_a_whole_one(ranks, with_bias, chunk_rows):
+    for errors in ranks.run(shared_vocabulary, with_bias, chunk_rows, timeout_s=60, world=2):
+        assert len(errors) == 4 + with_bias and max(errors) < 1e-6, errors
+
+
+def ignored_and_out_of_range() -> list[float | str]:
+    hidden, weight, _, labels = problem()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    own = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    nothing = linear_cross_entropy(hidden, own, torch.full_like(labels, IGNORED))
+    found: list[float | str] = [nothing.sum.item(), *(g.norm().item() for g in gradients(nothing, hidden))]
+    try:
+        linear_cross_entropy(hidden, own, torch.full_like(labels, CLASSES))
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_shared_vocabulary_ignores_labels_and_refuses_those_out_of_range(ranks):
+    for loss, gradient, error in ranks.run(ignored_and_out_of_range, timeout_s=60, world=2):
+        assert loss == 0 and gradient == 0 and "a label is out of range" in error

@@ -33,8 +33,9 @@ def _halve_gradients(module: torch.nn.Module, arguments: object, output: OmniOut
     return replace(output, losses=losses)
 
 
-def _family(name: str) -> PreTrainedModel:
+def _family(name: str, **values: int) -> PreTrainedModel:
     config = FAMILIES[name]()
+    config.update(values)
     model = foundation_class(config)(config)
     peaked_(model)
     return model
@@ -71,8 +72,18 @@ def qwen3_omni_moe_thinker() -> PreTrainedModel:
 
 
 def qwen3() -> PreTrainedModel:
-    """Text alone."""
+    """Norms of queries and keys, head by head."""
     return _family("qwen3")
+
+
+def qwen3_of_four_heads() -> PreTrainedModel:
+    """Four key-value heads."""
+    return _family("qwen3", num_key_value_heads=4)
+
+
+def glm4v() -> PreTrainedModel:
+    """A fused matrix in its MLP."""
+    return _family("glm4v")
 
 
 def qwen2_5_vl() -> PreTrainedModel:
@@ -85,6 +96,60 @@ def qwen3_5() -> PreTrainedModel:
     return _family("qwen3_5")
 
 
-def glm4v() -> PreTrainedModel:
-    """Markers around videos of their own."""
-    return _family("glm4v")
+def qwen3_moe() -> PreTrainedModel:
+    """Experts in every layer."""
+    return _family("qwen3_moe")
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Experts with biases, transposed and interleaved."""
+    return _family("gpt_oss")
+
+
+def qwen3_vl_moe() -> PreTrainedModel:
+    """Experts, deepstack."""
+    return _family("qwen3_vl_moe")
+
+
+def qwen3_next() -> PreTrainedModel:
+    """Experts beside shared ones, linear attention."""
+    return _family("qwen3_next")
+
+
+def glm4_moe() -> PreTrainedModel:
+    """A dense layer, then experts in groups beside shared ones."""
+    return _family("glm4_moe")
+
+
+def qwen3_moe_with_six_experts() -> PreTrainedModel:
+    """Three experts per rank at ep 2, which no two ranks share evenly."""
+    return _moe(num_experts=6)
+
+
+def qwen3_moe_with_two_experts() -> PreTrainedModel:
+    """One expert per rank at ep 2."""
+    return _moe(num_experts=2)
+
+
+def lopsided_moe() -> PreTrainedModel:
+    """Nine tenths of all rows go to the first two of four experts, none to the last."""
+    model = _moe(num_experts=4)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(_to_the_first)
+    return model
+
+
+def _moe(**values: int) -> PreTrainedModel:
+    config = FAMILIES["qwen3_moe"]()
+    for name, value in values.items():
+        setattr(config, name, value)
+    model = foundation_class(config)(config)
+    peaked_(model)
+    return model
+
+
+def _to_the_first(router: torch.nn.Module, arguments: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> object:
+    logits, scores, index = output
+    is_rare = arguments[0].reshape(len(index), -1)[:, 0] > 1.0
+    chosen = torch.stack([torch.zeros_like(index[:, 0]), torch.where(is_rare, 2, 1)], dim=-1)
+    return logits, scores, chosen

@@ -15,8 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 def run_page() -> list[tuple[str, str, int]]:
     script = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, object] = {}
-    exec(compile(script[1], str(PAGE), "exec"), names)  # type: ignore[index]
-    rows = names["train"](any_to_any().train(), [pack("text"), pack("image_to_text")])  # type: ignore[operator]
+    exec(compile(script[1], str(PAGE), "exec"), names)
+    rows = names["train"](any_to_any().train(), [pack("text"), pack("image_to_text")])
     return [(row.name, row.mode, row.trainable) for row in rows]
 
 

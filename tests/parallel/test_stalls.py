@@ -178,7 +178,7 @@ def test_a_place_within_something_new_is_new() -> None:
         {"phase": "backward"},
         {"phase": "optimizer"},
     ):
-        watch.at(**change)  # type: ignore[arg-type]
+        watch.at(**change)
         seen.append(described(watch._place))
     assert seen == [
         "data, step 3",

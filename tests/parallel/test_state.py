@@ -106,7 +106,7 @@ def test_one_process_needs_no_launcher() -> None:
     assert (state.world_size, state.rank, state.dp_size, state.dp_rank, state.device_type) == (1, 0, 1, 0, "cpu")
     assert set(map(tuple, members_of_all_groups(state).values())) == {(0,)}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        state.rank = 1  # type: ignore[misc]
+        state.rank = 1
     with pytest.raises(UserError, match=r"these degrees do not fit 1 ranks:\ntp_size 2 = 2 and must divide 1"):
         ot.init_parallel_state(tp_size=2)
     assert ot.get_parallel_state() is state
@@ -136,4 +136,4 @@ def test_degrees_that_do_not_fit_are_refused_on_every_rank(
         ranks.run(answers, degrees, timeout_s=30)
     assert sorted(caught.value.ranks) == [0, 1, 2, 3]
     with pytest.raises(UserError, match=message):
-        raise caught.value.__cause__  # type: ignore[misc]
+        raise caught.value.__cause__

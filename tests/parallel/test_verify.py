@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -9,14 +11,48 @@ from omnitrain.models.native import discover
 from omnitrain.parallel.outcome import Outcome
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.verify import _compared, _in_one_process, _Rounding, verify
+from omnitrain.recipe.layout import parse_layout
+from omnitrain.recipe.parallel import ParallelPlan
 from tests.parallel import factories
 from tests.tiny import tiny_processor, tiny_samples
 
 DATA_PARALLEL = ["dp2", "dp4", "hsdp2x2", "replicate2", "dp2.accum2.recompute"]
+TENSOR_FAMILIES = (
+    "qwen3",
+    "qwen3_vl",
+    "gemma3",
+    "internvl",
+    "deepseek_v3",
+    "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_thinker",
+    "qwen3_5",
+)
 FAMILIES = ("qwen3_vl", "gemma3", "internvl", "deepseek_v3", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 
 
-def check(ranks: RankPool, name: str, samples: list, layouts: list[str]) -> None:
+QWEN_GLOBS = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+    "embed_tokens": "embedding_rowwise",
+    "visual.blocks.*.mlp.linear_fc1": "colwise",
+    "visual.blocks.*.mlp.linear_fc2": "rowwise",
+    "visual.blocks.*.attn.qkv": "colwise_gather_output",
+    "visual.blocks.*.attn.proj": "rowwise_split_input",
+}
+
+
+def cut_by_globs(layout: str) -> ParallelPlan:
+    """A layout of a model that comes without a tensor parallel plan; its tower is cut, too."""
+    return parse_layout(layout).plan().model_copy(update={"tp_plan": QWEN_GLOBS})
+
+
+def check(ranks: RankPool, name: str, samples: list, layouts: Sequence[str | ParallelPlan]) -> None:
     report = verify(f"tests.parallel.factories:{name}", samples, layouts, pool=ranks, timeout_s=120)
     assert report.ok and {row.status for row in report.rows} == {"equal"}, str(report)
     assert all(row.collectives > 0 for row in report.rows)
@@ -43,6 +79,32 @@ def test_ranks_without_images_keep_step_with_a_model_that_returns_its_image_rows
     check(ranks, "gemma3", hf_samples("gemma3"), ["dp4"])  # rows among the outputs have hooks of the foundation's unit
 
 
+def test_tensor_parallel_ranks_train_the_any_to_any_model_as_one_process_does(ranks: RankPool) -> None:
+    samples = tiny_samples(tiny_processor(factories.any_to_any()), 5)
+    check(ranks, "any_to_any", samples, ["tp2.dp2.accum2.recompute"])
+
+
+def test_a_tower_under_tensor_parallelism_counts_once(ranks: RankPool) -> None:
+    check(ranks, "qwen3_vl", hf_samples("qwen3_vl"), [cut_by_globs("tp2")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TENSOR_FAMILIES)
+def test_every_tensor_parallel_layout_trains_a_family_as_one_process_does(ranks: RankPool, name: str) -> None:
+    layouts: list[str | ParallelPlan] = ["tp2", "tp2.dp2.accum2.recompute", "tp2.hsdp2x1", "tp2.dp2.offload"]
+    if name == "qwen3_vl":
+        layouts = [cut_by_globs(str(layout)) for layout in layouts]
+    check(ranks, name, hf_samples(name), layouts)
+
+
+@pytest.mark.slow
+def test_four_tensor_parallel_ranks_train_as_one_process_where_they_divide_the_heads(ranks: RankPool) -> None:
+    for name in ("deepseek_v3", "qwen3_of_four_heads"):
+        check(ranks, name, hf_samples(name), ["tp4"])
+    report = verify("tests.parallel.factories:qwen3", hf_samples("qwen3"), ["tp4"], pool=ranks)
+    assert report.ok and "does not divide the 2 key-value heads" in report.rows[0].reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_data_parallel_layout_trains_a_family_as_one_process_does(ranks: RankPool, name: str) -> None:
@@ -51,10 +113,10 @@ def test_every_data_parallel_layout_trains_a_family_as_one_process_does(ranks: R
 
 def test_a_layout_that_is_not_there_yet_or_too_large_is_refused_with_the_reason(ranks: RankPool) -> None:
     samples = tiny_samples(tiny_processor(factories.any_to_any()), 2)
-    report = verify("tests.parallel.factories:any_to_any", samples, ["tp2.dp2", "dp8"], pool=ranks)
+    report = verify("tests.parallel.factories:any_to_any", samples, ["pp2.dp2", "dp8"], pool=ranks)
     assert [row.status for row in report.rows] == ["refused", "refused"] and report.ok
     assert (
-        "tp 2, but tensor parallelism is not available yet" in report.rows[0].reason
+        "pp 2, but pipeline parallelism is not available yet" in report.rows[0].reason
         and "needs 8 ranks, 4 may run" in report.rows[1].reason
     )
 

@@ -24,7 +24,7 @@ def topology(**encoder: object) -> Topology:
     return Topology(
         world_size=4,
         components=(
-            PlannedComponent("encoder", (0, 1, 2, 3), ports, num_replicas=2, **encoder),  # type: ignore[arg-type]
+            PlannedComponent("encoder", (0, 1, 2, 3), ports, num_replicas=2, **encoder),
             PlannedComponent("foundation", (0, 1, 2, 3), reads_packs=True),
         ),
         losses=("text",),

@@ -153,7 +153,7 @@ def test_nobody_has_data() -> None:
 
 
 def two_ranks(place: str = "local", **more: object) -> Topology:
-    encoder = PlannedComponent("encoder", (0, 1), (Port("image"),), place=place, **more)  # type: ignore[arg-type]
+    encoder = PlannedComponent("encoder", (0, 1), (Port("image"),), place=place, **more)
     return Topology(2, (encoder, PlannedComponent("foundation", (0, 1), reads_packs=True)), ("text",))
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.check import check_recipe
+from omnitrain.train.ranks import leave_ranks
 from omnitrain.train.setup import build_from_recipe
 from omnitrain.train.trainer import Trainer
 from tests.tiny import FOUNDATION, tiny_recipe
@@ -40,6 +41,16 @@ def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> N
     assert [any(word in p for p in problems) for word in ("nothing.parquet", "nothing:f", "mesages")] == [True] * 3
     unreadable = load(path, "model.encoders={}")
     assert any("asks the model to read image" in problem for problem in check_recipe(unreadable))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path), "parallel.components.image_encodr.mode=replicate")
+    problem = "parallel plan: 1 problem\n  parallel.components.image_encodr: unknown component; did you mean "
+    assert [found.startswith(problem) for found in check_recipe(recipe)] == [True]
+    with pytest.raises(UserError, match=re.escape(problem)):
+        Trainer(recipe)
+    leave_ranks()
     assert not (tmp_path / "run").exists()
 
 

@@ -9,6 +9,7 @@ from omnitrain.train.interrupt import Interrupt
 
 
 def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     now = 0.0
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
     with Interrupt() as asked:
@@ -19,6 +20,7 @@ def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypat
             now += 0.4
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def test_handlers_are_as_before_afterwards() -> None:

@@ -57,7 +57,7 @@ def test_a_recipe_trains_a_whole_hf_model_by_its_own_processor(recipe: Recipe) -
     assert moved == {f"foundation.{name}" for name in trainer.model.runner.native.components["foundation"]}
     model, processor = load_checkpoint(recipe.output_dir)
     sample = processor.sample(tiny_row("images_to_text", 1))
-    assert [span.component for span in sample.spans] == ["foundation.image"] * 2  # type: ignore[union-attr]
+    assert [span.component for span in sample.spans] == ["foundation.image"] * 2
     assert model.state_dict().keys() == trainer.model.state_dict().keys()
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.models.generation import Answer, generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.ops.compile import compile_blocks
@@ -50,7 +51,7 @@ def fail_on_interrupt_after(trainer: Trainer, step: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    trainer.train_step = train_step  # type: ignore[method-assign]
+    trainer.train_step = train_step
 
 
 def test_two_runs_with_one_seed_give_the_same_losses_and_another_seed_others(tmp_path: Path) -> None:
@@ -205,6 +206,15 @@ def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
+def test_data_of_which_nothing_fits_leave_an_earlier_run_in_its_place(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("the earlier one")
+    with pytest.raises(UserError, match=r"all of \d+ rows were rejected; .* at most 9 fit into a pack"):
+        Trainer(load(path, "data.pack_tokens=9")).fit()
+    assert [file.name for file in tmp_path.glob("run*/*")] == ["recipe.yaml"]
+
+
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'recipe.yaml' / 'run'}")
     with pytest.raises(UserError, match=r"output_dir: .*is no folder that we may write to"):
@@ -256,6 +266,24 @@ def test_a_recipe_that_would_make_another_run_of_it_is_refused_key_by_key(tmp_pa
     assert "a new output_dir" in str(caught.value)
 
 
+def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load(tiny_recipe(tmp_path), "evaluation={batch_size: 4, max_new_tokens: 2}")
+    batches: list[int] = []
+
+    def interrupted(model: Any, processor: Any, prompts: Any, **options: Any) -> list[Answer]:
+        batches.append(len(prompts))
+        os.kill(os.getpid(), signal.SIGINT)
+        return generate(model, processor, prompts, **options)
+
+    monkeypatch.setattr("omnitrain.train.evaluate.generate", interrupted)
+    summary = Trainer(recipe).fit()
+    assert (summary.interrupted, summary.step, summary.scores, batches) == (True, 4, {}, [4])
+    monkeypatch.undo()
+    assert Trainer(recipe, resume=True).fit().scores["seconds"] > 0
+
+
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     Trainer(load(recipe)).fit()
@@ -286,7 +314,7 @@ def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_
             return getattr(inner, name)
 
     inner = failing.loader
-    failing.loader = FailsAfterThreeSteps()  # type: ignore[assignment]
+    failing.loader = FailsAfterThreeSteps()
     with pytest.raises(TrainingError, match="the data process ended"):
         failing.fit()
     assert failing.step == 3

@@ -12,15 +12,19 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import omnitrain
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import config_nodes
+
+Found = TypeVar("Found")
 
 
 def contract_path(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Path:
@@ -59,18 +63,28 @@ def _own_code() -> str:
 
 def read_contract(path: Path) -> Contract | None:
     """The contract kept at ``path``; None when there is none that can be read."""
-    try:
-        return Contract.from_json(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+    return kept(path, Contract.from_json)
 
 
 def write_contract(path: Path, contract: Contract) -> None:
     """Keep ``contract``; where the cache cannot be written to, the next run checks again."""
+    keep(path, json.dumps(contract.to_json(), indent=2))
+
+
+def kept(path: Path, read: Callable[[dict[str, Any]], Found]) -> Found | None:
+    """What ``read`` makes of the JSON at ``path``; None when there is none that can be read."""
+    try:
+        return read(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def keep(path: Path, text: str) -> None:
+    """Keep ``text`` at ``path``, if it can be written to."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(contract.to_json(), indent=2))
+        partial.write_text(text)
         partial.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ def first_leak(
     expected = watch.calls(alone, stop - start, 0, stop - start)
     try:
         got = watch.calls(packed, length, start, stop)
-    except Exception as error:
+    except Exception as error:  # a foreign forward
         raise_if_ours(error)
         return watch.running[-1] if watch.running else None
     for key, (inputs, outputs) in expected.items():

@@ -45,7 +45,7 @@ def head_fact(trial: Trial) -> str | None:
     inside: list[Tensor] = []
 
     def head(hidden: Tensor, lm_head: nn.Module) -> Tensor:
-        inside.append(type(lm_head).forward(lm_head, hidden))
+        inside.append(lm_head.forward(hidden))
         return inside[-1]
 
     kind = type(head_of(trial.ours))

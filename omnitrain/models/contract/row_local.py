@@ -71,7 +71,7 @@ def _last_hidden_states(trial: Trial) -> Tensor:
 
     def head(hidden: Tensor, lm_head: nn.Module) -> Tensor:
         states.append(hidden)
-        return type(lm_head).forward(lm_head, hidden)
+        return lm_head.forward(hidden)
 
     trial.runner.run_pack(Pack.from_samples(trial.samples[:1]), EncodedMedia(), head)
     return states[0]

@@ -31,7 +31,7 @@ def attempt(measure: Callable[[], _T]) -> _T | Failure:
     """What ``measure`` returns, or how the model's own code failed in it; other failures are raised."""
     try:
         return measure()
-    except Exception as error:
+    except Exception as error:  # a foreign forward
         return Failure(failure_of_model(error))
 
 
@@ -128,7 +128,7 @@ class Trial:
 
     def logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None = None) -> Tensor:
         """All logits of a pack, ``[T, vocabulary]``; without a row as of one sample, unpacked."""
-        output = self.runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), row)
+        output = self.runner.run_pack(pack, media, lambda hidden, head: head.forward(hidden), row)
         logits: Tensor = output.logits[0]
         return logits
 

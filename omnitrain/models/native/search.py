@@ -259,7 +259,7 @@ def _guess(where: str) -> Iterator[None]:
         yield
     except WrongGuessError:
         raise
-    except Exception as error:
+    except Exception as error:  # a foreign forward
         raise WrongGuessError(f"{where}{failure_of_model(error)}") from error
 
 

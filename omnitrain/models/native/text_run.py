@@ -38,9 +38,14 @@ def separate_decoder(model: PreTrainedModel) -> nn.Module | None:
 
 def text_core(model: PreTrainedModel) -> nn.Module:
     """A module that sees all rows before any of them is changed: the text decoder, else its first layer."""
+    return separate_decoder(model) or first_block(model)
+
+
+def first_block(model: PreTrainedModel) -> nn.Module:
+    """The first layer of the text decoder."""
     decoder = separate_decoder(model)
     if decoder is not None:
-        return decoder
+        return max(_stacks(decoder), key=len)[0]
     towers = {id(inner) for tower in _towers(model) for inner in tower.modules()}
     return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)[0]
 
@@ -87,7 +92,7 @@ def first_position(model: PreTrainedModel) -> int:
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0
-    layer = max(_stacks(separate_decoder(model) or model), key=len)[0]
+    layer = first_block(model)
     embeddings: nn.Embedding = model.get_input_embeddings()
     rows = torch.zeros(1, 3, embeddings.weight.size(1), device=input_device(model), dtype=model.dtype)
     behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)

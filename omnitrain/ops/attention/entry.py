@@ -12,8 +12,8 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention.arguments import refuse_unknown
 from omnitrain.ops.attention.call import CAUSAL, FULL, Call
 from omnitrain.ops.attention.choose import choose
-from omnitrain.ops.attention.mask_functions import describe, describe_alike, is_causal
-from omnitrain.ops.attention.mask_spec import MaskSpec, plain_spec
+from omnitrain.ops.attention.mask_functions import describe, is_causal, pattern_of
+from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec
 from omnitrain.ops.attention.packing import PackedRow, packed_row
 from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
 
@@ -49,11 +49,16 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch
         return plain_mask(implementation, **arguments)
     if padding is not None and not bool(padding.all()):
         raise UserError("a packed row has no padding, but attention_mask leaves tokens out")
-    function, use_vmap, device = arguments["mask_function"], arguments.get("use_vmap", False), arguments["device"]
-    if row.part is None:
-        return describe(function, row.borders, use_vmap, device)
-    spec = describe_alike(function, row.borders, device) if row.masks is None else next(row.masks)
-    return spec.on(row.part.attention)
+    spec = _described(row, arguments["mask_function"], arguments.get("use_vmap", False), arguments["device"])
+    row.masks.append(spec)
+    return spec if row.part is None else spec.on(row.part.attention)
+
+
+def _described(row: PackedRow, function: MaskFunction, use_vmap: bool, device: torch.device) -> MaskSpec:
+    """The mask of the whole row. A function that was made from some of its tokens may say too little of it."""
+    if row.whole_masks is not None and pattern_of(function, row.borders) is None:
+        return row.whole_masks()[len(row.masks)]
+    return describe(function, row.borders, use_vmap, device)
 
 
 @torch.compiler.disable  # borders are values, not shapes: a traced call would be compiled again for each row

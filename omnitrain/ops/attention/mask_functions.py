@@ -59,17 +59,6 @@ def describe(mask_function: MaskFunction, borders: tuple[int, ...], use_vmap: bo
     return plain_spec(borders, pattern.causal, pattern.window)
 
 
-def describe_alike(mask_function: MaskFunction, borders: tuple[int, ...], device: torch.device) -> MaskSpec:
-    """:func:`describe`, where the function was made for some tokens of the row and must mean the same for all.
-
-    Raises:
-        UserError: it may hold what is known of these tokens alone.
-    """
-    if pattern_of(mask_function, borders) is None:
-        raise UserError("the model makes a mask from the tokens of the row, of which a rank has only its part")
-    return describe(mask_function, borders, False, device)
-
-
 def pattern_of(function: MaskFunction, borders: tuple[int, ...]) -> Pattern | None:
     """The pattern that ``function`` is within each segment; None: none that kernels know."""
     name, captured = _name(function), _captured(function)

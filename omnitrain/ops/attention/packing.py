@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,12 +52,14 @@ class PackedRow:
     Attributes:
         borders: ``(0, ..., T)`` of the samples in the whole row.
         part: what of it is on this rank; None: all of it.
-        masks: of the whole row, in the order in which the model asks for them; None: they follow from its functions.
+        whole_masks: of a part: makes the masks of the whole row, in the order in which the model asks for them.
+        masks: that the model has asked for so far.
     """
 
     borders: Borders
     part: RowPart | None = None
-    masks: Iterator[MaskSpec] | None = None
+    whole_masks: Callable[[], Sequence[MaskSpec]] | None = None
+    masks: list[MaskSpec] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,159 @@
+"""Whether the tokens of a row may lie on several ranks: a part of a sequence gives what the whole gives.
+
+The twin runs over a whole row, and what all attentions and layers with a state took and gave is kept. Then it runs over
+parts of that row, whose attentions give their tokens of what was kept. What a part hands to attention, and its logits,
+must be those of the whole row: a model that counts its tokens, or looks at its neighbours, has others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.contract.cache import contract_path, keep, kept
+from omnitrain.models.contract.findings import Contract
+from omnitrain.models.contract.measure import TOLERANCE
+from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.trial import Failure, attempt, relative
+from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.foundation import EncodedMedia, FoundationRunner
+from omnitrain.models.kernels import torch_kernels
+from omnitrain.models.native import discover
+from omnitrain.models.part import cut_pack
+from omnitrain.ops.attention.call import Call
+from omnitrain.plan.sequence import split_sequence
+
+_SPLITS = ({"sp": 3}, {"sp": 1, "cp": 2})
+
+
+@dataclass(frozen=True)
+class SequenceContract:
+    """What the check found.
+
+    Attributes:
+        problem: why the tokens of a row may not lie on several ranks; empty: they may.
+        heads: numbers of query heads of the model's attentions.
+    """
+
+    problem: str = ""
+    heads: tuple[int, ...] = ()
+
+
+def sequence_contract_of(model: PreTrainedModel, contract: Contract) -> SequenceContract:
+    """From the cache, or by checking a twin of ``model``, a foundation that is run by ``contract``."""
+    path = contract_path(type(model), model.config).with_suffix(".sequence.json")
+    found = kept(path, lambda values: SequenceContract(values["problem"], tuple(values["heads"])))
+    if found is None:
+        found = check_sequence(type(model), model.config, contract)
+        keep(path, json.dumps(asdict(found)))
+    return found
+
+
+def check_sequence(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract
+) -> SequenceContract:
+    """Check a small twin of ``config``; where that has a problem, one with whole towers and MLPs."""
+    if contract.attention == "native":
+        return SequenceContract("it keeps its own attention, which sees the tokens of one rank alone")
+    found = SequenceContract()
+    for cuts in ({}, {"cut_towers": False, "cut_mlps": False}):
+        twin = twin_config(config, **cuts)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            measured = attempt(partial(_measured, model_class, twin, contract))
+        found = SequenceContract(str(measured)) if isinstance(measured, Failure) else measured
+        if not found.problem:
+            break
+    return found
+
+
+def _measured(model_class: type[PreTrainedModel], twin: PreTrainedConfig, contract: Contract) -> SequenceContract:
+    model = build_twin(model_class, twin)
+    with torch_kernels(model), torch.no_grad():
+        native = discover(model)
+        samples = [probe.sample for probe in probe_samples(model, native)]
+        runner = FoundationRunner(model.train(), contract, native=native)
+        heads: set[int] = set()
+        for together in [samples] if contract.packs else [[sample] for sample in samples]:
+            whole = _Whole.of(runner, Pack.from_samples(together))
+            heads |= whole.heads
+            for degrees in _SPLITS:
+                for rows in split_sequence(whole.num_tokens, **degrees).rows:
+                    error = whole.error_of(runner, torch.from_numpy(rows))
+                    if error > TOLERANCE:
+                        fact = f"logits of a part of a sequence differ by {error:.1e} of the largest from the whole's"
+                        return SequenceContract(fact, tuple(sorted(heads)))
+    return SequenceContract("", tuple(sorted(heads)))
+
+
+class _Whole:
+    """A pack that was run as a whole, and all that crossed from token to token in it.
+
+    As a :class:`~omnitrain.ops.attention.RowPart` it is all of the row.
+    """
+
+    def __init__(self, pack: Pack, media: EncodedMedia) -> None:
+        self.pack, self.media, self.num_tokens = pack, media, pack.num_tokens
+        self.rows = torch.arange(pack.num_tokens)
+        self.num_rows, self.attention = pack.num_tokens, self
+        self.heads: set[int] = set()
+        self.attended: list[tuple[Call, Tensor]] = []
+        self.gathered: list[Tensor] = []
+        self.logits = torch.empty(0)
+
+    @classmethod
+    def of(cls, runner: FoundationRunner, pack: Pack) -> _Whole:
+        """Run ``pack``."""
+        whole = cls(pack, EncodedMedia(runner.encode(pack)))
+        whole.logits = _logits(runner, pack, whole.media, whole)
+        return whole
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        self.heads.add(call.query.size(1))
+        self.attended.append((call, compute(call)))
+        return self.attended[-1][1]
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        self.gathered.append(tensor)
+        return tensor
+
+    def error_of(self, runner: FoundationRunner, rows: Tensor) -> float:
+        """The largest difference of logits of these tokens, and of what they hand to attention, relative."""
+        part = _Part(self, rows)
+        logits = _logits(runner, self.pack, self.media, part)
+        return max(relative(logits, self.logits[rows]), *part.errors)
+
+
+class _Part:
+    """Some tokens of a row that was run as a whole."""
+
+    def __init__(self, whole: _Whole, rows: Tensor) -> None:
+        self.rows, self.num_tokens, self.num_rows, self.attention = rows, whole.num_tokens, len(rows), self
+        self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
+        self.errors = [0.0]
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        expected, output = next(self._attended)
+        for name in ("query", "key", "value"):
+            self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.rows]))
+        return output[:, self.rows]
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        whole = next(self._gathered)
+        self.errors.append(relative(tensor, whole.index_select(dim, self.rows)))
+        return whole
+
+
+def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> Tensor:
+    own, _ = runner.cut_media(pack, media, part)
+    row = runner.row_of(pack, part)
+    output = runner.run_pack(cut_pack(pack, part), own, lambda hidden, head: head.forward(hidden), row)
+    logits: Tensor = output.logits[0]
+    return logits

@@ -1,0 +1,37 @@
+"""The experts that omnitrain registers with transformers: sorted by expert, computed by grouped products.
+
+A layer's forward is three steps on a run of tokens: ``dispatch`` brings a row of every (token, expert) pair to its
+expert, the experts compute rows, ``combine`` adds the results per token (``routes``; over ranks: a :class:`Dispatcher`
+that :mod:`omnitrain.parallel` puts in). What a layer's weights mean is declared by transformers'
+``use_experts_implementation`` (``declared``). What was decided in a forward is taped for its recomputation (``tape``).
+"""
+
+from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
+from omnitrain.ops.experts.declared import ExpertWeights, experts_in, is_experts
+from omnitrain.ops.experts.entry import Dispatcher, set_dispatcher, set_row_budget
+from omnitrain.ops.experts.replay import Recording, Replayed
+from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.tape import RoutingTape
+from omnitrain.ops.experts.use import plain_experts, use_omnitrain_experts
+
+__all__ = [
+    "AUTO",
+    "EXPERTS",
+    "Dispatcher",
+    "ExpertWeights",
+    "ExpertsRow",
+    "Recording",
+    "Replayed",
+    "Routes",
+    "RoutingTape",
+    "combine_rows",
+    "experts_in",
+    "experts_report",
+    "is_experts",
+    "plain_experts",
+    "set_dispatcher",
+    "set_row_budget",
+    "sort_by_expert",
+    "take_rows",
+    "use_omnitrain_experts",
+]

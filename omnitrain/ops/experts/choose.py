@@ -1,0 +1,87 @@
+"""Which backend computes the experts of a layer, and what was chosen so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from omnitrain.errors import UserError
+from omnitrain.ops.backends import Backend, choose
+from omnitrain.ops.experts.declared import ExpertWeights
+from omnitrain.ops.experts.grouped import grouped_experts
+from omnitrain.ops.experts.routes import counts_of
+
+AUTO = "auto"
+
+
+def _by_transformers(name: str, experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: int | None) -> Tensor:
+    """Another function that transformers registers, over rows of one expert each with weight 1."""
+    if budget is not None and rows.size(0) > budget:
+        raise UserError(f"experts backend {name!r} computes all rows at once; use torch with a row budget")
+    if rows.size(0) == 0:  # not all of them take none
+        return grouped_experts(experts, rows, ends)
+    of_row = torch.repeat_interleave(counts_of(ends), output_size=rows.size(0)).unsqueeze(-1)
+    function = ALL_EXPERTS_FUNCTIONS[name]
+    return function(experts, rows, of_row, rows.new_ones(of_row.shape))
+
+
+def _cuda_only(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else f"runs on CUDA only, not on {device.type}"
+
+
+EXPERTS = (
+    Backend("torch", grouped_experts),
+    Backend("grouped_mm", partial(_by_transformers, "grouped_mm"), automatic=()),
+    Backend("batched_mm", partial(_by_transformers, "batched_mm"), automatic=()),
+    Backend("sonicmoe", partial(_by_transformers, "sonicmoe"), _cuda_only, automatic=()),
+    Backend("deepgemm", partial(_by_transformers, "deepgemm"), _cuda_only, automatic=()),
+)
+"""``torch``: our own; the others are transformers'."""
+
+
+@dataclass(frozen=True)
+class ExpertsRow:
+    """What computes one kind of experts.
+
+    Attributes:
+        module: class of the experts.
+        backend: that computes them.
+        asked: backend that was asked for.
+        device: type.
+        dtype: of the rows.
+    """
+
+    module: str
+    backend: str
+    asked: str
+    device: str
+    dtype: str
+
+
+_chosen: dict[tuple[Any, ...], Backend] = {}
+
+
+def chosen(module: nn.Module, rows: Tensor, asked: str) -> Backend:
+    """The backend named ``asked`` for the experts ``module`` on ``rows``.
+
+    Raises:
+        UserError: it cannot run there; names those that can.
+    """
+    key = (type(module).__name__, asked, rows.device.type, rows.dtype)
+    if key not in _chosen:
+        _chosen[key] = choose("experts", EXPERTS, asked, rows.device)
+    return _chosen[key]
+
+
+def experts_report() -> list[ExpertsRow]:
+    """What was chosen in this process, one row per class of experts, device and dtype."""
+    rows = [
+        ExpertsRow(module, backend.name, asked, device, str(dtype).removeprefix("torch."))
+        for (module, asked, device, dtype), backend in _chosen.items()
+    ]
+    return sorted(rows, key=lambda row: (row.module, row.device, row.dtype, row.asked))

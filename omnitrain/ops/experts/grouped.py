@@ -1,0 +1,90 @@
+"""The reference: both products of all experts as grouped matrix products over rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from omnitrain.ops.experts.declared import ExpertWeights
+
+
+def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: int | None = None) -> Tensor:
+    """The experts' results for rows that are sorted by expert.
+
+    Args:
+        experts: that are here, ``E`` of them.
+        rows: ``[S, H]``.
+        ends: ``[E]`` int32: the end of each expert's rows; the last one is ``S``.
+        budget: rows that are computed at a time; of more, only inputs and results wait for the backward, which
+            computes the rest again. None: all at once.
+
+    Returns:
+        ``[S, H]`` in the dtype of ``rows``. Experts without rows have a gradient, of zeros.
+    """
+    if budget is None or rows.size(0) <= budget:
+        return experts.finish(_products(experts, rows, ends)).to(rows.dtype)
+    borders = [*range(0, rows.size(0), budget), rows.size(0)]
+    chunks = [
+        checkpoint(_products, experts, rows[start:stop], (ends - start).clamp(0, stop - start), use_reentrant=False)
+        for start, stop in pairwise(borders)
+    ]
+    return experts.finish(torch.cat(chunks)).to(rows.dtype)
+
+
+def _products(experts: ExpertWeights, rows: Tensor, ends: Tensor) -> Tensor:
+    transposed: bool = experts.is_transposed
+    inner = grouped_linear(rows, experts.first, experts.first_bias, ends, transposed=transposed)
+    return grouped_linear(experts.activate(inner), experts.down, experts.down_bias, ends, transposed=transposed)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, *, transposed: bool) -> Tensor:
+    """Each row times its expert's matrix, plus its expert's bias.
+
+    Args:
+        rows: ``[S, in]``, sorted by expert.
+        weight: ``[E, out, in]``; ``transposed``: ``[E, in, out]``. Rows are cast to its dtype.
+        bias: ``[E, out]`` or None.
+        ends: ``[E]`` int32, the last one ``S``.
+        transposed: see ``weight``.
+
+    Returns:
+        ``[S, out]``.
+    """
+    matrices = weight if transposed else weight.transpose(-2, -1)
+    product: Tensor = F.grouped_mm(rows.to(weight.dtype), matrices, offs=ends)
+    product = _ContiguousGradient.apply(product)
+    return product if bias is None else _AddBias.apply(product, bias, ends)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The backward of ``grouped_mm`` takes no other."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor) -> Tensor:
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+class _AddBias(torch.autograd.Function):
+    """The gradient of a bias is the sum over the rows of its expert: over runs, where autograd would scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        number = torch.arange(rows.size(0), dtype=ends.dtype, device=rows.device)
+        return rows + bias.index_select(0, torch.searchsorted(ends, number, right=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,), (ends,) = gradients, ctx.saved_tensors
+        starts = F.pad(ends[:-1], (1, 0)).long()
+        number = torch.arange(gradient.size(0), device=gradient.device)
+        return gradient, F.embedding_bag(number, gradient, starts, mode="sum"), None

@@ -1,0 +1,59 @@
+"""Puts models on the registered experts: the choice is in the name that their configs carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from omnitrain.errors import UserError
+from omnitrain.ops.experts.choose import AUTO, EXPERTS
+from omnitrain.ops.experts.declared import experts_in
+from omnitrain.ops.experts.entry import omnitrain_experts
+
+_PREFIX = "omnitrain"
+
+
+def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]:
+    """Make all experts below ``model`` compute through :func:`omnitrain_experts`.
+
+    The choice is stored in their configs, so layers that share a config object share it.
+
+    Args:
+        model: any module; a later call changes the backend.
+        backend: of the products: ``auto``, ``torch``, or one that transformers registers.
+
+    Returns:
+        Class of experts -> number of layers; empty for a dense model.
+
+    Raises:
+        UserError: no such backend.
+    """
+    names = (AUTO, *(known.name for known in EXPERTS))
+    if backend not in names:
+        raise UserError(f"experts: no backend {backend!r}; expected {', '.join(names)}")
+    found = [module for _, module in experts_in(model)]
+    for module in found:
+        config: Any = module.config
+        config._experts_implementation_internal = _name(backend)
+    return Counter(type(module).__name__ for module in found)
+
+
+def plain_experts(model: nn.Module) -> bool:
+    """Whether experts below ``model`` are still on transformers' own function."""
+    return any(not _is_ours(module) for _, module in experts_in(model))
+
+
+def _is_ours(module: Any) -> bool:
+    return str(module.config._experts_implementation).startswith(_PREFIX)
+
+
+def _name(backend: str) -> str:
+    return _PREFIX if backend == AUTO else f"{_PREFIX}_{backend}"
+
+
+for _backend in (AUTO, *(known.name for known in EXPERTS)):
+    ExpertsInterface.register(_name(_backend), partial(omnitrain_experts, backend=_backend))

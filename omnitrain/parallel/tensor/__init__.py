@@ -1,0 +1,1 @@
+"""Tensor parallelism of unmodified models: ranks that share every layer's matrices."""

@@ -1,0 +1,222 @@
+"""Which module of a model is cut in which style: by the model's own plan, or by the user's globs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.tensor.styles import STYLES
+from omnitrain.recipe.globs import matches
+from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
+from omnitrain.recipe.suggest import hint
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What tensor parallelism does to a model.
+
+    Attributes:
+        styles: name of a module or parameter in the model -> style.
+        components: those that have any.
+        problems: why it cannot be done; one line each.
+    """
+
+    styles: Mapping[str, str] = field(default_factory=dict)
+    components: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
+
+
+def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
+    """The styles of a model on ``tp`` ranks.
+
+    Without ``plan.tp_plan`` the foundation's own plan is taken, of which what belongs to a tower is left out. A glob
+    that matches something of the foundation is for the foundation; another one for the components that it matches.
+
+    Args:
+        model: not parallelized yet.
+        plan: of all components.
+        tp: degree of the foundation.
+    """
+    if tp == 1:
+        unused = ["tp_plan: found with tp 1, which cuts nothing; set tp above 1, or remove it"] if plan.tp_plan else []
+        unused += [problem for name in model.components for problem in _component_problems(name, plan, tp, False)]
+        return TensorPlan(problems=tuple(unused))
+    planning = _Planning(model, tp)
+    styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.own()
+    if not planning.problems:
+        styles = planning.checked(styles)
+    if planning.problems:
+        return TensorPlan(problems=tuple(dict.fromkeys(planning.problems)))
+    named = frozenset(planning.component_of(name) for name in styles)
+    found = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
+    return TensorPlan(styles, named, tuple(found))
+
+
+def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) -> Iterator[str]:
+    own = plan.components.get(name)  # a default is for what has a plan
+    if name == FOUNDATION or own is None or own.tp in (None, 1):
+        return
+    if own.tp != tp:
+        fitting = " or ".join(map(str, sorted({tp, 1})))
+        yield f"components.{name}.tp: found {own.tp}, but the foundation has {tp}; use {fitting}"
+    elif not is_named:
+        yield (
+            f"components.{name}.tp: found {tp}, but nothing says how to cut it: transformers has no plan for it; "
+            "name its modules in tp_plan, or use 1"
+        )
+
+
+class _Planning:
+    """The names of a model, and the problems met on the way."""
+
+    def __init__(self, model: OmniModel, tp: int) -> None:
+        self.problems: list[str] = []
+        self._tp = tp
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        owner = {p: name for name, own in model.components.items() for p in own.values()}
+        self._component: dict[str, str] = {}
+        self._inside: dict[str, list[str]] = {}
+        self._holders: dict[nn.Parameter, list[str]] = {}
+        for path, parameter in self._parameters.items():
+            self._holders.setdefault(parameter, []).append(path)
+            for cut in range(path.count(".") + 1):
+                name = path.rsplit(".", cut)[0]
+                self._component.setdefault(name, owner[parameter])
+                self._inside.setdefault(name, []).append(path)
+
+    def component_of(self, name: str) -> str:
+        """Whose a module or parameter is: that of its first parameter."""
+        return self._component.get(name, FOUNDATION)
+
+    def own(self) -> dict[str, str]:
+        """The styles of the plan that the foundation comes with."""
+        found = {f"{FOUNDATION}.{key}": style for key, style in (self._model.foundation.tp_plan or {}).items()}
+        self._know(found.values())
+        if self.problems:
+            return {}
+        styles = {}
+        for name in (*self._modules, *self._parameters):
+            style = found.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+            if style is not None and self.component_of(name) == FOUNDATION:
+                styles[name] = style
+        for name in [name for name in styles if self._is_vocabulary(name) and self._rest(name, styles[name])]:
+            del styles[name]  # whole on every rank, which is always right
+        if not any(STYLES[style].cut for name, style in styles.items() if not self._is_vocabulary(name)):
+            kind = type(self._model.foundation).__name__
+            self.problems.append(
+                f"tp: found {self._tp}, but {kind} comes with no tensor parallel plan for its layers; name its modules "
+                "in tp_plan, such as `layers.*.self_attn.q_proj: colwise` and `layers.*.self_attn.o_proj: rowwise`"
+            )
+        return styles
+
+    def globs(self, plan: Mapping[str, str]) -> dict[str, str]:
+        """The styles of the user's globs."""
+        self._know(plan.values())
+        components = {name: self.component_of(name) for name in (*self._modules, *self._parameters) if name}
+        said: dict[str, str] = {}
+        for glob, style in plan.items():
+            found = [name for name in components if matches(glob, name)]
+            own = [name for name in found if components[name] == FOUNDATION]
+            for name in own or found:
+                other = said.setdefault(name, glob)
+                if plan[other] != style:
+                    self.problems.append(f"tp_plan: {name}: `{other}` says {plan[other]}, `{glob}` says {style}")
+        return {name: plan[glob] for name, glob in said.items()}
+
+    def _know(self, styles: object) -> None:
+        for style in dict.fromkeys(styles):  # type: ignore[call-overload]
+            if style not in STYLES:
+                self.problems.append(f"tp_plan: unknown style {style!r}; {hint(style, STYLES)}")
+
+    def checked(self, styles: dict[str, str]) -> dict[str, str]:
+        """The styles that do something, with those that tied weights ask for; problems are noted."""
+        experts = [f"{name}." for name, style in styles.items() if style == "moe_tp_experts"]
+        styles = {name: style for name, style in styles.items() if not name.startswith(tuple(experts))}
+        styles |= self._of_tied(styles)
+        for name, style in styles.items():
+            self.problems += self._problems_of(name, style)
+        if not self.problems:
+            self.problems += self._head_problems(styles)
+        return {name: style for name, style in styles.items() if STYLES[style].cut or STYLES[style].forward}
+
+    def _of_tied(self, styles: Mapping[str, str]) -> dict[str, str]:
+        """Styles of modules that share a parameter with one that is cut by its rows."""
+        found = {}
+        for name, style in styles.items():
+            for path in self._inside[name] if STYLES[style].cut else ():
+                for holder in {other.rpartition(".")[0] for other in self._holders[self._parameters[path]]}:
+                    if holder not in styles and holder != name and path != name:
+                        is_table = isinstance(self._modules[holder], nn.Embedding)
+                        found[holder] = "embedding_rowwise" if is_table else "colwise_gather_output"
+        return found
+
+    def _problems_of(self, name: str, style: str) -> Iterator[str]:
+        shown, kind, target = _shown(name), STYLES[style], self._modules.get(name)
+        if kind.of == "experts" and isinstance(target, nn.Linear):
+            yield (
+                f"tp_plan: {shown}: {style} is for experts; a matrix that several were fused into keeps its order with "
+                "colwise_gather_output, and rowwise_split_input behind it"
+            )
+        elif target is not None and kind.of == "linear" and not isinstance(target, nn.Linear):
+            yield f"tp_plan: {shown}: {style} is for linear layers, found {type(target).__name__}"
+        elif target is not None and kind.of == "embedding" and not isinstance(target, nn.Embedding):
+            yield f"tp_plan: {shown}: {style} is for embeddings, found {type(target).__name__}"
+        elif target is None and (kind.of == "embedding" or kind.forward not in (None, *_OF_PARAMETERS)):
+            yield f"tp_plan: {shown}: {style} is for modules, found a parameter"
+        elif rest := self._rest(name, style):
+            what = "rows" if isinstance(target, nn.Embedding) else f"{kind.cut}put features"
+            yield self._indivisible(rest, what, name, rest)
+
+    def _rest(self, name: str, style: str) -> int:
+        """The size of a dim that is to be cut and that the ranks do not divide; 0: there is none."""
+        for path in self._inside.get(name, ()):
+            parameter = self._parameters[path]
+            dim = STYLES[style].dim(path.rpartition(".")[2], parameter)
+            if dim is not None and parameter.size(dim) % self._tp:
+                return parameter.size(dim)
+        return 0
+
+    def _is_vocabulary(self, name: str) -> bool:
+        module = self._modules.get(name)
+        foundation = self._model.foundation
+        return module is not None and module in (foundation.get_input_embeddings(), foundation.get_output_embeddings())
+
+    def _head_problems(self, styles: Mapping[str, str]) -> Iterator[str]:
+        """Attention whose projections are cut must have whole heads on every rank."""
+        for name in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
+            heads = _heads(self._modules[name])
+            for what, number in heads.items():
+                if number % self._tp:
+                    yield self._indivisible(number, what, name, math.gcd(*heads.values()))
+
+    def _indivisible(self, number: int, what: str, name: str, common: int) -> str:
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        return f"tp: found {self._tp}, which does not divide the {number} {what} of {_shown(name)}; use {fitting}"
+
+
+_OF_PARAMETERS = tuple(STYLES[style].forward for style in ("colwise", "rowwise"))
+
+
+def _heads(module: nn.Module) -> dict[str, int]:
+    """What an attention module has of heads; empty for another module."""
+    config = getattr(module, "config", None)
+    if "attn" not in type(module).__name__.lower() and "attention" not in type(module).__name__.lower():
+        return {}
+    if not isinstance(config, PreTrainedConfig):
+        return {}
+    found = {"heads": "num_attention_heads", "key-value heads": "num_key_value_heads"}
+    numbers = {what: getattr(config, attribute, None) for what, attribute in found.items()}
+    return {what: number for what, number in numbers.items() if isinstance(number, int)}
+
+
+def _shown(name: str) -> str:
+    """A name relative to its component, for all layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(f"{FOUNDATION}."))
