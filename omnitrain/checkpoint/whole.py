@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 OptimizerState = dict[str, Any]
 
@@ -55,8 +55,22 @@ def load_whole_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Op
     """
     if not state["state"]:
         return
-    options = StateDictOptions(full_state_dict=True, strict=False)  # not strict: some never had a gradient
-    set_optimizer_state_dict(model, optimizer, state, options=options)
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    # torch would cut whole tensors itself, but not where two meshes cut the same dim unevenly.
+    cut = {
+        name: {key: _part(value, parameters[name]) for key, value in values.items()} if name in parameters else values
+        for name, values in state["state"].items()
+    }
+    options = StateDictOptions(strict=False)  # some never had a gradient
+    set_optimizer_state_dict(model, optimizer, state | {"state": cut}, options=options)
+    for name, parameter in parameters.items():
         if name not in state["state"]:
             optimizer.state.pop(parameter, None)  # torch gave it one, as if it had seen a gradient
+
+
+def _part(value: Any, parameter: Tensor) -> Any:
+    """What this rank has of a whole tensor that belongs to ``parameter``."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None).clone()

@@ -138,7 +138,8 @@ def _decode(
     text_embedding = model.foundation.get_input_embeddings()
     for _ in range(max_new_tokens):
         hidden, text_logits = step.last()
-        next_embeds = text_embedding.weight.new_zeros(len(hidden), text_embedding.weight.size(1))
+        size = (len(hidden), text_embedding.weight.size(1))
+        next_embeds = hidden.new_zeros(size, dtype=text_embedding.weight.dtype)
         next_tokens = [processor.end_token] * len(hidden)
         for mode, rows in _rows_by_mode(sequences):
             index = torch.tensor(rows, device=hidden.device)

@@ -21,6 +21,7 @@ from omnitrain.parallel.shard import Sharding, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
 from omnitrain.parallel.tensor.apply import cut_tensors
 from omnitrain.parallel.tensor.plan import tensor_plan
+from omnitrain.parallel.tensor.trial import require_same_math
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
 from omnitrain.parallel.weights import load_weights, require_equal_weights, require_weights
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -74,6 +75,7 @@ def build_parallelize_model(
     plans = resolve_plans(omni, plan, state, flags, tensors)
     if weights_path is None:
         require_weights(omni)
+    require_same_math(omni.foundation, tensors.styles, state)
 
     _freeze(omni, plans)
     if weights_path is not None:

@@ -13,6 +13,8 @@ from omnitrain.checkpoint.whole import (
     whole_weights,
 )
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.state import init_parallel_state
+from omnitrain.parallel.tensor.apply import cut_tensors
 
 
 class Tied(nn.Module):
@@ -87,3 +89,43 @@ def test_an_optimizer_that_has_not_stepped_is_left_alone() -> None:
     model = tied_model()
     optimizer = optimizer_of(model)
     assert whole_optimizer_state(model, optimizer)["state"] == {} and not optimizer.state
+
+
+class Narrow(nn.Module):
+    """Matrices of which two meshes cut the same dim, unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 6), nn.Linear(6, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def narrow_model() -> Narrow:
+    torch.manual_seed(0)
+    return Narrow()
+
+
+def cut_twice(state: OptimizerState) -> tuple[dict, OptimizerState]:
+    """Weights and loaded state of a model that tensor parallelism cuts and FSDP shards."""
+    model = narrow_model()
+    layout = init_parallel_state(tp_size=2)
+    cut_tensors(model, {"up": "colwise", "down": "rowwise"}, layout.tp_mesh)
+    fully_shard(model, mesh=layout.fsdp_mesh)
+    optimizer = optimizer_of(model)
+    load_whole_optimizer_state(model, optimizer, state)
+    return whole_weights(model), whole_optimizer_state(model, optimizer)
+
+
+def test_what_tensor_parallelism_and_sharding_cut_goes_onto_ranks_and_comes_back_whole(ranks: RankPool) -> None:
+    model = narrow_model()
+    optimizer = optimizer_of(model)
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(whole_optimizer_state(model, optimizer))
+    results = ranks.run(cut_twice, state, timeout_s=60, world=4)
+    for name, weight in narrow_model().named_parameters():
+        assert torch.equal(results[0][0][name], weight)
+        moments = results[0][1]["state"][name]
+        assert all(torch.equal(moments[key], value) for key, value in state["state"][name].items())

@@ -46,12 +46,12 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
         (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
         (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
+        (plan(ulysses=2), r"components.image_encoder.ulysses: found 2, but only the foundation's sequence is shared"),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"names no weights of experts; the model has none",
         ),
         (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
-        (plan(ulysses=2), r"components.image_encoder.ulysses: found 2, but only the foundation's sequence is shared"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_what_would(

@@ -91,7 +91,7 @@ def test_a_tower_under_tensor_parallelism_counts_once(ranks: RankPool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TENSOR_FAMILIES)
 def test_every_tensor_parallel_layout_trains_a_family_as_one_process_does(ranks: RankPool, name: str) -> None:
-    layouts: list[str | ParallelPlan] = ["tp2", "tp2.dp2.accum2.recompute", "tp2.hsdp2x1", "tp2.dp2.offload"]
+    layouts: list[str | ParallelPlan] = ["tp2", "tp2.dp2.accum2.recompute", "tp2.hsdp2x1", "tp2.dp2.offload", "tp2.sp2"]
     if name == "qwen3_vl":
         layouts = [cut_by_globs(str(layout)) for layout in layouts]
     check(ranks, name, hf_samples(name), layouts)

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import re
+from collections import Counter
+from pathlib import Path
+
 import pytest
+import yaml
 
 import omnitrain as ot
 from omnitrain.models.build import build_omni_model
 from omnitrain.parallel.tensor.plan import tensor_plan
+from omnitrain.parallel.tensor.styles import STYLES
 from tests.parallel import factories
 
 
@@ -94,3 +100,18 @@ def test_a_tower_is_cut_only_if_something_says_how(qwen3_vl: ot.OmniModel) -> No
     globs |= {"blocks.*.mlp.linear_fc1": "colwise", "blocks.*.mlp.linear_fc2": "rowwise"}
     both = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), 2)
     assert not both.problems and both.components == {"foundation", "image_encoder"}
+
+
+def test_the_page_lists_every_style_and_its_recipe_cuts_the_model_that_it_is_for(qwen3_vl: ot.OmniModel) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text().split("## Tensor parallelism")[1]
+    listed = [name for line in page.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])]
+    assert sorted(set(listed) & STYLES.keys()) == sorted(STYLES)
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    plan = ot.ParallelPlan(**yaml.safe_load(recipe)["parallel"])
+    styles = planned(qwen3_vl, tp_plan=plan.tp_plan)
+    assert plan.of("foundation").tp == 2 and Counter(styles.values()) == {
+        "colwise": 10,
+        "rowwise": 4,
+        "embedding_rowwise": 1,
+        "colwise_gather_output": 1,
+    }
