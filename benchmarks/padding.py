@@ -191,6 +191,7 @@ def in_a_fresh_process(run: Callable[[], float]) -> float:
 
 
 def _begin() -> None:
+    multiprocessing.set_start_method(None, force=True)  # data workers start as in a user's run, not by this server
     settle()
     console.quiet = True
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -12,6 +14,15 @@ from omnitrain.parallel.ranks import RankPool
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 
 _POOLS: list[RankPool] = []
+_PRELOAD = ["omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of most tests import
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_server(request: pytest.FixtureRequest, _own_cache: None) -> None:
+    """The process that forks ranks imports beside the first tests; a benchmark would start one that imports less."""
+    if sys.platform == "linux" and any("ranks" in item.fixturenames for item in request.session.items):
+        forkserver.set_forkserver_preload(_PRELOAD)
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,9 +34,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks(_own_cache: None) -> Iterator[RankPool]:
+def ranks(_rank_server: None) -> Iterator[RankPool]:
     """Up to four ranks, started by the first test that runs something on them."""
-    with RankPool(4, preload=["omnitrain.models.build"]) as pool:
+    with RankPool(4, preload=_PRELOAD) as pool:
         _POOLS.append(pool)
         yield pool
 

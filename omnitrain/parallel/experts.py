@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -68,7 +69,7 @@ def chosen_layers(layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | No
 
 
 def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mapping[str, int]) -> Iterator[str]:
-    """What is wrong with globs for experts, beside those that match no name at all."""
+    """What is wrong with globs for experts, each of which matches some name of the model."""
     every_layer = [layer for own in layers.values() for layer in own]
     for glob, dim in ep_plan.items():
         if dim != 0:
@@ -88,17 +89,18 @@ def _named(layers: Sequence[ExpertLayer]) -> str:
     return f"expected some such as {', '.join(f'`{name}`' for name in layers[0].weights)}"
 
 
-def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh) -> None:
+def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
     """Keep this rank's part of the experts of ``layers``, and let tokens travel to theirs.
 
     Args:
         model: its weights equal on all ranks of ``mesh``; changed in place.
         layers: their numbers of experts are multiples of the mesh's size.
         mesh: ``[ep]``.
+        tp_mesh: ``[tp]``, ranks that hold the same tokens.
     """
     # A shard of a shard is put together in two steps, of which torch warns; it is done when weights are saved.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    dispatcher = RankDispatcher(mesh.get_group())
+    dispatcher = RankDispatcher(mesh.get_group(), tp_mesh.get_group())
     for layer in layers:
         module = model.get_submodule(layer.name)
         for name in weight_names(module):
@@ -118,6 +120,7 @@ class Travel:
     """The ways of one layer's rows.
 
     Attributes:
+        share: which of the tokens this rank sends: all, or its part of those that tensor parallel ranks hold alike.
         routes: this rank's tokens to rows sorted by expert, and so by the rank that has it.
         sent: rows that go to each rank.
         received: rows that come from each rank.
@@ -125,6 +128,7 @@ class Travel:
         returning: the inverse.
     """
 
+    share: slice
     routes: Routes
     sent: list[int]
     received: list[int]
@@ -137,15 +141,21 @@ class RankDispatcher:
 
     Every rank takes part in every call, with any number of tokens. Planning waits for the device once; the other steps
     do not.
+
+    Args:
+        group: of the experts.
+        alike: ranks that hold the same tokens; each sends its part of them. A rank's gradients of what they hold alike
+            are its own part of it, as everywhere in tensor parallelism: they add up over these ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, alike: dist.ProcessGroup) -> None:
+        self.group, self.alike = group, alike
         self.size = dist.get_world_size(group)
 
     def plan(self, top_k_index: Tensor, num_experts: int) -> Travel:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
-        routes = sort_by_expert(top_k_index, num_experts)
+        share = _share(top_k_index.size(0), self.alike)
+        routes = sort_by_expert(top_k_index[share], num_experts)
         to_send = routes.counts.view(self.size, -1)
         to_get = torch.empty_like(to_send)
         dist.all_to_all_single(to_get, to_send, group=self.group)
@@ -154,17 +164,51 @@ class RankDispatcher:
         of_row = own.repeat_interleave(to_get.view(-1), output_size=sum(received))
         arrived = sort_by_expert(of_row.unsqueeze(-1), to_get.size(1))
         returning = Routes(arrived.row_of_slot.view(-1), arrived.token_of_row.unsqueeze(-1), arrived.ends)
-        return Travel(routes, sent, received, arrived, returning)
+        return Travel(share, routes, sent, received, arrived, returning)
 
     def dispatch(self, tokens: Tensor, plan: Travel) -> tuple[Tensor, Tensor]:
         """Rows of the tokens that chose this rank's experts, sorted by these, and where each expert's end."""
-        rows = exchange_rows(take_rows(tokens, plan.routes), plan.sent, plan.received, self.group)
+        rows = exchange_rows(take_rows(tokens[plan.share], plan.routes), plan.sent, plan.received, self.group)
         return take_rows(rows, plan.arrived), plan.arrived.ends
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Travel) -> Tensor:
         """The way back, and the weighted sum where the tokens are."""
         results = exchange_rows(take_rows(rows, plan.returning), plan.received, plan.sent, self.group)
-        return combine_rows(results, weights, plan.routes)
+        own = combine_rows(results, weights[plan.share], plan.routes)
+        if dist.get_world_size(self.alike) == 1:
+            return own
+        gathered: Tensor = _GatherShares.apply(own, weights.size(0), self.alike)
+        return gathered
+
+
+def _share(num_tokens: int, alike: dist.ProcessGroup) -> slice:
+    """This rank's run of the tokens; all but the last ones are of one length."""
+    length = -(-num_tokens // dist.get_world_size(alike))
+    start = min(dist.get_rank(alike) * length, num_tokens)
+    return slice(start, min(start + length, num_tokens))
+
+
+class _GatherShares(torch.autograd.Function):
+    """``[own, H]`` of every rank -> ``[T, H]`` on all; gradients of all ranks for a row add up at its owner."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, num_tokens: int, alike: dist.ProcessGroup) -> Tensor:
+        ranks = dist.get_world_size(alike)
+        ctx.alike, ctx.num_own, ctx.length = alike, own.size(0), -(-num_tokens // ranks)
+        every = own.new_empty(ctx.length * ranks, own.size(1))
+        dist.all_gather_into_tensor(every, _padded(own, ctx.length), group=alike)
+        return every[:num_tokens]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        every = _padded(gradients[0], ctx.length * dist.get_world_size(ctx.alike))
+        own = every.new_empty(ctx.length, every.size(1))
+        dist.reduce_scatter_tensor(own, every, group=ctx.alike)
+        return own[: ctx.num_own], None, None
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, length - rows.size(0))).contiguous()
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -85,7 +85,7 @@ def build_parallelize_model(
     _set_precision(omni, plans)
     require_equal_weights(omni)
     cut_tensors(omni, tensors.styles, state.tp_mesh)
-    experts = _spread_experts(omni, plans, parallel_plan, state)
+    experts = _spread_experts(omni, plans, plan, state)
     units = find_units(omni, experts)
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None
@@ -126,14 +126,14 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
 
 
 def _spread_experts(
-    model: OmniModel, plans: Mapping[str, ComponentPlan], plan: ParallelPlan | None, state: ParallelState
+    model: OmniModel, plans: Mapping[str, ComponentPlan], plan: ParallelPlan, state: ParallelState
 ) -> dict[str, tuple[str, ...]]:
     """Component -> names of its modules of experts that are now spread over ranks."""
     spread = {}
     for name, layers in expert_layers(model).items():
         if (plans[name].ep or 1) > 1:
-            chosen = chosen_layers(layers, plan.ep_plan if plan is not None else None)
-            spread_experts(model, chosen, state.ep_mesh)
+            chosen = chosen_layers(layers, plan.ep_plan)
+            spread_experts(model, chosen, state.ep_mesh, state.tp_mesh)
             spread[name] = tuple(layer.name for layer in chosen)
     return spread
 

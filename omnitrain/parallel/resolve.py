@@ -17,6 +17,7 @@ from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
+from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
 
 _MISSING_AXES = {
@@ -57,13 +58,14 @@ def resolve_plans(
             model is changed before.
     """
     components, frozen = model.components, _frozen(model)
-    problems = plan.problems(_names(model), frozen=frozen, degrees=_degrees_of(state))
+    names = _names(model)
+    problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
     tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     problems += tensors.problems
     problems += _sequence_problems(model, plan, state)
     blocks, layers = blocks_of(model), expert_layers(model)
-    problems += ep_plan_problems(layers, plan.ep_plan or {})
+    problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
@@ -101,6 +103,11 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
         modules = {path.rsplit(".", cut)[0] for path in paths for cut in range(1, path.count(".") + 1)}
         names[component] = [*paths, *sorted(modules)]
     return names
+
+
+def _matching(globs: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    every_name = [name for own in names.values() for name in own]
+    return {glob: dim for glob, dim in globs.items() if any(matches(glob, name) for name in every_name)}
 
 
 def _degrees_of(state: ParallelState) -> dict[str, int]:

@@ -119,3 +119,37 @@ def qwen3_next() -> PreTrainedModel:
 def glm4_moe() -> PreTrainedModel:
     """A dense layer, then experts in groups beside shared ones."""
     return _family("glm4_moe")
+
+
+def qwen3_moe_with_six_experts() -> PreTrainedModel:
+    """Three experts per rank at ep 2, which no two ranks share evenly."""
+    return _moe(num_experts=6)
+
+
+def qwen3_moe_with_two_experts() -> PreTrainedModel:
+    """One expert per rank at ep 2."""
+    return _moe(num_experts=2)
+
+
+def lopsided_moe() -> PreTrainedModel:
+    """Nine tenths of all rows go to the first two of four experts, none to the last."""
+    model = _moe(num_experts=4)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(_to_the_first)
+    return model
+
+
+def _moe(**values: int) -> PreTrainedModel:
+    config = FAMILIES["qwen3_moe"]()
+    for name, value in values.items():
+        setattr(config, name, value)
+    model = foundation_class(config)(config)
+    peaked_(model)
+    return model
+
+
+def _to_the_first(router: torch.nn.Module, arguments: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> object:
+    logits, scores, index = output
+    is_rare = arguments[0].reshape(len(index), -1)[:, 0] > 1.0
+    chosen = torch.stack([torch.zeros_like(index[:, 0]), torch.where(is_rare, 2, 1)], dim=-1)
+    return logits, scores, chosen

@@ -9,10 +9,12 @@ import torch
 
 import omnitrain as ot
 from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.parallel.experts import chosen_layers, expert_layers
 from omnitrain.parallel.resolve import CallFlags, resolve_plans
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.mesh import fit_mesh
-from tests.parallel.factories import any_to_any
+from tests.parallel.factories import any_to_any, qwen3_moe_with_six_experts
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,12 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
         (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
         (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
-        (ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj": 0}), r"ep_plan: expert parallelism is not available yet"),
         (plan(ulysses=2), r"components.image_encoder.ulysses: found 2, but only the foundation's sequence is shared"),
+        (
+            ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
+            r"names no weights of experts; the model has none",
+        ),
+        (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_what_would(
@@ -53,6 +59,44 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(
 ) -> None:
     with pytest.raises(UserError, match=message):
         resolve(model, refused)
+
+
+def test_experts_of_a_dense_model_cannot_be_spread(model: ot.OmniModel) -> None:
+    with pytest.raises(UserError, match=r"foundation.ep: found 2, but no part of the model has experts .* use 1"):
+        resolve(model, plan("foundation", ep=2), ep=2)
+
+
+@pytest.fixture(scope="module")
+def moe() -> ot.OmniModel:
+    return build_omni_model(foundation=qwen3_moe_with_six_experts())
+
+
+EXPERTS = "foundation.model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("refused", "ep", "message"),
+    [
+        ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
+        ({"default": {"ep": 4}}, 2, r"default.ep: found 4, but the parallel state has 2; set it in one place"),
+        ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
+        ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
+        ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
+    ],
+)
+def test_experts_that_cannot_be_spread_so_are_refused_with_what_would(
+    moe: ot.OmniModel, refused: dict[str, Any], ep: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(moe, ot.ParallelPlan(**refused), ep=ep)
+
+
+def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> None:
+    layers = expert_layers(moe)["foundation"]
+    chosen = chosen_layers(layers, {"layers.1.mlp.experts.*": 0})
+    assert [layer.name for layer in chosen] == ["foundation.model.layers.1.mlp.experts"]
+    assert chosen_layers(layers, None) == layers and len(layers) == 2
+    assert resolve(moe, ot.ParallelPlan(ep_plan={"layers.1.mlp.experts.*": 0}), ep=2)["foundation"].ep == 2
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, []),
         (4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"]),
         (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
+        (4, ["parallel.default.ulysses=2"]),
         pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
     ],
-    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "tp2.dp2"],
+    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "tp2.dp2"],
 )
 def test_a_run_on_ranks_is_the_run_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]

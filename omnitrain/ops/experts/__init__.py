@@ -9,6 +9,7 @@ that :mod:`omnitrain.parallel` puts in). What a layer's weights mean is declared
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
 from omnitrain.ops.experts.declared import ExpertWeights, experts_in, is_experts
 from omnitrain.ops.experts.entry import Dispatcher, set_dispatcher, set_row_budget
+from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
 from omnitrain.ops.experts.tape import RoutingTape
 from omnitrain.ops.experts.use import plain_experts, use_omnitrain_experts
@@ -19,6 +20,8 @@ __all__ = [
     "Dispatcher",
     "ExpertWeights",
     "ExpertsRow",
+    "Recording",
+    "Replayed",
     "Routes",
     "RoutingTape",
     "combine_rows",

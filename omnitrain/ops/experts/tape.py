@@ -43,10 +43,11 @@ class _Record(TorchFunctionMode):
         self._indices = indices
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _TOP_K:
-            self._indices.append(result.indices)
-        return result
+        if not is_top_k(func):
+            return func(*args, **(kwargs or {}))
+        with torch.no_grad():
+            self._indices.append(func(*args, **(kwargs or {})).indices)
+        return top_k_at(self._indices[-1], *args, **(kwargs or {}))  # what autograd saves must be as in the replay
 
 
 class _Replay(TorchFunctionMode):
@@ -55,9 +56,14 @@ class _Replay(TorchFunctionMode):
         self._left = iter(indices)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TOP_K:
+        if is_top_k(func):
             return top_k_at(next(self._left), *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def is_top_k(function: Any) -> bool:
+    """Whether ``function`` is ``topk``, in either spelling."""
+    return function in _TOP_K
 
 
 def top_k_at(indices: Tensor, input: Tensor, k: int, dim: int = -1, **kwargs: Any) -> Any:

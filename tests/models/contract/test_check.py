@@ -21,7 +21,7 @@ from omnitrain.models.contract.twin import twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.hf import foundation_class
 from omnitrain.models.native import NativeRows, discover, peaked_
-from omnitrain.ops.attention import entry, packed
+from omnitrain.ops.attention import PackedRow, entry, packed
 from omnitrain.ops.attention.mask_spec import plain_spec
 from tests.families import FAMILIES
 from tests.models.contract import broken
@@ -247,7 +247,9 @@ def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample()
     arguments = {"position_ids": torch.cat([torch.arange(5), torch.arange(6)])[None], "use_cache": False}
 
     def run() -> torch.Tensor:
-        return runner.run(ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, borders=(0, 5, 11)).logits
+        return runner.run(
+            ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, row=PackedRow((0, 5, 11))
+        ).logits
 
     apart = [plain(input_ids=part, use_cache=False).logits[0] for part in (ids[:, :5], ids[:, 5:])]
     torch.testing.assert_close(run()[0], torch.cat(apart), rtol=1e-5, atol=1e-5)

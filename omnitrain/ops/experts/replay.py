@@ -1,0 +1,125 @@
+"""The routers' decisions of one run, recorded per sample, and replayed in another run of the same samples.
+
+Two runs that differ in rounding alone may route a token differently where two experts are nearly tied, and then nothing
+behind it is comparable. Replayed, both runs send every token to the same experts, with weights of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from omnitrain.ops.experts.declared import experts_in
+from omnitrain.ops.experts.tape import is_top_k, top_k_at
+
+NEAR = 1e-4  # of a token's largest score: what rounding can make of a difference of scores
+
+# (layer, number of the `topk` in it, sample) -> [tokens of the sample, k] experts, or groups of them
+Decisions = dict[tuple[str, int, str], Tensor]
+
+
+@dataclass
+class Replayed:
+    """What a replay changed.
+
+    Attributes:
+        near_ties: tokens of a layer that would have gone elsewhere, to experts of nearly the same score.
+        others: those whose own choice had another score altogether: the runs do not compute the same.
+    """
+
+    near_ties: int = 0
+    others: int = 0
+
+
+@dataclass
+class Recording:
+    """Decisions of all layers about the tokens of any number of samples."""
+
+    decisions: Decisions = field(default_factory=dict)
+
+    @contextmanager
+    def recorded(self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[None]:
+        """Take down the decisions of the forward inside, on a row of these samples end to end."""
+
+        def keep(key: tuple[str, int], own: Tensor, scores: Tensor) -> Tensor:
+            for sample, part in zip(ids, own.split(list(lengths)), strict=True):
+                self.decisions[*key, sample] = part.cpu()
+            return own
+
+        with _LayersOf(model, sum(lengths), keep):
+            yield
+
+    @contextmanager
+    def replayed(self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[Replayed]:
+        """Take the recorded decisions in the forward inside; samples that were not recorded decide by themselves."""
+        found = Replayed()
+        borders = [*pairwise((0, *accumulate(lengths)))]
+
+        def replace(key: tuple[str, int], own: Tensor, scores: Tensor) -> Tensor:
+            taken = own.clone()
+            for sample, (start, stop) in zip(ids, borders, strict=True):
+                if (*key, sample) in self.decisions:
+                    taken[start:stop] = self.decisions[*key, sample].to(own.device)
+            differs = (taken.sort(-1)[0] != own.sort(-1)[0]).any(-1)
+            gap = scores.gather(-1, own).sort(-1)[0] - scores.gather(-1, taken).sort(-1)[0]
+            largest = scores.where(scores.isfinite(), 0).abs().amax(-1)
+            is_near = gap.abs().amax(-1) <= NEAR * largest
+            found.near_ties += int((differs & is_near).sum())
+            found.others += int((differs & ~is_near).sum())
+            return taken
+
+        with _LayersOf(model, sum(lengths), replace):
+            yield found
+
+
+class _LayersOf(TorchFunctionMode):
+    """Shows ``decide`` each ``topk`` over scores of all tokens, inside modules that have experts; its result is taken.
+
+    ``decide((layer, number), own, scores)``: own choice ``[T, k]`` and scores ``[T, n]`` -> ``[T, k]``.
+    """
+
+    def __init__(self, model: nn.Module, num_tokens: int, decide: Any) -> None:
+        super().__init__()
+        self._model, self._num_tokens, self._decide = model, num_tokens, decide
+        self._layer: list[tuple[str, Iterator[int]]] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> _LayersOf:
+        for name in {name.rpartition(".")[0] for name, _ in experts_in(self._model)}:
+            layer = self._model.get_submodule(name)
+            self._hooks.append(layer.register_forward_pre_hook(lambda *_, name=name: self._enter_layer(name)))
+            self._hooks.append(layer.register_forward_hook(lambda *_: self._leave_layer(), always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_layer(self, name: str) -> None:
+        self._layer.append((name, iter(range(1_000))))
+
+    def _leave_layer(self) -> None:
+        self._layer.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if not self._layer or not is_top_k(func):
+            return func(*args, **given)
+        with torch.no_grad():
+            own = func(*args, **given).indices
+            scores: Tensor = args[0]
+            if scores.size(-1) * self._num_tokens != scores.numel() or own.numel() % self._num_tokens:
+                return func(*args, **given)  # no decision about tokens
+            name, numbers = self._layer[-1]
+            flat = own.reshape(self._num_tokens, -1), scores.reshape(self._num_tokens, -1)
+            taken = self._decide((name, next(numbers)), *flat).view_as(own)
+        return top_k_at(taken, *args, **given)

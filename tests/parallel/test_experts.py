@@ -1,0 +1,140 @@
+"""Experts that are spread over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+import omnitrain as ot
+from omnitrain.checkpoint.whole import load_whole_optimizer_state, whole_optimizer_state, whole_weights
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.hf_samples import to_samples
+from omnitrain.models.native import discover
+from omnitrain.ops.experts import experts_in
+from omnitrain.parallel.ranks import RankPool
+from tests.parallel import factories
+from tests.parallel.laid_out import counted, full, laid_out, total
+from tests.parallel.test_verify import check, hf_samples
+
+LAYOUTS = ["dp4.ep4.accum2.recompute", "dp4.ep2.recompute", "dp4.ep2.accum2", "hsdp2x2.ep2", "dp2.ep2"]
+FAMILIES = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next")
+
+
+def text_samples(number: int = 6) -> list[dict[str, torch.Tensor]]:
+    """HF-style samples of some 7 to 17 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 180, (1, 7 + 2 * n), generator=generator) for n in range(number)]
+    return [{"input_ids": i, "labels": i.clone()} for i in ids]
+
+
+def samples_of(model: Any) -> list[Sample]:
+    return to_samples(discover(model), text_samples())
+
+
+def test_experts_on_all_ranks_train_as_in_one_process(ranks: RankPool) -> None:
+    check(ranks, "qwen3_moe_with_six_experts", text_samples(), ["dp4.ep2.accum2.recompute", "hsdp2x2.ep2"])
+
+
+def test_biases_and_layouts_of_gpt_oss_train_as_in_one_process(ranks: RankPool) -> None:
+    check(ranks, "gpt_oss", text_samples(), ["dp4.ep4.recompute"])
+
+
+def test_ranks_and_experts_without_tokens_beside_ones_with_nearly_all(ranks: RankPool) -> None:
+    check(ranks, "lopsided_moe", text_samples(), ["dp4.ep4", "dp2.ep2.recompute"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layout_with_experts_trains_a_family_as_one_process_does(ranks: RankPool, name: str) -> None:
+    check(ranks, name, hf_samples(name), LAYOUTS)
+
+
+@pytest.mark.slow
+def test_one_expert_per_rank_is_shared_by_two(ranks: RankPool) -> None:
+    check(ranks, "qwen3_moe_with_two_experts", text_samples(), ["dp4.ep2.accum2"])
+
+
+def laid_out_moe(factory: str = "qwen3_moe", **plan: Any) -> tuple[ot.OmniModel, Pack]:
+    """A model under a plan, and this rank's pack."""
+    model = getattr(factories, factory)()
+    own = samples_of(model)
+    state = {"ep_size": plan.get("ep", 1)}
+    omni = laid_out(plan, state=state, model=build_omni_model(foundation=model).train())
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return omni, Pack.from_samples(own[rank::world])
+
+
+def placements() -> dict[str, Any]:
+    model, pack = laid_out_moe("lopsided_moe", ep=2)
+    total(model(pack)).backward()
+    experts = dict(experts_in(model))["foundation.model.layers.0.mlp.experts"]
+    weight = experts.gate_up_proj
+    assert isinstance(weight, DTensor)
+    return {
+        "placements": weight.placements,
+        "mesh": weight.device_mesh.mesh_dim_names,
+        "own": weight.to_local().size(0),
+        "dense": model.foundation.model.layers[0].self_attn.q_proj.weight.device_mesh.mesh_dim_names,
+        "gradients": [float(full(weight.grad)[expert].abs().max()) for expert in range(4)],
+    }
+
+
+def test_weights_are_sharded_over_ep_and_ep_fsdp_and_an_expert_without_tokens_has_zeros(ranks: RankPool) -> None:
+    found = ranks.run(placements, timeout_s=60)[0]
+    assert found["placements"][1] == Shard(0) and found["mesh"] == ("ep_fsdp", "ep") and found["own"] == 1
+    assert found["dense"] == ("fsdp",)
+    assert found["gradients"][3] == 0 and min(found["gradients"][:3]) > 0
+
+
+def exchanges(recompute: str) -> tuple[int, int]:
+    """All-to-alls of a forward and of its backward."""
+    model, pack = laid_out_moe(ep=2, recompute=recompute)
+    with counted() as forward:
+        loss = total(model(pack))
+    with counted() as backward:
+        loss.backward()
+    return forward["c10d.alltoall_base_"], backward["c10d.alltoall_base_"]
+
+
+def test_counts_are_exchanged_once_per_layer_and_not_again_in_a_recompute(ranks: RankPool) -> None:
+    layers = 2
+    counts, there, back = 1, 1, 1
+    assert ranks.run(exchanges, "none", timeout_s=60, world=2)[0] == (layers * (counts + there + back), layers * 2)
+    again = ranks.run(exchanges, "full", timeout_s=60, world=2)[0]
+    assert again == (layers * (counts + there + back), 2 * layers * (there + back))
+
+
+def updated(ep: int, folder: str | None = None, state: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Optimizer state and weights after a step of AdamW, from an earlier ``state`` on."""
+    model, pack = laid_out_moe(ep=ep)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    if state is not None:
+        load_whole_optimizer_state(model, optimizer, state)
+    total(model(pack)).backward()
+    optimizer.step()
+    weights = whole_weights(model)
+    if folder is not None and torch.distributed.get_rank() == 0:
+        own = {name.removeprefix("foundation."): weight for name, weight in weights.items()}
+        model.foundation.save_pretrained(folder, state_dict=own)
+    return whole_optimizer_state(model, optimizer), weights
+
+
+def test_weights_and_optimizer_state_do_not_know_the_layout(ranks: RankPool, tmp_path: Path) -> None:
+    state, weights = ranks.run(updated, 4, str(tmp_path), timeout_s=60)[0]
+    plain = dict(type(factories.qwen3_moe()).from_pretrained(tmp_path).named_parameters())
+    assert len(plain) == len(weights)
+    for name, parameter in plain.items():
+        assert torch.equal(parameter, weights[f"foundation.{name}"]), name
+    (spread_state, spread), (alone_state, alone) = (
+        ranks.run(updated, ep, None, state, timeout_s=60)[0] for ep in (2, 1)
+    )
+    for name, weight in spread.items():
+        torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
+        one, other = spread_state["state"][name]["exp_avg"], alone_state["state"][name]["exp_avg"]
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
