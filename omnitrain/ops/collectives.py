@@ -6,11 +6,13 @@ of something that several hold alike is its own part, and the parts of all of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # torch 2.13 has other names for them.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -39,6 +41,18 @@ def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The inverse of :func:`gather_columns`: ``[..., n]`` of this rank. No collective, neither forth nor back."""
     width = tensor.size(-1) // group.size()
     return tensor.narrow(-1, group.rank() * width, width)
+
+
+def gather_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows of all ranks, rank by rank: ``[sum of counts, ...]``, on each. A row's gradients add up at its owner.
+
+    Args:
+        own: ``[counts of this rank, ...]``.
+        counts: rows of each rank.
+        group: all of its ranks call this, forward and backward.
+    """
+    rows: Tensor = _GatherRows.apply(own, list(counts), group)
+    return rows
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -82,6 +96,24 @@ class _GatherColumns(torch.autograd.Function):
         own = torch.empty_like(parts[0])
         _reduce_scatter(own.view(-1), parts.view(-1), group=ctx.group)
         return own, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        padded = own.new_zeros(max(counts), *own.shape[1:])
+        padded[: len(own)] = own
+        return torch.cat([rows[:count] for rows, count in zip(gathered(padded, group), counts, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ranks, own = len(ctx.counts), ctx.counts[ctx.group.rank()]
+        parts = gradient.new_empty(ranks * own, *gradient.shape[1:])
+        dist.all_to_all_single(parts, gradient.contiguous(), [own] * ranks, ctx.counts, group=ctx.group)
+        summed = parts.view(ranks, own, *gradient.shape[1:]).sum(0, dtype=torch.float32)
+        return summed.to(gradient.dtype), None, None
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

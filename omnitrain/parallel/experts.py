@@ -13,16 +13,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.experts import (
     Routes,
     combine_rows,
@@ -177,38 +178,19 @@ class RankDispatcher:
         own = combine_rows(results, weights[plan.share], plan.routes)
         if dist.get_world_size(self.alike) == 1:
             return own
-        gathered: Tensor = _GatherShares.apply(own, weights.size(0), self.alike)
-        return gathered
+        return gather_rows(own, _shares(weights.size(0), dist.get_world_size(self.alike)), self.alike)
+
+
+def _shares(num_tokens: int, ranks: int) -> list[int]:
+    """How many of the tokens that ``ranks`` hold alike each of them sends."""
+    each, left = divmod(num_tokens, ranks)
+    return [each + (rank < left) for rank in range(ranks)]
 
 
 def _share(num_tokens: int, alike: dist.ProcessGroup) -> slice:
-    """This rank's run of the tokens; all but the last ones are of one length."""
-    length = -(-num_tokens // dist.get_world_size(alike))
-    start = min(dist.get_rank(alike) * length, num_tokens)
-    return slice(start, min(start + length, num_tokens))
-
-
-class _GatherShares(torch.autograd.Function):
-    """``[own, H]`` of every rank -> ``[T, H]`` on all; gradients of all ranks for a row add up at its owner."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, num_tokens: int, alike: dist.ProcessGroup) -> Tensor:
-        ranks = dist.get_world_size(alike)
-        ctx.alike, ctx.num_own, ctx.length = alike, own.size(0), -(-num_tokens // ranks)
-        every = own.new_empty(ctx.length * ranks, own.size(1))
-        dist.all_gather_into_tensor(every, _padded(own, ctx.length), group=alike)
-        return every[:num_tokens]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        every = _padded(gradients[0], ctx.length * dist.get_world_size(ctx.alike))
-        own = every.new_empty(ctx.length, every.size(1))
-        dist.reduce_scatter_tensor(own, every, group=ctx.alike)
-        return own[: ctx.num_own], None, None
-
-
-def _padded(rows: Tensor, length: int) -> Tensor:
-    return F.pad(rows, (0, 0, 0, length - rows.size(0))).contiguous()
+    """This rank's run of them."""
+    stops = list(accumulate(_shares(num_tokens, dist.get_world_size(alike)), initial=0))
+    return slice(*stops[dist.get_rank(alike) :][:2])
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

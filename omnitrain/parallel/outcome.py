@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
+from omnitrain.models.encoding import Share
 from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.experts import Recording, Replayed, experts_in
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.applied import layout_of
 from omnitrain.parallel.planning import step_planner
@@ -38,6 +41,8 @@ class Outcome:
         moved: the same, less the weights before.
         peak_memory_mb: of this process, MiB.
         collectives: that this rank issued for the first step.
+        routing: of experts, a recording per step; None where another run's was replayed, and for dense models.
+        replayed: what that replay changed, on all ranks together.
     """
 
     loss: float
@@ -46,6 +51,8 @@ class Outcome:
     moved: dict[str, Tensor]
     peak_memory_mb: float
     collectives: int
+    routing: tuple[Recording, ...] | None = None
+    replayed: Replayed = field(default_factory=Replayed)
 
 
 def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
@@ -61,17 +68,27 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
     return [packs + [Pack.from_samples(idle)] * (longest - len(packs)) for packs in table]
 
 
-def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
-    """Three steps on the packs of ``rank`` among those that draw data, knowing those of all others."""
+def train(
+    model: OmniModel, table: list[list[Pack]], rank: int, routing: tuple[Recording, ...] | None = None
+) -> Outcome:
+    """Three steps on the packs of ``rank`` among those that draw data, knowing those of all others.
+
+    Args:
+        model: laid out, or on one process.
+        table: the packs of every rank that draws data.
+        rank: of this one among them.
+        routing: a recording per step, whose decisions are taken; None: experts are chosen here, and recorded.
+    """
     batch = step_planner(model)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
     optimizer = _optimizer(model, list(trained.values()))
     gradients: dict[str, Tensor] = {}
     first_loss, collectives = 0.0, 0
+    routed = _Routing(model, routing)
     for step in range(_STEPS):
         with _Collectives() as communication:
-            loss = accumulate_gradients(model, batch).item()
+            loss = accumulate_gradients(model, batch, around=partial(routed.around, step)).item()
         if step == 0:
             first_loss, collectives = _summed(model, loss), communication.count
             gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
@@ -80,7 +97,37 @@ def train(model: OmniModel, table: list[list[Pack]], rank: int) -> Outcome:
     weights = {name: _full(parameter.detach()) for name, parameter in trained.items()}
     moved = {name: weight - before[name] for name, weight in weights.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return Outcome(first_loss, gradients, weights, moved, peak, collectives)
+    return Outcome(first_loss, gradients, weights, moved, peak, collectives, routed.recordings, routed.everywhere())
+
+
+class _Routing:
+    """Records the choice of experts, or takes that of another run."""
+
+    def __init__(self, model: OmniModel, taken: tuple[Recording, ...] | None) -> None:
+        self._model, self._taken = model, taken
+        has_experts = any(True for _ in experts_in(model))
+        self.recordings = tuple(Recording() for _ in range(_STEPS)) if has_experts and taken is None else None
+        self._changed: list[Replayed] = []
+
+    @contextmanager
+    def around(self, step: int, pack: Pack, share: Share) -> Iterator[None]:
+        """The forward of a micro-batch."""
+        info = pack.info
+        if self._taken is not None:
+            rows = None if share.part is None else share.part.rows
+            with self._taken[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
+                self._changed.append(changed)
+                yield
+        elif self.recordings is not None:
+            with self.recordings[step].recorded(self._model, info.ids, info.lengths):
+                yield
+        else:
+            yield
+
+    def everywhere(self) -> Replayed:
+        """What the replay changed, added up over the ranks that have tokens of their own."""
+        totals = [sum(getattr(changed, name) for changed in self._changed) for name in ("near_ties", "others")]
+        return Replayed(*(round(_summed(self._model, total)) for total in totals))
 
 
 def _optimizer(model: OmniModel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from omnitrain.parallel.tensor.gradients import add_up_over_tp
 from omnitrain.plan import PlannedComponent, StepPlan
 
 Observe = Callable[[Pack, OmniOutput], Any]
+Around = Callable[[Pack, Share], AbstractContextManager[Any]]
 
 
 class Note(Protocol):
@@ -43,6 +45,7 @@ def accumulate_gradients(
     loss_weights: Mapping[str, float] | None = None,
     observe: Observe | None = None,
     note: Note | None = None,
+    around: Around | None = None,
 ) -> torch.Tensor:
     """Forward and backward of this rank's part of a step.
 
@@ -55,6 +58,7 @@ def accumulate_gradients(
         loss_weights: ``text`` or a decoder's name -> weight of its mean loss; absent: 1.
         observe: called with pack and output of each micro-batch.
         note: told what comes next (:meth:`omnitrain.parallel.stalls.Watch.at`).
+        around: pack and share of a micro-batch -> context of its forward.
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
@@ -67,7 +71,9 @@ def accumulate_gradients(
         if note is not None:
             note(micro_batch=number, phase="forward", samples=pack.info.ids)
         reduce_on_last(model, batch.plan, number)
-        output = model(pack, share_of(model, batch, number))
+        own = share_of(model, batch, number)
+        with nullcontext() if around is None else around(pack, own):
+            output = model(pack, own)
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]

@@ -23,6 +23,7 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.experts import Recording, experts_in
 from omnitrain.parallel.outcome import Outcome, micro_batches, train
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankError, RankPool
@@ -51,6 +52,8 @@ class VerifyRow:
         weight_error: of the worst parameter after three steps of SGD with momentum, relative to its largest weight.
         peak_memory_mb: of a rank's process, MiB.
         collectives: that a rank issued for one step.
+        near_ties: tokens of a layer that would have gone to other experts than in one process, of nearly the same
+            score, in three steps. They were sent to the same ones, so that gradients can be compared.
     """
 
     layout: str
@@ -62,6 +65,7 @@ class VerifyRow:
     weight_error: float = float("nan")
     peak_memory_mb: float = float("nan")
     collectives: int = 0
+    near_ties: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,13 @@ class VerifyReport:
         with console.capture() as capture:
             console.print(table)
             console.print(f"model: {escape(self.size)}", highlight=False)
+            for row in self.rows:
+                if row.near_ties:
+                    console.print(
+                        f"{row.layout}: {row.near_ties} times, a token's experts were nearly tied and taken from one "
+                        "process",
+                        highlight=False,
+                    )
         return capture.get()
 
 
@@ -185,12 +196,13 @@ def verify(
         size = described(model, full)
         del full
         batch = to_samples(model.runner.native, samples)
+        has_experts = any(True for _ in experts_in(model))
         reference = cache(partial(_in_one_process, model_factory, batch))
         rows = []
         for case in cases:
             frozen = frozenset(name for name in model.components if case.plan.of(name).freeze)
             run = partial(_row, own, model_factory, batch, case, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
-            rows.append(run(partial(reference, frozen)))
+            rows.append(run(partial(reference, frozen), has_experts))
         return VerifyReport(tuple(rows), num_parameters(model), size)
     finally:
         if pool is None:
@@ -209,6 +221,7 @@ def _shown(plan: ParallelPlan) -> str:
     """A plan in a line: what it sets."""
     fields = plan.model_dump(exclude_none=True, exclude_defaults=True)
     parts = {"default": fields.pop("default", {}), **fields.pop("components", {}), **fields}
+    parts |= {name: {"globs": len(parts[name])} for name in ("tp_plan", "ep_plan") if name in parts}
     shown = {name: ", ".join(f"{key}={value}" for key, value in own.items()) for name, own in parts.items() if own}
     return " ".join(f"{name}({fields})" for name, fields in shown.items()) or "plan()"
 
@@ -229,6 +242,7 @@ def _row(
     batch: list[Sample],
     case: _Case,
     reference: Callable[[], tuple[Outcome, _Rounding]],
+    has_experts: bool,
     *,
     nproc: int,
     tolerance: float,
@@ -236,8 +250,9 @@ def _row(
 ) -> VerifyRow:
     if case.ranks > nproc:
         return VerifyRow(case.name, "refused", f"needs {case.ranks} ranks, {nproc} may run")
+    routing = reference()[0].routing if has_experts else None
     try:
-        (outcome, *_) = pool.run(_train_on_rank, factory, batch, case, timeout_s=timeout_s, world=case.ranks)
+        (outcome, *_) = pool.run(_train_on_rank, factory, batch, case, routing, timeout_s=timeout_s, world=case.ranks)
     except RankError as error:
         return VerifyRow(case.name, "different", str(error))
     if isinstance(outcome, str):
@@ -266,6 +281,8 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
             for name in sorted(rounding.empty)
             if not _size(got[name]) <= _NOISE_FACTOR * _size(expected[name])
         ]
+    if outcome.replayed.others:
+        reasons.append(f"{outcome.replayed.others} times, a token's experts are others, and not by a near tie")
     return VerifyRow(
         layout=layout,
         status="different" if reasons else "equal",
@@ -276,6 +293,7 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
         weight_error=weights[1],
         peak_memory_mb=outcome.peak_memory_mb,
         collectives=outcome.collectives,
+        near_ties=outcome.replayed.near_ties,
     )
 
 
@@ -306,17 +324,21 @@ def _in_one_process(factory: Factory, batch: list[Sample], frozen: frozenset[str
 
     For that it is run with its samples in another order, and with every weight moved to a neighbouring number. The
     second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
-    little as the weights.
+    little as the weights. Experts are chosen once.
     """
 
-    def trained(change: Callable[[OmniModel], OmniModel], samples: list[Sample]) -> Outcome:
+    def trained(
+        change: Callable[[OmniModel], OmniModel],
+        samples: list[Sample],
+        routing: tuple[Recording, ...] | None = None,
+    ) -> Outcome:
         model = _built(factory)
         freeze(model, sorted(frozen))
-        return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0)
+        return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
 
     reference = trained(lambda model: model, batch)
-    turned = trained(lambda model: model, batch[::-1])
-    moved = trained(_moved, batch)
+    turned = trained(lambda model: model, batch[::-1], reference.routing)
+    moved = trained(_moved, batch, reference.routing)
     change = _errors(moved.gradients, reference.gradients)
     return reference, _Rounding(
         _errors(turned.gradients, reference.gradients),
@@ -356,7 +378,9 @@ def _called(factory: Factory) -> PreTrainedModel:
     return named()
 
 
-def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcome | str | None:
+def _train_on_rank(
+    factory: Factory, batch: list[Sample], case: _Case, routing: tuple[Recording, ...] | None
+) -> Outcome | str | None:
     """The part of one rank; the outcome, or why the layout is refused, comes back from rank 0."""
     model = _built(factory)
     try:
@@ -365,5 +389,5 @@ def _train_on_rank(factory: Factory, batch: list[Sample], case: _Case) -> Outcom
         build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
     except UserError as error:
         return str(error)
-    outcome = train(model, table, state.dp_rank)
+    outcome = train(model, table, state.dp_rank, routing)
     return outcome if state.rank == 0 else None

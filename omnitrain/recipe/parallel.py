@@ -82,7 +82,7 @@ class ComponentPlan(Strict):
     place: Literal["local", "group", "world"] | None = Field(
         None,
         description="Who encodes a medium: `local`: the rank that drew it; `group`: the ranks that hold its sample; "
-        "`world`: all ranks, balanced by cost.",
+        "`world`: all ranks, balanced by cost. Unset: `group` where ranks share a sequence, else `local`.",
     )
 
     @model_validator(mode="after")

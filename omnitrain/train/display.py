@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -63,6 +64,12 @@ def show_contract(contract: Contract, *, in_full: bool) -> None:
         for finding in findings:
             table.add_row(finding.check, finding.outcome, finding.fact)
         console.print(table)
+
+
+def show_kept_memory(by_source: Mapping[str, float], pack_tokens: int) -> None:
+    """Print how many bytes a full pack of each source keeps for its backward."""
+    shown = ", ".join(f"{source} {size / 2**30:.2f}" for source, size in by_source.items())
+    console.print(f"kept for the backward by a pack full of {pack_tokens:,} tokens, about, in GiB: {shown}")
 
 
 def show_scores(scores: dict[str, Any], title: str) -> None:

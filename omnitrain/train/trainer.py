@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint.whole import whole_optimizer_state, whole_weights
-from omnitrain.data.loader import StepLoader, build_dataloader, require_usable
+from omnitrain.data.loader import StepLoader, build_dataloader, first_samples, require_usable
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
-from omnitrain.data.sample import Rejected
+from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.in_step import idle_prompt
@@ -42,12 +42,14 @@ from omnitrain.train.display import (
     quiet_libraries,
     show_components,
     show_contract,
+    show_kept_memory,
     show_layout,
     show_scores,
 )
 from omnitrain.train.evaluate import Evaluation, evaluate, load_scorer
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt, StoppedError
+from omnitrain.train.memory import measure_kept_memory
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.resume import require_same_rows
@@ -222,6 +224,19 @@ class Trainer:
             show_layout(self.layout.table(self.model))
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
+        if self.device.type == "cuda":
+            self.show_memory()
+
+    def show_memory(self) -> None:
+        """Print what full packs will keep for their backward; of one process whose packs may have several samples."""
+        if self.ranks.state is not None or self.compiled is not None or not self.model.runner.contract.packs:
+            return
+        pack_tokens = self.recipe.data.pack_tokens
+        firsts = first_samples(self.loader.sources, self.processor).values()
+        samples = [first for first in firsts if isinstance(first, Sample) and 2 * len(first) <= pack_tokens]
+        if samples:
+            memory = measure_kept_memory(self.model, samples)
+            show_kept_memory(memory.of_full_packs(samples, pack_tokens), pack_tokens)
 
     def _next_batch(self, steps: Iterator[StepBatch]) -> StepBatch:
         """The packs of a step. Where the data fail, on any rank, the steps done are saved first."""

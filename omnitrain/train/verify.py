@@ -15,6 +15,7 @@ from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.shrink import fits
 from omnitrain.parallel.verify import VerifyReport, verify
 from omnitrain.recipe import Recipe
+from omnitrain.recipe.layout import parse_layout
 from omnitrain.train.display import quiet_libraries
 from omnitrain.train.setup import build_from_recipe
 
@@ -42,11 +43,12 @@ def verify_recipe(
         UserError: whatever does not fit together in the recipe; an unknown layout; no usable sample.
     """
     quiet_libraries()
+    parsed = [parse_layout(layout) for layout in layouts]  # a mistake in them comes before the work
     shapes, processor = build_from_recipe(recipe, "meta")
     samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
     memory = available_memory() if memory is None else memory
     factory = partial(model_of, recipe, "cpu" if fits(shapes, nproc, memory) else "meta")
-    return verify(factory, samples, layouts, nproc=nproc, pool=pool, memory=memory)
+    return verify(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)
 
 
 def model_of(recipe: Recipe, device: str) -> OmniModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -153,3 +154,28 @@ def _to_the_first(router: torch.nn.Module, arguments: tuple[torch.Tensor], outpu
     is_rare = arguments[0].reshape(len(index), -1)[:, 0] > 1.0
     chosen = torch.stack([torch.zeros_like(index[:, 0]), torch.where(is_rare, 2, 1)], dim=-1)
     return logits, scores, chosen
+
+
+def nearly_tied_moe() -> PreTrainedModel:
+    """All experts have nearly the same score; routers round otherwise on several ranks."""
+    return _tied(apart=1e-8, noise=1e-6)
+
+
+def misrouted_moe() -> PreTrainedModel:
+    """On several ranks, scores are not those of one process."""
+    return _tied(apart=0.1, noise=0.3)
+
+
+def _tied(apart: float, noise: float) -> PreTrainedModel:
+    model = _moe()
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    for layer in model.model.layers:
+        weight = layer.mlp.gate.weight
+        weight.data[1:] = weight.data[:1] + apart * torch.randn(weight[1:].shape)
+        if ranks > 1:
+            layer.mlp.gate.register_forward_pre_hook(partial(_add_noise, noise))
+    return model
+
+
+def _add_noise(noise: float, router: torch.nn.Module, arguments: tuple[torch.Tensor]) -> object:
+    return (arguments[0] + noise * torch.randn(arguments[0].shape, generator=torch.Generator().manual_seed(0)),)

@@ -18,6 +18,7 @@ from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.native import discover
 from omnitrain.ops.experts import experts_in
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.verify import verify
 from tests.parallel import factories
 from tests.parallel.laid_out import counted, full, laid_out, total
 from tests.parallel.test_verify import check, hf_samples
@@ -138,3 +139,12 @@ def test_weights_and_optimizer_state_do_not_know_the_layout(ranks: RankPool, tmp
         torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
         one, other = spread_state["state"][name]["exp_avg"], alone_state["state"][name]["exp_avg"]
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_near_ties_are_taken_from_one_process_and_counted_and_other_choices_are_a_difference(ranks: RankPool) -> None:
+    tied, misrouted = (
+        verify(f"tests.parallel.factories:{name}", text_samples(3), ["dp2.ep2.recompute"], pool=ranks).rows[0]
+        for name in ("nearly_tied_moe", "misrouted_moe")
+    )
+    assert tied.status == "equal" and tied.near_ties > 10, tied
+    assert misrouted.status == "different" and "not by a near tie" in misrouted.reason

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -57,26 +56,42 @@ class Recording:
             yield
 
     @contextmanager
-    def replayed(self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[Replayed]:
-        """Take the recorded decisions in the forward inside; samples that were not recorded decide by themselves."""
+    def replayed(
+        self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], rows: Tensor | None = None
+    ) -> Iterator[Replayed]:
+        """Take the recorded decisions in the forward inside; samples that were not recorded decide by themselves.
+
+        Args:
+            model: the same as was recorded, on any layout.
+            ids: of the samples of the row.
+            lengths: of the samples, tokens.
+            rows: ``[t]`` int64, the tokens of the row that are here; None: all.
+        """
         found = Replayed()
-        borders = [*pairwise((0, *accumulate(lengths)))]
+        here = torch.arange(sum(lengths)) if rows is None else rows.cpu()
 
         def replace(key: tuple[str, int], own: Tensor, scores: Tensor) -> Tensor:
-            taken = own.clone()
-            for sample, (start, stop) in zip(ids, borders, strict=True):
-                if (*key, sample) in self.decisions:
-                    taken[start:stop] = self.decisions[*key, sample].to(own.device)
+            taken = self._at(key, ids, lengths, here, own)
             differs = (taken.sort(-1)[0] != own.sort(-1)[0]).any(-1)
             gap = scores.gather(-1, own).sort(-1)[0] - scores.gather(-1, taken).sort(-1)[0]
-            largest = scores.where(scores.isfinite(), 0).abs().amax(-1)
-            is_near = gap.abs().amax(-1) <= NEAR * largest
+            is_near = gap.abs().amax(-1) <= NEAR * scores.where(scores.isfinite(), 0).abs().amax(-1)
             found.near_ties += int((differs & is_near).sum())
             found.others += int((differs & ~is_near).sum())
             return taken
 
-        with _LayersOf(model, sum(lengths), replace):
+        with _LayersOf(model, len(here), replace):
             yield found
+
+    def _at(
+        self, key: tuple[str, int], ids: Sequence[str], lengths: Sequence[int], here: Tensor, own: Tensor
+    ) -> Tensor:
+        """What was recorded for the tokens ``here`` of a row, and ``own`` for the others."""
+        whole = torch.full((max(sum(lengths), int(here.max()) + 1), own.size(-1)), -1)
+        for sample, rows in zip(ids, whole.narrow(0, 0, sum(lengths)).split(list(lengths)), strict=True):
+            if (recorded := self.decisions.get((*key, sample))) is not None:
+                rows.copy_(recorded)
+        taken = whole[here].to(own.device)
+        return taken.where(taken >= 0, own)
 
 
 class _LayersOf(TorchFunctionMode):
