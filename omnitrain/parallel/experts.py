@@ -181,15 +181,15 @@ class RankDispatcher:
             return own
         return gather_rows(own, _shares(weights.size(0), dist.get_world_size(self.alike)), self.alike)
 
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
+        return exchange_rows(rows, sent, received, self.group)
+
 
 def _shares(num_tokens: int, ranks: int) -> list[int]:
     """How many of the tokens that ``ranks`` hold alike each of them sends."""
     each, left = divmod(num_tokens, ranks)
     return [each + (rank < left) for rank in range(ranks)]
-
-    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
-        return exchange_rows(rows, sent, received, self.group)
 
 
 def _share(num_tokens: int, alike: dist.ProcessGroup) -> slice:
