@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from omnitrain.parallel.applied import AppliedLayout, layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.parts import positions_of, rows_for_parts
 from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.stall_report import Phase
 from omnitrain.parallel.tensor.gradients import add_up_over_tp
@@ -47,6 +48,7 @@ def accumulate_gradients(
     observe: Observe | None = None,
     note: Note | None = None,
     around: Around | None = None,
+    routers: Routers | None = None,
 ) -> torch.Tensor:
     """Forward and backward of this rank's part of a step.
 
@@ -60,6 +62,7 @@ def accumulate_gradients(
         observe: called with pack and output of each micro-batch.
         note: told what comes next (:meth:`omnitrain.parallel.stalls.Watch.at`).
         around: pack and share of a micro-batch -> context of its forward.
+        routers: whose losses belong to the total.
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
@@ -67,17 +70,24 @@ def accumulate_gradients(
     weights, counts = loss_weights or {}, batch.plan.loss_counts
     total = torch.zeros((), device=model.device)
     share = loss_share(model)
+    if routers is not None:
+        routers.begin(batch.packs)
     for number, pack in enumerate(batch.packs):
         pack = pack.to(model.device)
         if note is not None:
             note(micro_batch=number, phase="forward", samples=pack.info.ids)
         reduce_on_last(model, batch.plan, number)
         own = share_of(model, batch, number)
-        with nullcontext() if around is None else around(pack, own):
+        with ExitStack() as stack:
+            for context in (around, routers.watched if routers is not None else None):
+                if context is not None:
+                    stack.enter_context(context(pack, own))
             output = model(pack, own)
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
+            if routers is not None and (balance := routers.loss(pack, own)) is not None:
+                terms.append(balance)
             loss = torch.stack(terms).sum()
             if note is not None:
                 note(phase="backward")
