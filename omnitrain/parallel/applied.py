@@ -63,7 +63,7 @@ class LayoutRow:
     Attributes:
         name: of the component.
         mode: ``fsdp2``, ``hsdp`` or ``replicate``.
-        mesh: copies x ranks of each.
+        mesh: copies x ranks of each, and those that share its matrices where there are some.
         units: number of modules that gather and reduce together.
         parameters: elements, of which ``trainable`` train.
         trainable: elements.
@@ -156,7 +156,7 @@ def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutR
     return LayoutRow(
         name=component.name,
         mode=plan.mode or "",
-        mesh=f"{component.num_replicas} x {component.num_shards}",
+        mesh=f"{component.num_replicas} x {component.num_shards}" + (f" x tp {plan.tp}" if (plan.tp or 1) > 1 else ""),
         units=len(component.units),
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),

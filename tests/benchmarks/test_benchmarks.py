@@ -1,4 +1,5 @@
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -39,5 +40,5 @@ def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, m
     assert result["name"] == name
     assert result["formula"] in capsys.readouterr().out
     assert {len(values) for values in result["rounds"].values()} == {1}
-    assert all(isinstance(value, float) for value in result["figures"].values())
+    assert all(isinstance(value, float) and math.isfinite(value) for value in result["figures"].values())
     assert all(value > 0 for values in result["rounds"].values() for value in values)
