@@ -39,7 +39,7 @@ from omnitrain.models.hf import foundation_class
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
 from omnitrain.parallel.drive_trial import kind_of, manners_of
 from omnitrain.parallel.driven_attention import Manner, drive
-from omnitrain.parallel.head_exchange import equal_spans, gather_rows, scatter_rows
+from omnitrain.parallel.head_exchange import equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.ulysses import UlyssesShard
 from omnitrain.plan.sequence import split_sequence
@@ -134,8 +134,8 @@ class Layer:
         """The all-to-alls of a step."""
         own = torch.zeros(len(self.rows), self.heads, HEAD_DIM, requires_grad=True)
         spans, rows = equal_spans(self.heads, RANKS), self.shard.rows_of_ranks
-        for_attention = gather_rows([own] * 3, [spans] * 3, rows, self.shard.sp_group)
-        (output,) = scatter_rows([for_attention[0]], [spans], rows, self.shard.sp_group)
+        for_attention = rows_to_heads([own] * 3, [spans] * 3, rows, self.shard.sp_group)
+        (output,) = heads_to_rows([for_attention[0]], [spans], rows, self.shard.sp_group)
         torch.autograd.grad(output, own, output.detach())
 
     def project(self) -> None:

@@ -56,7 +56,7 @@ def gather_seq_scatter_heads(
     group = get_parallel_state().sp_group if group is None else group
     x_THW = _rows_first(x, seq_dim, head_dim)
     rows = _gathered_lengths(len(x_THW), group) if lengths is None else lengths
-    (gathered,) = gather_rows([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
+    (gathered,) = rows_to_heads([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
     return _as_before(gathered, x, seq_dim, head_dim)
 
 
@@ -93,7 +93,7 @@ def gather_heads_scatter_seq(
     if len(lengths) != ranks or sum(lengths) != num_rows:
         raise UserError(f"lengths are {list(lengths)}; expected {ranks} that add up to {num_rows}, the rows of x")
     spans = equal_spans(x_THW.size(1) * ranks, ranks)
-    (scattered,) = scatter_rows([x_THW], [spans], lengths, group)
+    (scattered,) = heads_to_rows([x_THW], [spans], lengths, group)
     return _as_before(scattered, x, seq_dim, head_dim)
 
 
@@ -110,7 +110,7 @@ def equal_spans(num_heads: int, ranks: int) -> HeadSpans:
     return [(rank * share, (rank + 1) * share) for rank in range(ranks)]
 
 
-def gather_rows(
+def rows_to_heads(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """All rows of this rank's heads of several tensors, by one differentiable all-to-all.
@@ -125,10 +125,10 @@ def gather_rows(
     Returns:
         Per tensor ``[all rows, own heads, width]``.
     """
-    return _GatherRows.apply(spans, rows, group, *tensors)
+    return _RowsToHeads.apply(spans, rows, group, *tensors)
 
 
-def scatter_rows(
+def heads_to_rows(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """This rank's rows of all heads of several tensors, by one differentiable all-to-all.
@@ -142,10 +142,10 @@ def scatter_rows(
     Returns:
         Per tensor ``[own rows, heads, width]``.
     """
-    return _ScatterRows.apply(spans, rows, group, *tensors)
+    return _HeadsToRows.apply(spans, rows, group, *tensors)
 
 
-class _GatherRows(torch.autograd.Function):
+class _RowsToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
@@ -159,7 +159,7 @@ class _GatherRows(torch.autograd.Function):
         return None, None, None, *start_scatter(gradients, *ctx.way)()
 
 
-class _ScatterRows(torch.autograd.Function):
+class _HeadsToRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
@@ -176,7 +176,7 @@ class _ScatterRows(torch.autograd.Function):
 def start_gather(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> Arrival:
-    """:func:`gather_rows` without a graph, on its way: what it returns is called for the result, once.
+    """:func:`rows_to_heads` without a graph, on its way: what it returns is called for the result, once.
 
     Rank r is sent ``[own rows, its heads of all tensors side by side]``, so that rows arrive one below the other.
     """
@@ -205,7 +205,7 @@ def start_gather(
 def start_scatter(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> Arrival:
-    """:func:`scatter_rows` without a graph, on its way: what it returns is called for the result, once.
+    """:func:`heads_to_rows` without a graph, on its way: what it returns is called for the result, once.
 
     The transpose of :func:`start_gather`: heads that several ranks have are added up.
     """

@@ -13,7 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.call import Call
-from omnitrain.parallel.head_exchange import HeadSpans, equal_spans, gather_rows, scatter_rows
+from omnitrain.ops.collectives import gather_rows
+from omnitrain.parallel.head_exchange import HeadSpans, equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.ring import ring_attention
 from omnitrain.plan.sequence import SequenceSplit
 
@@ -120,10 +121,10 @@ class UlyssesShard:
         if self.split.sp == 1:
             return self.attend_own_heads(call, heads, compute)
         states = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
-        gathered = gather_rows(states, [heads.queries, heads.keys, heads.keys], self.rows_of_ranks, self.sp_group)
+        gathered = rows_to_heads(states, [heads.queries, heads.keys, heads.keys], self.rows_of_ranks, self.sp_group)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in gathered)
         output = self.attend_own_heads(replace(call, query=query, key=key, value=value), heads, compute)
-        (own,) = scatter_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
+        (own,) = heads_to_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
         return own[None]
 
     def attend_own_heads(self, call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
@@ -137,17 +138,10 @@ class UlyssesShard:
         Layers that share a tensor share what was gathered.
         """
         if table not in self._tables:
-            self._tables[table] = self._gathered(table.detach().movedim(dim, 0)).movedim(0, dim)
+            own = table.detach().movedim(dim, 0)
+            self._tables[table] = gather_rows(own, self.rows_of_ranks, self.sp_group).movedim(0, dim)
         return self._tables[table]
 
     @cached_property
     def _tables(self) -> WeakTensorKeyDictionary:
         return WeakTensorKeyDictionary()
-
-    def _gathered(self, own: Tensor) -> Tensor:
-        most, ranks = max(self.rows_of_ranks), len(self.rows_of_ranks)
-        padded = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-        gathered = own.new_empty(ranks * most, *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=self.sp_group)
-        parts = zip(gathered.split(most), self.rows_of_ranks, strict=True)
-        return torch.cat([rows[:number] for rows, number in parts])
