@@ -23,11 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.experts import (
     Routes,
     combine_rows,
     experts_in,
     set_dispatcher,
+    set_row_budget,
     sort_by_expert,
     take_rows,
     use_omnitrain_experts,
@@ -87,6 +89,14 @@ def _named(layers: Sequence[ExpertLayer]) -> str:
     if not layers:
         return "the model has none"
     return f"expected some such as {', '.join(f'`{name}`' for name in layers[0].weights)}"
+
+
+def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None) -> None:
+    """Let the experts of ``layers`` compute so many rows at a time."""
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        set_row_budget(module, rows)
+        use_omnitrain_experts(module)
 
 
 def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -180,15 +190,15 @@ class RankDispatcher:
             return own
         return gather_rows(own, _shares(weights.size(0), dist.get_world_size(self.alike)), self.alike)
 
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
+        return exchange_rows(rows, sent, received, self.group)
+
 
 def _shares(num_tokens: int, ranks: int) -> list[int]:
     """How many of the tokens that ``ranks`` hold alike each of them sends."""
     each, left = divmod(num_tokens, ranks)
     return [each + (rank < left) for rank in range(ranks)]
-
-    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
-        return exchange_rows(rows, sent, received, self.group)
 
 
 def _share(num_tokens: int, alike: dist.ProcessGroup) -> slice:

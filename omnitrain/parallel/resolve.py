@@ -316,6 +316,11 @@ class _Resolving:
                 break
         return wanted
 
+    def _expert_rows(self) -> int | None:
+        if self._own.expert_rows and not self._expert_layers:
+            self._problem("expert_rows", f"found {self._own.expert_rows}, but the component has no experts; remove it")
+        return self._merged.expert_rows if self._expert_layers else None
+
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()
         param = given.param or (None if self._is_frozen else "float32")
