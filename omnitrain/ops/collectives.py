@@ -44,7 +44,7 @@ def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, rank by rank: ``[sum of counts, ...]``, on each of them. A row's gradients add up at its owner.
+    """Rows of all ranks, rank by rank: ``[sum of counts, ...]``, on each. A row's gradients add up at its owner.
 
     Args:
         own: ``[counts of this rank, ...]``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,8 @@ from omnitrain.parallel.state import get_parallel_state
 
 # The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
 HeadSpans = Sequence[tuple[int, int]]
+# Waits for what is on its way.
+Arrival = Callable[[], tuple[Tensor, ...]]
 
 
 def gather_seq_scatter_heads(
@@ -149,12 +151,12 @@ class _GatherRows(torch.autograd.Function):
         ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.way = spans, rows, group
-        return _gather(tensors, spans, rows, group)
+        return start_gather(tensors, spans, rows, group)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_scatter(gradients, *ctx.way)
+        return None, None, None, *start_scatter(gradients, *ctx.way)()
 
 
 class _ScatterRows(torch.autograd.Function):
@@ -163,18 +165,21 @@ class _ScatterRows(torch.autograd.Function):
         ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.way = spans, rows, group
-        return _scatter(tensors, spans, rows, group)
+        return start_scatter(tensors, spans, rows, group)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_gather(gradients, *ctx.way)
+        return None, None, None, *start_gather(gradients, *ctx.way)()
 
 
-def _gather(
+def start_gather(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """Rank r is sent ``[own rows, its heads of all tensors side by side]``, so that rows arrive one below the other."""
+) -> Arrival:
+    """:func:`gather_rows` without a graph, on its way: what it returns is called for the result, once.
+
+    Rank r is sent ``[own rows, its heads of all tensors side by side]``, so that rows arrive one below the other.
+    """
     own, own_rows = dist.get_rank(group), len(tensors[0])
     parts = _of_one_dtype(tensors)
     widths = _widths(parts, spans)
@@ -185,17 +190,25 @@ def _gather(
         torch.cat(pieces, dim=1, out=there.view(own_rows, sum(widths[rank])))
     incoming = outgoing.new_empty(sum(rows), sum(widths[own]))
     received = [number * incoming.size(1) for number in rows]
-    dist.all_to_all_single(incoming.view(-1), outgoing, received, sent, group=group)
-    return tuple(
-        _of_dtype(columns.unflatten(1, (-1, part.size(2))), tensor)
-        for columns, part, tensor in zip(incoming.split(widths[own], dim=1), parts, tensors, strict=True)
-    )
+    work = dist.all_to_all_single(incoming.view(-1), outgoing, received, sent, group=group, async_op=True)
+
+    def arrived() -> tuple[Tensor, ...]:
+        work.wait()
+        return tuple(
+            _of_dtype(columns.unflatten(1, (-1, part.size(2))), tensor)
+            for columns, part, tensor in zip(incoming.split(widths[own], dim=1), parts, tensors, strict=True)
+        )
+
+    return arrived
 
 
-def _scatter(
+def start_scatter(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """The transpose of :func:`_gather`: what was sent to several ranks is added up."""
+) -> Arrival:
+    """:func:`scatter_rows` without a graph, on its way: what it returns is called for the result, once.
+
+    The transpose of :func:`start_gather`: heads that several ranks have are added up.
+    """
     own = dist.get_rank(group)
     parts = _of_one_dtype(tensors)
     widths = _widths(parts, spans)
@@ -204,18 +217,23 @@ def _scatter(
     received = [rows[own] * sum(of_rank) for of_rank in widths]
     incoming = outgoing.new_empty(sum(received))
     sent = [number * outgoing.size(1) for number in rows]
-    dist.all_to_all_single(incoming, outgoing.view(-1), received, sent, group=group)
-    arrived = [
-        here.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
-        for here, of_rank in zip(incoming.split(received), widths, strict=True)
-    ]
-    return tuple(
-        _put_together(
-            [_of_dtype(from_rank[index].unflatten(1, (-1, part.size(2))), tensor) for from_rank in arrived],
-            spans[index],
+    work = dist.all_to_all_single(incoming, outgoing.view(-1), received, sent, group=group, async_op=True)
+
+    def arrived() -> tuple[Tensor, ...]:
+        work.wait()
+        of_ranks = [
+            here.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
+            for here, of_rank in zip(incoming.split(received), widths, strict=True)
+        ]
+        return tuple(
+            _put_together(
+                [_of_dtype(from_rank[index].unflatten(1, (-1, part.size(2))), tensor) for from_rank in of_ranks],
+                spans[index],
+            )
+            for index, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
         )
-        for index, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
-    )
+
+    return arrived
 
 
 def _put_together(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:

@@ -18,6 +18,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.parallel.applied import AppliedLayout, layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
+from omnitrain.parallel.parts import positions_of, rows_for_parts
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.sequence import part_of
@@ -119,7 +120,8 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
     layout = layout_of(model)
     ranks = np.array(layout.state.loss_ranks if layout is not None else range(plan.topology.world_size))
     rank = int(np.searchsorted(ranks, _rank()))
-    calls, heads, exchanges = {}, set(), {}
+    calls, heads, exchanges, cut = {}, set(), {}, set()
+    part = None if layout is None else part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     for entrance, number in zip(plan.topology.entrances, plan.calls[micro_batch].tolist(), strict=True):
         if entrance.kind == "encode":
             calls[entrance.name] = number
@@ -129,14 +131,15 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
         if plan.topology.moves(component.name) and plan.is_active(component.name, micro_batch):
             made = [item for call in plan.calls_of(rank, component.name, micro_batch) for item in call.items]
             routes = plan.routes(component.name, micro_batch)
+            if part is not None and component.place != "world" and component.head is None:
+                cut.add(component.name)
+                positions = positions_of(batch.packs[micro_batch], component)
+                routes, made = rows_for_parts(routes, rank, positions, part.split, made)
             routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
-    part = None
-    if layout is not None:
-        part = part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part)
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part, cut=cut)
 
 
 def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:

@@ -221,6 +221,7 @@ def _shown(plan: ParallelPlan) -> str:
     """A plan in a line: what it sets."""
     fields = plan.model_dump(exclude_none=True, exclude_defaults=True)
     parts = {"default": fields.pop("default", {}), **fields.pop("components", {}), **fields}
+    parts |= {name: {"globs": len(parts[name])} for name in ("tp_plan", "ep_plan") if name in parts}
     shown = {name: ", ".join(f"{key}={value}" for key, value in own.items()) for name, own in parts.items() if own}
     return " ".join(f"{name}({fields})" for name, fields in shown.items()) or "plan()"
 

@@ -231,7 +231,7 @@ class Trainer:
             self.show_memory()
 
     def show_memory(self) -> None:
-        """Print what full packs will keep for their backward; of one process whose packs may have several samples."""
+        """Print what full packs keep for their backward; of one process without a plan that packs several samples."""
         if self.ranks.state is not None or self.compiled is not None or not self.model.runner.contract.packs:
             return
         pack_tokens = self.recipe.data.pack_tokens

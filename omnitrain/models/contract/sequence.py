@@ -26,8 +26,8 @@ from omnitrain.models.contract.trial import Failure, attempt, relative
 from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.kernels import torch_kernels
-from omnitrain.models.native import discover
-from omnitrain.models.part import cut_pack
+from omnitrain.models.native import NativeRows, discover
+from omnitrain.models.part import cut_pack, here
 from omnitrain.ops.attention.call import Call
 from omnitrain.plan.sequence import split_sequence
 
@@ -152,8 +152,15 @@ class _Part:
 
 
 def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> Tensor:
-    own, _ = runner.cut_media(pack, media, part)
+    own = EncodedMedia({name: rows for name, rows in _cut(runner, pack, media, part).items() if len(rows.main)})
     row = runner.row_of(pack, part)
     output = runner.run_pack(cut_pack(pack, part), own, lambda hidden, head: head.forward(hidden), row)
     logits: Tensor = output.logits[0]
     return logits
+
+
+def _cut(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> dict[str, NativeRows]:
+    """Of rows in the order of their placeholders, those for the tokens of a part."""
+    ids = pack.input_ids[0]
+    placeholders = {name: (ids == runner.native.ports[name].token_id).nonzero()[:, 0] for name in media.native}
+    return {name: rows.at(here(part, placeholders[name])[0]) for name, rows in media.native.items()}

@@ -54,8 +54,9 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
     problem = f"it does not run: {found}" if isinstance(found, Failure) else _difference(found, expected)
     if problem:
         raise UserError(
-            f"tp_plan: {type(foundation).__name__} cut so is another model. On a small twin, {problem}; give ranks whole "
-            "heads and whole inputs of norms, by colwise_gather_output and rowwise_split_input, or leave modules out"
+            f"tp_plan: {type(foundation).__name__} cut so is another model. On a small twin, {problem}; give ranks "
+            "whole heads and whole inputs of norms, by colwise_gather_output and rowwise_split_input, or leave modules "
+            "out"
         )
 
 

@@ -132,3 +132,20 @@ def norm_gradients() -> list[float]:
 def test_the_gradient_of_a_norm_of_heads_is_partial_and_exact_on_every_rank_once_added_up(ranks: RankPool) -> None:
     for before, after in ranks.run(norm_gradients, timeout_s=60, world=2):
         assert before > 0.1 and after < 1e-12
+
+
+def dropped() -> Tensor:
+    """What a rank computes with dropout in its heads and behind them, drawn as the trainer draws: by data rank."""
+    torch.manual_seed(0)
+    layer = Layer()
+    layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.3))
+    layer.experts = nn.Sequential(nn.Dropout(0.3), layer.experts)
+    state = ot.init_parallel_state(tp_size=2)
+    cut_tensors(layer, HEADS, state.tp_mesh)
+    torch.manual_seed(state.place("loss"))
+    return layer(torch.arange(9)).detach()
+
+
+def test_dropout_draws_the_same_where_ranks_compute_the_same(ranks: RankPool) -> None:
+    one, other = ranks.run(dropped, timeout_s=60, world=2)
+    assert torch.equal(one, other)
