@@ -207,6 +207,7 @@ class _Resolving:
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
         compile_ = self._compile(offload)
         async_ulysses = self._async_ulysses()
+        expert_rows = self._expert_rows()
         if degrees is None or self.problems:
             return None
         mode, dp_replicate, dp_shard = degrees
@@ -226,6 +227,7 @@ class _Resolving:
             freeze=self._is_frozen,
             compile=compile_,
             async_ulysses=async_ulysses,
+            expert_rows=expert_rows,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
 

@@ -96,6 +96,18 @@ def test_weights_are_sharded_over_ep_and_ep_fsdp_and_an_expert_without_tokens_ha
     assert found["gradients"][3] == 0 and min(found["gradients"][:3]) > 0
 
 
+def products(**plan: Any) -> int:
+    """Grouped products of a forward."""
+    model, pack = laid_out_moe(ep=2, **plan)
+    with counted() as forward:
+        model(pack)
+    return forward["aten._grouped_mm"]
+
+
+def products_by_bound() -> tuple[int, int]:
+    return products(), products(expert_rows=4)
+
+
 def exchanges(recompute: str) -> tuple[int, int]:
     """All-to-alls of a forward and of its backward."""
     model, pack = laid_out_moe(ep=2, recompute=recompute)
@@ -148,6 +160,8 @@ def test_a_bound_on_rows_changes_nothing(ranks: RankPool) -> None:
     plan = ot.ParallelPlan(default=ot.ComponentPlan(dp_shard=2, ep=2, expert_rows=16, recompute="full"))
     report = verify("tests.parallel.factories:lopsided_moe", text_samples(3), [plan], pool=ranks, timeout_s=120)
     assert [row.status for row in report.rows] == ["equal"], str(report)
+    whole, bounded = ranks.run(products_by_bound, timeout_s=60, world=2)[0]
+    assert whole == 2 * 2 and bounded > 4 * whole
 
 
 def test_near_ties_are_taken_from_one_process_and_counted_and_other_choices_are_a_difference(ranks: RankPool) -> None:
