@@ -29,6 +29,7 @@ from omnitrain.ops.experts import (
     combine_rows,
     experts_in,
     set_dispatcher,
+    set_row_budget,
     sort_by_expert,
     take_rows,
     use_omnitrain_experts,
@@ -88,6 +89,14 @@ def _named(layers: Sequence[ExpertLayer]) -> str:
     if not layers:
         return "the model has none"
     return f"expected some such as {', '.join(f'`{name}`' for name in layers[0].weights)}"
+
+
+def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None) -> None:
+    """Let the experts of ``layers`` compute so many rows at a time."""
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        set_row_budget(module, rows)
+        use_omnitrain_experts(module)
 
 
 def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
 from omnitrain.parallel.async_ulysses import DrivenModules, drive_foundation
-from omnitrain.parallel.experts import chosen_layers, expert_layers, spread_experts
+from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, spread_experts
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.shard import Sharding, shard
@@ -134,8 +134,10 @@ def _spread_experts(
     """Component -> names of its modules of experts that are now spread over ranks."""
     spread = {}
     for name, layers in expert_layers(model).items():
+        chosen = chosen_layers(layers, plan.ep_plan)
+        if plans[name].expert_rows is not None:
+            bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:
-            chosen = chosen_layers(layers, plan.ep_plan)
             spread_experts(model, chosen, state.ep_mesh, state.tp_mesh)
             spread[name] = tuple(layer.name for layer in chosen)
     return spread

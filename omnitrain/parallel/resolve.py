@@ -207,6 +207,7 @@ class _Resolving:
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
         compile_ = self._compile(offload)
         async_ulysses = self._async_ulysses()
+        expert_rows = self._expert_rows()
         if degrees is None or self.problems:
             return None
         mode, dp_replicate, dp_shard = degrees
@@ -226,6 +227,7 @@ class _Resolving:
             freeze=self._is_frozen,
             compile=compile_,
             async_ulysses=async_ulysses,
+            expert_rows=expert_rows,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
 
@@ -317,6 +319,11 @@ class _Resolving:
                 )
                 break
         return wanted
+
+    def _expert_rows(self) -> int | None:
+        if self._own.expert_rows and not self._expert_layers:
+            self._problem("expert_rows", f"found {self._own.expert_rows}, but the component has no experts; remove it")
+        return self._merged.expert_rows if self._expert_layers else None
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()

@@ -89,6 +89,11 @@ class ComponentPlan(Strict):
         description="Who encodes a medium: `local`: the rank that drew it; `group`: the ranks that hold its sample; "
         "`world`: all ranks, balanced by cost. Unset: `group` where ranks share a sequence, else `local`.",
     )
+    expert_rows: Degree = Field(
+        None,
+        description="Rows (tokens times experts of each) that a layer's experts compute at a time. Of more, inputs and "
+        "results alone wait for the backward, which computes the rest again. Unset: all at once.",
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ComponentPlan:
