@@ -13,8 +13,7 @@ from torch import Tensor
 
 from omnitrain.models.part import fewest_tokens
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.parallel.head_exchange import equal_spans, scatter_rows
-from omnitrain.parallel.head_exchange import gather_rows as gather_heads
+from omnitrain.parallel.head_exchange import equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.ulysses import UlyssesShard
 from omnitrain.plan.sequence import SequenceSplit, split_sequence
@@ -78,9 +77,9 @@ class SequencePart:
         """Compute over the whole row of this rank's share of the heads; see :class:`RowPart`."""
         counts = [len(rows) for rows in self.split.rows]
         heads = equal_spans(tensors[0].size(1), self.num_ranks)
-        gathered = gather_heads(tensors, [heads] * len(tensors), counts, self.group)
+        gathered = rows_to_heads(tensors, [heads] * len(tensors), counts, self.group)
         whole = compute([states[self.in_order] for states in gathered], slice(*heads[self.place]))
-        (own,) = scatter_rows([whole[self.in_order.argsort()]], [heads], counts, self.group)
+        (own,) = heads_to_rows([whole[self.in_order.argsort()]], [heads], counts, self.group)
         return own
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
