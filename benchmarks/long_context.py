@@ -122,13 +122,19 @@ def longest_by_measurement(peaks: Peaks, budget: float, guess: float, near: floa
     return fits
 
 
-def measure(tokens: int, near: float) -> Result:
-    """Both comparisons; ``tokens`` of the short rows, ``near`` as bisection comes."""
+def measure(tokens: int, budgets: list[float], near: float) -> Result:
+    """Both comparisons.
+
+    Args:
+        tokens: of the short row on one rank.
+        budgets: of a rank, in peaks of that row.
+        near: as close as bisection comes.
+    """
     with RankPool(RANKS, preload=("long_context",)) as pool:
         peaks = Peaks(pool)
         figures = {"memory_ratio": peaks.of(RANKS * tokens, RANKS) / peaks.of(tokens, 1)}
-        for times in (2, 3):
-            budget = float(times * peaks.of(tokens, 1))
+        for times in budgets:
+            budget = times * peaks.of(tokens, 1)
             by_formula = longest_by_formula(peaks, budget, tokens)
             measured = longest_by_measurement(peaks, budget, by_formula, near)
             budget_name = f"{budget / 2**20:.1f}_mib"
@@ -138,7 +144,7 @@ def measure(tokens: int, near: float) -> Result:
                 f"formula_to_measurement_{budget_name}": by_formula / measured,
             }
     shown = {f"{tokens}_tokens_on_{ranks}_peak_mib": size / 2**20 for (tokens, ranks), size in peaks.found.items()}
-    rounds = {"peak_mib": [size / 2**20 for size in peaks.found.values()]}
+    rounds = {"memory_ratio": [figures["memory_ratio"]]}
     return Result("long_context", FORMULA, {**figures, **shown}, rounds)
 
 
@@ -146,9 +152,10 @@ def main() -> None:
     """Measure and report."""
     options = parser(sys.modules[__name__].__doc__ or "", rounds=1, steps=1)
     options.add_argument("--tokens", type=int, default=1024, help="of the short row on one rank")
+    options.add_argument("--budgets", type=float, nargs="+", default=[2.0, 3.0], help="in peaks of that row")
     options.add_argument("--near", type=float, default=0.02, help="of the longest row: how close bisection comes")
     given = start(options)
-    report(measure(given.tokens, given.near), given.json)
+    report(measure(given.tokens, given.budgets, given.near), given.json)
 
 
 if __name__ == "__main__":

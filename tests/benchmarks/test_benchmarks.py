@@ -16,18 +16,19 @@ SIZES = {
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
     "gpu_train": ["--rounds=1", "--steps=1", "--tiny"],
-    "long_context": ["--tokens=64", "--near=0.5"],
+    "long_context": ["--tokens=64", "--budgets=2", "--near=9"],
     "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
 }
+SLOW = {"long_context"}  # a profile of four ranks, several times
 
 
 def test_every_benchmark_is_tested():
     assert {path.stem for path in BENCHMARKS.glob("*.py")} - SHARED == set(SIZES)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SIZES])
 def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "result.json"
     monkeypatch.chdir(tmp_path)
