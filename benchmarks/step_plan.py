@@ -79,7 +79,9 @@ def over_unavoidable(plan: StepPlan) -> float:
     """Cost of the busiest rank over what no assignment can undercut, in the worst micro-batch."""
     loads, costliest = plan.loads(ENCODER), np.zeros(plan.num_micro_batches)
     np.maximum.at(costliest, plan.slot // len(PORTS), plan.cost)
-    return float((loads.max(axis=1) / np.maximum(loads.mean(axis=1), costliest)).max())
+    least = np.maximum(loads.mean(axis=1), costliest)
+    works = least > 0
+    return float((loads.max(axis=1)[works] / least[works]).max())
 
 
 def measure(rounds: int, steps: int, items_per_rank: int) -> Result:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.models.calls import MediaCall, media_calls
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.native import NativeRows
+from omnitrain.models.part import here
 from omnitrain.ops.attention import RowPart
 
 Exchange = Callable[..., tuple[Tensor, ...]]
@@ -37,6 +38,7 @@ class Share:
         exchanges: component -> moves the rows that this rank made to the ranks that need them, and returns those that
             its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
         part: the tokens of the pack that this rank runs the foundation over; None: all of them.
+        cut: components whose exchange returns only the rows for these tokens.
     """
 
     calls: Mapping[str, int] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Share:
     work: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
     part: RowPart | None = None
+    cut: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,14 @@ class Encoded:
     """What :func:`encode` made of a pack.
 
     Attributes:
-        media: rows for the foundation's input.
-        labels: decoder name -> ``[n]`` int64.
-        idle: results of calls without data.
+        media: rows for the foundation's input: for the tokens that are on this rank.
+        labels: decoder name -> ``[n]`` int64, of the whole pack.
+        idle: results of calls without data, and tensors without rows.
     """
 
     media: EncodedMedia
     labels: dict[str, Tensor]
     idle: list[Tensor]
-
-    def cut(self, model: Any, pack: Pack, part: RowPart | None) -> Encoded:
-        """The rows for the tokens of a part of the pack; ``labels`` stay whole. What no token takes is idle."""
-        if part is None:
-            return self
-        media, unused = model.runner.cut_media(pack, self.media, part)
-        return Encoded(media, self.labels, [*self.idle, *unused])
 
 
 def encode(model: Any, pack: Pack, share: Share) -> Encoded:
@@ -80,7 +76,11 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
     native: dict[str, NativeRows] = {}
     labels: dict[str, Tensor] = {}
     idle: list[Tensor] = []
+    where: dict[str, Tensor] = {}
+    drawn = {**pack.inputs, **pack.targets}
     for component, names in model.ports.items():
+        batches = {name: drawn[name] for name in names if name in drawn}
+        places = {name: here(share.part, batch.positions) for name, batch in batches.items()}
         made: dict[str, list[_Made]] = {}
         minimal: list[_Made] = []
         for name in names:  # in one order on all ranks, with data or without
@@ -92,17 +92,24 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
             own = [rows for parts in made.values() for rows in parts]
             received = share.exchanges[component](*_joined(own or minimal[:1], is_empty=not own))
             idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
-            there = {**pack.inputs, **pack.targets}
-            made = _cut(received, (own or minimal)[0], {name: there[name] for name in names if name in there})
-        for name in names:
-            if name in pack.targets:
-                rows, labels[name] = (torch.cat(part) for part in zip(*made[name], strict=True))
-                inserted.append(InsertedRows(pack.targets[name].positions, rows))
-            elif name in pack.inputs and name.startswith(NATIVE_PREFIX):
-                native[name] = NativeRows.cat(made[name])
-            elif name in pack.inputs:
-                inserted.append(InsertedRows(pack.inputs[name].positions, torch.cat(made[name])))
-    return Encoded(EncodedMedia(model.runner.joined(pack, native), inserted), labels, idle)
+            counts = {name: batch.num_tokens for name, batch in batches.items()}
+            if component in share.cut:
+                counts = {name: (len(places[name][0]),) for name in batches}
+            made = _cut(received, (own or minimal)[0], counts)
+        for name in batches:
+            index, where[name] = places[name]
+            rows, codes = _together(made[name], name in pack.targets)
+            if codes is not None:
+                labels[name] = codes
+            if share.part is not None and component not in share.cut:
+                rows = rows.at(index) if isinstance(rows, NativeRows) else rows[index]
+            if not len(index):  # the model runs as over text
+                idle += _tensors(rows)
+            elif isinstance(rows, NativeRows):
+                native[name] = rows
+            else:
+                inserted.append(InsertedRows(where[name], rows))
+    return Encoded(EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
 
 
 def num_calls(model: Any, pack: Pack) -> dict[str, int]:
@@ -134,6 +141,7 @@ def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
     return term + torch.stack(zeros).sum() if zeros else term
 
 
+_Rows = Any  # NativeRows, or rows [n, hidden]
 _Made = Any  # NativeRows; or rows [n, hidden]; or a decoder's embeddings [n, hidden] and labels [n]
 
 
@@ -161,20 +169,25 @@ def _tensors(made: _Made) -> list[Tensor]:
     return [made] if isinstance(made, Tensor) else list(made)
 
 
+def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | None]:
+    """Rows of several calls end to end; and labels, of a decoder."""
+    if is_target:
+        rows, labels = (torch.cat(part) for part in zip(*made, strict=True))
+        return rows, labels
+    return NativeRows.cat(made) if isinstance(made[0], NativeRows) else torch.cat(list(made)), None
+
+
 def _joined(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
     """Rows of several calls end to end; ``is_empty``: none of them."""
     joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
     return [tensor[:0] for tensor in joined] if is_empty else joined
 
 
-def _cut(received: Sequence[Tensor], pattern: _Made, batches: Mapping[str, MediaBatch]) -> dict[str, list[_Made]]:
-    """Rows from an exchange, name by name, in the form of ``pattern``."""
-    sizes = [sum(batch.num_tokens) for batch in batches.values()]
+def _cut(received: Sequence[Tensor], pattern: _Made, counts: Mapping[str, Sequence[int]]) -> dict[str, list[_Made]]:
+    """Rows from an exchange, name by name, in the form of ``pattern``. ``counts``: name -> rows of each item."""
+    sizes = [sum(own) for own in counts.values()]
     pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
-    return {
-        name: [_like(pattern, piece, batch.num_tokens)]
-        for (name, batch), piece in zip(batches.items(), pieces, strict=True)
-    }
+    return {name: [_like(pattern, piece, own)] for (name, own), piece in zip(counts.items(), pieces, strict=True)}
 
 
 def _like(pattern: _Made, tensors: Sequence[Tensor], num_tokens: Sequence[int]) -> _Made:

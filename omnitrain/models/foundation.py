@@ -22,7 +22,7 @@ from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
 from omnitrain.models.native.text_run import StopRunError, first_block
-from omnitrain.models.part import cut_native, cut_pack, here
+from omnitrain.models.part import cut_pack, here
 from omnitrain.models.segments import run_by_segment
 from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
@@ -107,11 +107,10 @@ class FoundationRunner:
         Raises:
             UserError: the model has no such modality, or makes another number of rows than there are placeholders.
         """
-        names = [name for name in pack.inputs if name.startswith(NATIVE_PREFIX)]
-        calls = {name: self.calls(pack, name) for name in names}
-        return self.joined(
-            pack, {name: NativeRows.cat([self.encode_call(name, call) for call in calls[name]]) for name in names}
-        )
+        batches = {name: batch for name, batch in pack.inputs.items() if name.startswith(NATIVE_PREFIX)}
+        calls = {name: self.calls(pack, name) for name in batches}
+        rows = {name: NativeRows.cat([self.encode_call(name, call) for call in made]) for name, made in calls.items()}
+        return self.joined(rows, {name: batch.positions for name, batch in batches.items()})
 
     def calls(self, pack: Pack, name: str) -> list[MediaCall]:
         """The calls that the items of a modality (``foundation.image``, ...) in a pack ask for; often one, or none."""
@@ -139,15 +138,15 @@ class FoundationRunner:
             check_rows(modality, [sum(call.items.num_tokens)], [rows.main.size(0)], [", ".join(call.samples)])
         return rows
 
-    def joined(self, pack: Pack, rows: Mapping[str, NativeRows]) -> dict[str, NativeRows]:
-        """Rows of the items of a pack by name, put together as :meth:`encode` returns them."""
+    def joined(self, rows: Mapping[str, NativeRows], positions: Mapping[str, Tensor]) -> dict[str, NativeRows]:
+        """Rows by name, put together as :meth:`encode` returns them. ``positions``: the tokens that they fill."""
         by_token: dict[int, list[str]] = {}
         for name in rows:
             by_token.setdefault(self.native.ports[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
         native = {}
         for names in by_token.values():
             together = _end_to_end([rows[name] for name in names])
-            order = torch.cat([pack.inputs[name].positions for name in names]).argsort()
+            order = torch.cat([positions[name] for name in names]).argsort()
             native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
         return native
 
@@ -160,26 +159,6 @@ class FoundationRunner:
         for modality, rows in (item for media in encoded for item in media.items()):
             by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
-
-    def placeholders(self, pack: Pack, modality: str) -> Tensor:
-        """``[rows]`` int64, the tokens that the rows of :attr:`EncodedMedia.native` fill, ascending."""
-        token = self.native.ports[modality].token_id
-        ports = {NATIVE_PREFIX + name: port for name, port in self.native.ports.items()}
-        batches = [batch for name, batch in pack.inputs.items() if name in ports and ports[name].token_id == token]
-        return torch.cat([batch.positions for batch in batches]).sort().values
-
-    def cut_media(self, pack: Pack, media: EncodedMedia, part: RowPart) -> tuple[EncodedMedia, list[Tensor]]:
-        """The rows for the tokens of a part of a pack, and the empty tensors of media that none of its tokens takes.
-
-        Those are left out: the model runs as over text.
-        """
-        native = {name: cut_native(rows, self.placeholders(pack, name), part) for name, rows in media.native.items()}
-        found = [(rows, *here(part, rows.positions)) for rows in media.inserted]
-        inserted = [InsertedRows(where, rows.rows[index]) for rows, index, where in found]
-        unused = [tensor for rows in native.values() for tensor in rows.tensors() if not len(tensor)]
-        unused += [rows.rows for rows in inserted if not len(rows.rows)]
-        taken = {name: rows for name, rows in native.items() if len(rows.main)}
-        return EncodedMedia(taken, [rows for rows in inserted if len(rows.rows)]), unused
 
     def text_loss(
         self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None

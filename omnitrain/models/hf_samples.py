@@ -13,6 +13,8 @@ from omnitrain.data.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.native import Discovery
 
+IDLE = "idle"  # source and id of samples that stand in for none
+
 
 def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> Sample:
     """One sample.
@@ -60,7 +62,7 @@ def idle_sample(native: Discovery, token: int, num_tokens: int = 2) -> Sample:
     """Ordinary tokens that nothing is learnt from, for a rank that has no data."""
     ids, trained = np.full(num_tokens, token, dtype=np.int64), np.zeros(num_tokens, dtype=bool)
     extras = native.extras(ids, trained)
-    return Sample("idle", "idle", ids, trained, native.positions(ids, {}, extras), token_inputs=extras)
+    return Sample(IDLE, IDLE, ids, trained, native.positions(ids, {}, extras), token_inputs=extras)
 
 
 def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -> None:

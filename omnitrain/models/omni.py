@@ -152,7 +152,7 @@ class OmniModel(PreTrainedModel):
         """
         share = share or Share()
         pack, part = self._filled_up(pack, share.part), share.part
-        encoded = encode(self, pack, share).cut(self, pack, part)
+        encoded = encode(self, pack, share)
         labels, idle = encoded.labels, encoded.idle
         text, hidden = self.runner.text_loss(pack, encoded.media, part)
         losses, read = {}, {"text": pack.text_rows[here(part, pack.text_rows)[0]]}

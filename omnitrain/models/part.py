@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.pack import Pack, PackInfo
-from omnitrain.models.native import NativeRows
 from omnitrain.ops.attention import RowPart
 
 
@@ -46,16 +45,6 @@ def cut_pack(pack: Pack, part: RowPart) -> Pack:
         targets={},
         token_inputs={name: values[:, part.rows] for name, values in pack.token_inputs.items()},
     )
-
-
-def cut_native(rows: NativeRows, positions: Tensor, part: RowPart) -> NativeRows:
-    """The rows of a modality that are for tokens of a part. ``positions``: ``[rows]`` int64, ascending."""
-    index, _ = here(part, positions)
-    if len(rows.counts) <= 1:
-        return rows.at(index)
-    borders = torch.tensor(rows.counts, device=index.device).cumsum(0)
-    counts = torch.bincount(torch.bucketize(index, borders, right=True), minlength=len(borders)).tolist()
-    return rows.at(index, [count for count in counts if count])
 
 
 def filled_up(pack: Pack, filler: Pack | None) -> Pack:

@@ -1,7 +1,7 @@
 """Modules that carry state along the row (linear attention, short convolutions), run one packed sample at a time.
 
-Where several ranks share the row, each runs them over all of it and keeps its own tokens: the gradients of their
-parameters are parts that add up over the ranks, as those of all others.
+Where several ranks share the row, linear attention is divided by heads (``by_heads``). Other layers run over all of it
+on each rank, which keeps its own tokens: the gradients of their parameters are parts that add up over the ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.errors import UserError
+from omnitrain.models.by_heads import by_heads
 from omnitrain.ops.attention import MaskSpec, RowPart, packed, packed_row
 
 
@@ -45,6 +46,8 @@ def _segmented_forward(kind: type[nn.Module]) -> Callable[..., Any]:
             _check_recomputation(self)
             return alone(self, *args, **kwargs)
         _ran_packed.add(self)
+        if row.part is not None and (shared := by_heads(alone)) is not None:
+            return shared(self, *args, **kwargs)
         if row.part is not None:
             args, kwargs = gather_rows((args, kwargs), row.part)
         outputs = []

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import CompiledBlocks
 from omnitrain.parallel.activations import ActivationOffload
+from omnitrain.parallel.async_ulysses import DrivenModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.recipe.parallel import ComponentPlan
 
@@ -31,6 +32,7 @@ class AppliedComponent:
         is_trained: it has parameters that get a gradient.
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
+        driven: its attention modules, where projections shall overlap all-to-alls.
     """
 
     name: str
@@ -41,6 +43,7 @@ class AppliedComponent:
     is_trained: bool
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
+    driven: DrivenModules | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -67,6 +70,7 @@ class LayoutRow:
         dtypes: of parameters, computation and gradient sums.
         recompute: what is computed again.
         offload: what lives in host memory.
+        sequence: how ranks share a sequence.
     """
 
     name: str
@@ -78,6 +82,7 @@ class LayoutRow:
     dtypes: str
     recompute: str
     offload: str
+    sequence: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,4 +163,11 @@ def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutR
         dtypes=f"{found} / {plan.precision.compute or found} / {plan.precision.reduce}",
         recompute=f"{plan.recompute}{ops}",
         offload=", ".join(what for what, is_there in offload.items() if is_there) or "none",
+        sequence=_sequence(component),
     )
+
+
+def _sequence(component: AppliedComponent) -> str:
+    degrees = {"ulysses": component.plan.ulysses or 1, "cp": component.plan.cp or 1}
+    shared = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    return ", ".join(str(part) for part in (shared, component.driven) if part) or "whole"

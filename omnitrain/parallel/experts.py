@@ -29,6 +29,7 @@ from omnitrain.ops.experts import (
     combine_rows,
     experts_in,
     set_dispatcher,
+    set_row_budget,
     sort_by_expert,
     take_rows,
     use_omnitrain_experts,
@@ -90,6 +91,14 @@ def _named(layers: Sequence[ExpertLayer]) -> str:
     return f"expected some such as {', '.join(f'`{name}`' for name in layers[0].weights)}"
 
 
+def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None) -> None:
+    """Let the experts of ``layers`` compute so many rows at a time."""
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        set_row_budget(module, rows)
+        use_omnitrain_experts(module)
+
+
 def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
     """Keep this rank's part of the experts of ``layers``, and let tokens travel to theirs.
 
@@ -101,12 +110,11 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
     """
     # A shard of a shard is put together in two steps, of which torch warns; it is done when weights are saved.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    dispatcher = RankDispatcher(mesh.get_group(), tp_mesh.get_group())
     for layer in layers:
         module = model.get_submodule(layer.name)
         for name in weight_names(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
-        set_dispatcher(module, dispatcher)
+        set_dispatcher(module, RankDispatcher(mesh.get_group(), tp_mesh.get_group()))
         use_omnitrain_experts(module)
 
 
@@ -151,6 +159,8 @@ class RankDispatcher:
 
     def __init__(self, group: dist.ProcessGroup, alike: dist.ProcessGroup) -> None:
         self.group, self.alike = group, alike
+        self.bytes_sent = 0
+        self._rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def plan(self, top_k_index: Tensor, num_experts: int) -> Travel:
@@ -169,16 +179,20 @@ class RankDispatcher:
 
     def dispatch(self, tokens: Tensor, plan: Travel) -> tuple[Tensor, Tensor]:
         """Rows of the tokens that chose this rank's experts, sorted by these, and where each expert's end."""
-        rows = exchange_rows(take_rows(tokens[plan.share], plan.routes), plan.sent, plan.received, self.group)
+        rows = self._exchanged(take_rows(tokens[plan.share], plan.routes), plan.sent, plan.received)
         return take_rows(rows, plan.arrived), plan.arrived.ends
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Travel) -> Tensor:
         """The way back, and the weighted sum where the tokens are."""
-        results = exchange_rows(take_rows(rows, plan.returning), plan.received, plan.sent, self.group)
+        results = self._exchanged(take_rows(rows, plan.returning), plan.received, plan.sent)
         own = combine_rows(results, weights[plan.share], plan.routes)
         if dist.get_world_size(self.alike) == 1:
             return own
         return gather_rows(own, _shares(weights.size(0), dist.get_world_size(self.alike)), self.alike)
+
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
+        return exchange_rows(rows, sent, received, self.group)
 
 
 def _shares(num_tokens: int, ranks: int) -> list[int]:

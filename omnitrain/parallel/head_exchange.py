@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,8 @@ from omnitrain.parallel.state import get_parallel_state
 
 # The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
 HeadSpans = Sequence[tuple[int, int]]
+# Waits for what is on its way.
+Arrival = Callable[[], tuple[Tensor, ...]]
 
 
 def gather_seq_scatter_heads(
@@ -54,7 +56,7 @@ def gather_seq_scatter_heads(
     group = get_parallel_state().sp_group if group is None else group
     x_THW = _rows_first(x, seq_dim, head_dim)
     rows = _gathered_lengths(len(x_THW), group) if lengths is None else lengths
-    (gathered,) = gather_rows([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
+    (gathered,) = rows_to_heads([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
     return _as_before(gathered, x, seq_dim, head_dim)
 
 
@@ -91,7 +93,7 @@ def gather_heads_scatter_seq(
     if len(lengths) != ranks or sum(lengths) != num_rows:
         raise UserError(f"lengths are {list(lengths)}; expected {ranks} that add up to {num_rows}, the rows of x")
     spans = equal_spans(x_THW.size(1) * ranks, ranks)
-    (scattered,) = scatter_rows([x_THW], [spans], lengths, group)
+    (scattered,) = heads_to_rows([x_THW], [spans], lengths, group)
     return _as_before(scattered, x, seq_dim, head_dim)
 
 
@@ -108,7 +110,7 @@ def equal_spans(num_heads: int, ranks: int) -> HeadSpans:
     return [(rank * share, (rank + 1) * share) for rank in range(ranks)]
 
 
-def gather_rows(
+def rows_to_heads(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """All rows of this rank's heads of several tensors, by one differentiable all-to-all.
@@ -123,10 +125,10 @@ def gather_rows(
     Returns:
         Per tensor ``[all rows, own heads, width]``.
     """
-    return _GatherRows.apply(spans, rows, group, *tensors)
+    return _RowsToHeads.apply(spans, rows, group, *tensors)
 
 
-def scatter_rows(
+def heads_to_rows(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """This rank's rows of all heads of several tensors, by one differentiable all-to-all.
@@ -140,41 +142,44 @@ def scatter_rows(
     Returns:
         Per tensor ``[own rows, heads, width]``.
     """
-    return _ScatterRows.apply(spans, rows, group, *tensors)
+    return _HeadsToRows.apply(spans, rows, group, *tensors)
 
 
-class _GatherRows(torch.autograd.Function):
+class _RowsToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.way = spans, rows, group
-        return _gather(tensors, spans, rows, group)
+        return start_gather(tensors, spans, rows, group)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_scatter(gradients, *ctx.way)
+        return None, None, None, *start_scatter(gradients, *ctx.way)()
 
 
-class _ScatterRows(torch.autograd.Function):
+class _HeadsToRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.way = spans, rows, group
-        return _scatter(tensors, spans, rows, group)
+        return start_scatter(tensors, spans, rows, group)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_gather(gradients, *ctx.way)
+        return None, None, None, *start_gather(gradients, *ctx.way)()
 
 
-def _gather(
+def start_gather(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """Rank r is sent ``[own rows, its heads of all tensors side by side]``, so that rows arrive one below the other."""
+) -> Arrival:
+    """:func:`rows_to_heads` without a graph, on its way: what it returns is called for the result, once.
+
+    Rank r is sent ``[own rows, its heads of all tensors side by side]``, so that rows arrive one below the other.
+    """
     own, own_rows = dist.get_rank(group), len(tensors[0])
     parts = _of_one_dtype(tensors)
     widths = _widths(parts, spans)
@@ -185,17 +190,25 @@ def _gather(
         torch.cat(pieces, dim=1, out=there.view(own_rows, sum(widths[rank])))
     incoming = outgoing.new_empty(sum(rows), sum(widths[own]))
     received = [number * incoming.size(1) for number in rows]
-    dist.all_to_all_single(incoming.view(-1), outgoing, received, sent, group=group)
-    return tuple(
-        _of_dtype(columns.unflatten(1, (-1, part.size(2))), tensor)
-        for columns, part, tensor in zip(incoming.split(widths[own], dim=1), parts, tensors, strict=True)
-    )
+    work = dist.all_to_all_single(incoming.view(-1), outgoing, received, sent, group=group, async_op=True)
+
+    def arrived() -> tuple[Tensor, ...]:
+        work.wait()
+        return tuple(
+            _of_dtype(columns.unflatten(1, (-1, part.size(2))), tensor)
+            for columns, part, tensor in zip(incoming.split(widths[own], dim=1), parts, tensors, strict=True)
+        )
+
+    return arrived
 
 
-def _scatter(
+def start_scatter(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
-    """The transpose of :func:`_gather`: what was sent to several ranks is added up."""
+) -> Arrival:
+    """:func:`heads_to_rows` without a graph, on its way: what it returns is called for the result, once.
+
+    The transpose of :func:`start_gather`: heads that several ranks have are added up.
+    """
     own = dist.get_rank(group)
     parts = _of_one_dtype(tensors)
     widths = _widths(parts, spans)
@@ -204,18 +217,23 @@ def _scatter(
     received = [rows[own] * sum(of_rank) for of_rank in widths]
     incoming = outgoing.new_empty(sum(received))
     sent = [number * outgoing.size(1) for number in rows]
-    dist.all_to_all_single(incoming, outgoing.view(-1), received, sent, group=group)
-    arrived = [
-        here.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
-        for here, of_rank in zip(incoming.split(received), widths, strict=True)
-    ]
-    return tuple(
-        _put_together(
-            [_of_dtype(from_rank[index].unflatten(1, (-1, part.size(2))), tensor) for from_rank in arrived],
-            spans[index],
+    work = dist.all_to_all_single(incoming, outgoing.view(-1), received, sent, group=group, async_op=True)
+
+    def arrived() -> tuple[Tensor, ...]:
+        work.wait()
+        of_ranks = [
+            here.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
+            for here, of_rank in zip(incoming.split(received), widths, strict=True)
+        ]
+        return tuple(
+            _put_together(
+                [_of_dtype(from_rank[index].unflatten(1, (-1, part.size(2))), tensor) for from_rank in of_ranks],
+                spans[index],
+            )
+            for index, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
         )
-        for index, (part, tensor) in enumerate(zip(parts, tensors, strict=True))
-    )
+
+    return arrived
 
 
 def _put_together(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:

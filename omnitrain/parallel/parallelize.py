@@ -14,7 +14,8 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
-from omnitrain.parallel.experts import chosen_layers, expert_layers, spread_experts
+from omnitrain.parallel.async_ulysses import DrivenModules, drive_foundation
+from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, spread_experts
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.shard import Sharding, shard
@@ -86,6 +87,8 @@ def build_parallelize_model(
     require_equal_weights(omni)
     cut_tensors(omni, tensors.styles, state.tp_mesh)
     experts = _spread_experts(omni, plans, plan, state)
+    is_driven = plans[FOUNDATION].async_ulysses and state.size("sp") > 1
+    driven = drive_foundation(omni, state.size("sp")) if is_driven else None
     units = find_units(omni, experts)
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None
@@ -93,7 +96,7 @@ def build_parallelize_model(
     parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
     shard(omni, units, how)
-    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, compiled))
+    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, compiled, driven))
     return omni
 
 
@@ -131,8 +134,10 @@ def _spread_experts(
     """Component -> names of its modules of experts that are now spread over ranks."""
     spread = {}
     for name, layers in expert_layers(model).items():
+        chosen = chosen_layers(layers, plan.ep_plan)
+        if plans[name].expert_rows is not None:
+            bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:
-            chosen = chosen_layers(layers, plan.ep_plan)
             spread_experts(model, chosen, state.ep_mesh, state.tp_mesh)
             spread[name] = tuple(layer.name for layer in chosen)
     return spread
@@ -193,6 +198,7 @@ def _layout(
     parameters: Mapping[str, tuple[str, ...]],
     activations: Mapping[str, ActivationOffload],
     compiled: CompiledBlocks | None,
+    driven: DrivenModules | None,
 ) -> AppliedLayout:
     own = dict(model.named_parameters())
     return AppliedLayout(
@@ -207,6 +213,7 @@ def _layout(
                 is_trained=any(own[path].requires_grad for path in parameters[name]),
                 activations=activations.get(name),
                 compiled=compiled if name == FOUNDATION else None,
+                driven=driven if name == FOUNDATION else None,
             )
             for name, plan in plans.items()
         },

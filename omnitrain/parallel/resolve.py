@@ -206,6 +206,8 @@ class _Resolving:
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
         compile_ = self._compile(offload)
+        async_ulysses = self._async_ulysses()
+        expert_rows = self._expert_rows()
         if degrees is None or self.problems:
             return None
         mode, dp_replicate, dp_shard = degrees
@@ -224,6 +226,8 @@ class _Resolving:
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
             freeze=self._is_frozen,
             compile=compile_,
+            async_ulysses=async_ulysses,
+            expert_rows=expert_rows,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
 
@@ -316,6 +320,11 @@ class _Resolving:
                 break
         return wanted
 
+    def _expert_rows(self) -> int | None:
+        if self._own.expert_rows and not self._expert_layers:
+            self._problem("expert_rows", f"found {self._own.expert_rows}, but the component has no experts; remove it")
+        return self._merged.expert_rows if self._expert_layers else None
+
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()
         param = given.param or (None if self._is_frozen else "float32")
@@ -353,6 +362,11 @@ class _Resolving:
         if found and mode == "replicate":
             self._problem("parameter_offload", "found true, but the component is replicated; only shards can be")
         return bool(found or (found is None and self._flags.parameter_offload)) and mode != "replicate"
+
+    def _async_ulysses(self) -> bool:
+        if self._own.async_ulysses and self._name != FOUNDATION:
+            self._problem("async_ulysses", f"only the foundation's sequences are exchanged; set it on {FOUNDATION}")
+        return bool(self._merged.async_ulysses) and self._name == FOUNDATION
 
     def _compile(self, offload: bool) -> bool:
         if self._own.compile and self._name != FOUNDATION:

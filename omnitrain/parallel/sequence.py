@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from omnitrain.models.part import fewest_tokens
 from omnitrain.ops.collectives import gather_rows
+from omnitrain.parallel.head_exchange import equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.ulysses import UlyssesShard
 from omnitrain.plan.sequence import SequenceSplit, split_sequence
@@ -65,6 +67,20 @@ class SequencePart:
     def in_order(self) -> Tensor:
         """``[T]`` int64: where each token is among those of all ranks, rank by rank."""
         return torch.from_numpy(np.concatenate(self.split.rows).argsort()).to(self.device)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the row."""
+        return len(self.split.rows)
+
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Compute over the whole row of this rank's share of the heads; see :class:`RowPart`."""
+        counts = [len(rows) for rows in self.split.rows]
+        heads = equal_spans(tensors[0].size(1), self.num_ranks)
+        gathered = rows_to_heads(tensors, [heads] * len(tensors), counts, self.group)
+        whole = compute([states[self.in_order] for states in gathered], slice(*heads[self.place]))
+        (own,) = heads_to_rows([whole[self.in_order.argsort()]], [heads], counts, self.group)
+        return own
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole row of a tensor that has this rank's tokens along ``dim``; gradients add up over the ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -18,7 +18,9 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.parallel.applied import AppliedLayout, layout_of, reduce_replicas
 from omnitrain.parallel.exchange import Exchange
+from omnitrain.parallel.parts import positions_of, rows_for_parts
 from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.stall_report import Phase
 from omnitrain.parallel.tensor.gradients import add_up_over_tp
@@ -46,6 +48,7 @@ def accumulate_gradients(
     observe: Observe | None = None,
     note: Note | None = None,
     around: Around | None = None,
+    routers: Routers | None = None,
 ) -> torch.Tensor:
     """Forward and backward of this rank's part of a step.
 
@@ -59,6 +62,7 @@ def accumulate_gradients(
         observe: called with pack and output of each micro-batch.
         note: told what comes next (:meth:`omnitrain.parallel.stalls.Watch.at`).
         around: pack and share of a micro-batch -> context of its forward.
+        routers: whose losses belong to the total.
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
@@ -66,17 +70,24 @@ def accumulate_gradients(
     weights, counts = loss_weights or {}, batch.plan.loss_counts
     total = torch.zeros((), device=model.device)
     share = loss_share(model)
+    if routers is not None:
+        routers.begin(batch.packs)
     for number, pack in enumerate(batch.packs):
         pack = pack.to(model.device)
         if note is not None:
             note(micro_batch=number, phase="forward", samples=pack.info.ids)
         reduce_on_last(model, batch.plan, number)
         own = share_of(model, batch, number)
-        with nullcontext() if around is None else around(pack, own):
+        with ExitStack() as stack:
+            for context in (around, routers.watched if routers is not None else None):
+                if context is not None:
+                    stack.enter_context(context(pack, own))
             output = model(pack, own)
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
+            if routers is not None and (balance := routers.loss(pack, own)) is not None:
+                terms.append(balance)
             loss = torch.stack(terms).sum()
             if note is not None:
                 note(phase="backward")
@@ -109,7 +120,8 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
     layout = layout_of(model)
     ranks = np.array(layout.state.loss_ranks if layout is not None else range(plan.topology.world_size))
     rank = int(np.searchsorted(ranks, _rank()))
-    calls, heads, exchanges = {}, set(), {}
+    calls, heads, exchanges, cut = {}, set(), {}, set()
+    part = None if layout is None else part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     for entrance, number in zip(plan.topology.entrances, plan.calls[micro_batch].tolist(), strict=True):
         if entrance.kind == "encode":
             calls[entrance.name] = number
@@ -119,14 +131,15 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
         if plan.topology.moves(component.name) and plan.is_active(component.name, micro_batch):
             made = [item for call in plan.calls_of(rank, component.name, micro_batch) for item in call.items]
             routes = plan.routes(component.name, micro_batch)
+            if part is not None and component.place != "world" and component.head is None:
+                cut.add(component.name)
+                positions = positions_of(batch.packs[micro_batch], component)
+                routes, made = rows_for_parts(routes, rank, positions, part.split, made)
             routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
-    part = None
-    if layout is not None:
-        part = part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
     there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part)
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part, cut=cut)
 
 
 def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:

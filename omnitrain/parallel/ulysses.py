@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.call import Call
-from omnitrain.parallel.head_exchange import HeadSpans, equal_spans, gather_rows, scatter_rows
+from omnitrain.ops.collectives import gather_rows
+from omnitrain.parallel.head_exchange import HeadSpans, equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.ring import ring_attention
 from omnitrain.plan.sequence import SequenceSplit
 
@@ -58,6 +61,22 @@ def deal_heads(num_heads: int, num_key_heads: int, ranks: int, rank: int) -> Own
     return OwnHeads(queries, keys, own if len(counts) > 1 else None)
 
 
+def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
+    """The call of a rank over the whole row, from states of its own heads and all else of all heads."""
+    key, value, own, bias = call.key, call.value, slice(*heads.queries[rank]), call.position_bias
+    if heads.own_keys is not None:
+        index = torch.tensor(heads.own_keys, device=key.device)
+        key, value = key.index_select(1, index), value.index_select(1, index)
+    return replace(
+        call,
+        key=key,
+        value=value,
+        mask=call.mask.of_heads(own.start, own.stop),
+        position_bias=bias if bias is None or bias.size(1) == 1 else bias[:, own],
+        sinks=None if call.sinks is None else call.sinks[own],
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class UlyssesShard:
     """This rank's rows of a row that ``split`` deals to the ranks of two groups; attention over it.
@@ -74,15 +93,20 @@ class UlyssesShard:
     sp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
 
-    @property
+    @cached_property
     def rows_of_ranks(self) -> list[int]:
         """Rows of each rank of ``sp_group``."""
         return [len(rows) for rows in self.split.rows_of_ring(dist.get_rank(self.cp_group))]
 
+    @cached_property
+    def rank(self) -> int:
+        """Place in ``sp_group``."""
+        return dist.get_rank(self.sp_group)
+
     @property
     def num_rows(self) -> int:
         """Rows of this rank."""
-        return self.rows_of_ranks[dist.get_rank(self.sp_group)]
+        return self.rows_of_ranks[self.rank]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         """See :class:`~omnitrain.ops.attention.sharded.SequenceShard`.
@@ -93,34 +117,31 @@ class UlyssesShard:
         Raises:
             UserError: the ranks do not divide the heads, or the ring does not honour what the call asks for.
         """
-        heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, dist.get_rank(self.sp_group))
-        own_heads = self._of_own_heads(call, heads)
-        if self.split.cp > 1:
-            output = ring_attention(own_heads, self.split, self.cp_group, compute)
-        else:
-            output = compute(own_heads)
+        heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, self.rank)
         if self.split.sp == 1:
-            return output
-        (own,) = scatter_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
+            return self.attend_own_heads(call, heads, compute)
+        states = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
+        gathered = rows_to_heads(states, [heads.queries, heads.keys, heads.keys], self.rows_of_ranks, self.sp_group)
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in gathered)
+        output = self.attend_own_heads(replace(call, query=query, key=key, value=value), heads, compute)
+        (own,) = heads_to_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
         return own[None]
 
-    def _of_own_heads(self, call: Call, heads: OwnHeads) -> Call:
-        states = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
-        if self.split.sp > 1:
-            spans = [heads.queries, heads.keys, heads.keys]
-            states = list(gather_rows(states, spans, self.rows_of_ranks, self.sp_group))
-        if heads.own_keys is not None:
-            index = torch.tensor(heads.own_keys, device=call.query.device)
-            states[1:] = [tensor.index_select(1, index) for tensor in states[1:]]
-        query, key, value = (tensor.transpose(0, 1)[None] for tensor in states)
-        own = slice(*heads.queries[dist.get_rank(self.sp_group)])
-        bias = call.position_bias
-        return replace(
-            call,
-            query=query,
-            key=key,
-            value=value,
-            mask=call.mask.of_heads(own.start, own.stop),
-            position_bias=bias if bias is None or bias.size(1) == 1 else bias[:, own],
-            sinks=None if call.sinks is None else call.sinks[own],
-        )
+    def attend_own_heads(self, call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
+        """From states of this rank's heads and all rows of its ``sp_group``: ``[1, these rows, own heads, E]``."""
+        own = of_own_heads(call, heads, self.rank)
+        return compute(own) if self.split.cp == 1 else ring_attention(own, self.split, self.cp_group, compute)
+
+    def gather_tables(self, table: Tensor, dim: int) -> Tensor:
+        """All rows of its ``sp_group`` of a tensor without gradients that has this rank's rows along ``dim``.
+
+        Layers that share a tensor share what was gathered.
+        """
+        if table not in self._tables:
+            own = table.detach().movedim(dim, 0)
+            self._tables[table] = gather_rows(own, self.rows_of_ranks, self.sp_group).movedim(0, dim)
+        return self._tables[table]
+
+    @cached_property
+    def _tables(self) -> WeakTensorKeyDictionary:
+        return WeakTensorKeyDictionary()

@@ -57,6 +57,11 @@ class ComponentPlan(Strict):
     tp: Degree = Field(None, description="Tensor parallel ranks: each computes a part of every matrix.")
     ulysses: Degree = Field(None, description="Ranks that share a sequence, and swap it for heads in attention.")
     cp: Degree = Field(None, description="Ranks that share a sequence, and pass keys and values on in a ring.")
+    async_ulysses: bool | None = Field(
+        None,
+        description="Projections of attention overlap their `ulysses` all-to-alls; of the foundation. Layers of which "
+        "that is not exact to the bit run one after the other.",
+    )
     ep: Degree = Field(None, description="Ranks over which experts are spread, among those of data and sequence.")
     pp: Degree = Field(None, description="Pipeline stages.")
     mode: Literal["fsdp2", "hsdp", "replicate"] | None = Field(
@@ -83,6 +88,11 @@ class ComponentPlan(Strict):
         None,
         description="Who encodes a medium: `local`: the rank that drew it; `group`: the ranks that hold its sample; "
         "`world`: all ranks, balanced by cost. Unset: `group` where ranks share a sequence, else `local`.",
+    )
+    expert_rows: Degree = Field(
+        None,
+        description="Rows (tokens times experts of each) that a layer's experts compute at a time. Of more, inputs and "
+        "results alone wait for the backward, which computes the rest again. Unset: all at once.",
     )
 
     @model_validator(mode="after")

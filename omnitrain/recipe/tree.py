@@ -100,6 +100,9 @@ class Ops(Strict):
         description="Rows whose last hidden state no loss reads. `skip`: what follows the last mixing of rows is not "
         "computed for them; `auto` does so on CPU.",
     )
+    experts: Literal["auto", "torch", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm"] = Field(
+        "auto", description="Experts of a layer. `torch`: ours; the others are functions of transformers."
+    )
     cross_entropy: Literal["auto", "torch", "liger"] = Field(
         "auto", description="Softmax of the loss inside the head, which goes over the logits in chunks in any case."
     )
@@ -244,6 +247,25 @@ def _compile_shorthand(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
 
 
+class ExpertsBalance(Strict):
+    """What keeps the routers of a mixture-of-experts model balanced. A dense model refuses all of it."""
+
+    loss: Literal["none", "sample", "previous_step", "micro_batch"] = Field(
+        "none",
+        description="Loss for the balance of experts, per layer: within each sample (`sample`), or against the shares "
+        "of the step before (`previous_step`); both are the same on any layout. `micro_batch` is that of transformers, "
+        "which depends on how samples are packed and spread.",
+    )
+    weight: float = Field(0.001, ge=0, description="Of that loss in the total.")
+    z_weight: float = Field(0.0, ge=0, description="Of the squared log-sum-exp of the routers' scores in the total.")
+    bias_rate: float = Field(
+        0.0,
+        ge=0,
+        description="How far the bias by which a router chooses moves per step, towards experts with fewer tokens. "
+        "For routers that have one, such as DeepSeek-V3's.",
+    )
+
+
 class Train(Strict):
     """The loop."""
 
@@ -268,6 +290,7 @@ class Train(Strict):
         600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
+    experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Balance of experts.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",

@@ -45,14 +45,25 @@ def show_components(rows: list[ComponentRow]) -> None:
 
 def show_layout(rows: list[LayoutRow]) -> None:
     """Print what :func:`build_parallelize_model` applied to which component."""
-    heads = ("component", "mode", "mesh", "units", "parameters", "trainable", "dtypes", "recompute", "offload")
+    heads = (
+        "component",
+        "mode",
+        "mesh",
+        "units",
+        "parameters",
+        "trainable",
+        "dtypes",
+        "recompute",
+        "offload",
+        "sequence",
+    )
     table = Table(
         *heads, title="Layout (mesh: copies x shards; dtypes: parameters / compute / sums)", title_justify="left"
     )
     for row in rows:
         trainable = f"{row.trainable:,}" if row.trainable else "frozen"
         sizes = (str(row.units), f"{row.parameters:,}", trainable)
-        table.add_row(row.name, row.mode, row.mesh, *sizes, row.dtypes, row.recompute, row.offload)
+        table.add_row(row.name, row.mode, row.mesh, *sizes, row.dtypes, row.recompute, row.offload, row.sequence)
     console.print(table)
 
 

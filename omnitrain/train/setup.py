@@ -23,6 +23,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_attention
 from omnitrain.ops.backends import choose
 from omnitrain.ops.cross_entropy import CROSS_ENTROPY
+from omnitrain.ops.experts import EXPERTS, use_omnitrain_experts
 from omnitrain.ops.fuse import FusedOp, backends_of, fuse_ops
 from omnitrain.ops.unread_rows import UNREAD_ROWS
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Precision, Recipe
@@ -131,7 +132,7 @@ def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.d
     Raises:
         UserError: every backend that cannot, with the reason and what may be chosen instead, a line each.
     """
-    problems, elsewhere = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS}
+    problems, elsewhere = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS, "experts": EXPERTS}
     for name, wanted in ops.model_dump(exclude={"attention"}).items():
         try:
             choose(name, elsewhere[name] if name in elsewhere else backends_of(name), wanted, device)
@@ -171,13 +172,16 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
         use_omnitrain_attention(reader, ops.attention)
     if model.runner.contract.attention == "omnitrain":
         use_omnitrain_attention(model.foundation, ops.attention)
-    wanted = ops.model_dump(exclude={"cross_entropy", "attention", "unread_rows"})
+    wanted = ops.model_dump(exclude={"cross_entropy", "attention", "unread_rows", "experts"})
     done = {
         name: fuse_ops(part, wanted, device)
         for name, part in {"foundation": model.foundation, **model.encoders}.items()
     }
     if choose("unread_rows", UNREAD_ROWS, ops.unread_rows, device).run():
         done["foundation"]["unread_rows"] = FusedOp("skip", model.runner.skip_unread_rows())
+    for name, part in {"foundation": model.foundation, **model.encoders}.items():
+        found = use_omnitrain_experts(part, ops.experts)
+        done[name]["experts"] = FusedOp(choose("experts", EXPERTS, ops.experts, device).name, found)
     return done
 
 

@@ -27,6 +27,7 @@ class TrainingState:
         steps_without_targets: steps in which nothing was to be predicted.
         data: where its data stand, over all ranks.
         rows: rows of each training data set.
+        expert_shares: layer with experts -> their shares of the last step's tokens.
     """
 
     step: int = 0
@@ -34,6 +35,7 @@ class TrainingState:
     steps_without_targets: int = 0
     data: LoaderState = field(default_factory=LoaderState)
     rows: tuple[int, ...] = ()
+    expert_shares: dict[str, list[float]] = field(default_factory=dict)
 
 
 def write_state(folder: Path, state: TrainingState, trainable: Sequence[str], optimizer: OptimizerState) -> None:

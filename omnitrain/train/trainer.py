@@ -31,6 +31,7 @@ from omnitrain.parallel.applied import AppliedLayout, layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
@@ -116,10 +117,12 @@ class Trainer:
         compiled = self._compiled()
         self.layout = self._lay_out()
         self.compiled = compiled or (self.layout.components[FOUNDATION].compiled if self.layout is not None else None)
+        self.routers = Routers(self.model, recipe.train.experts)
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
+        self.routers.continue_from(state.expert_shares)
         self.loader, self.heldout = self._open_data(state)
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
@@ -228,7 +231,7 @@ class Trainer:
             self.show_memory()
 
     def show_memory(self) -> None:
-        """Print what full packs will keep for their backward; of one process whose packs may have several samples."""
+        """Print what full packs keep for their backward; of one process without a plan that packs several samples."""
         if self.ranks.state is not None or self.compiled is not None or not self.model.runner.contract.packs:
             return
         pack_tokens = self.recipe.data.pack_tokens
@@ -273,6 +276,7 @@ class Trainer:
             loss_weights=self.recipe.train.loss_weights,
             observe=self.meter.add,
             note=self.watch.at,
+            routers=self.routers,
         )
         if self.compiled is not None:
             self.compiled.check()
@@ -287,6 +291,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings)
             self.optimizer.step()
+            self.routers.end()
         else:
             self.steps_without_targets += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -305,6 +310,7 @@ class Trainer:
             "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
+            **({"experts": load} if (load := self.routers.read()) else {}),
         }
 
     def _save(self) -> Path:
@@ -316,7 +322,9 @@ class Trainer:
             optimizer = whole_optimizer_state(self.model, self.optimizer)
             data = merge_states(self.ranks.peers.gather(self.data_state))
             seconds, rows = time.perf_counter() - self._started, self.loader.order.lengths
-            state = TrainingState(self.step, seconds, self.steps_without_targets, data, rows)
+            state = TrainingState(
+                self.step, seconds, self.steps_without_targets, data, rows, self.routers.expert_shares()
+            )
 
             def write(folder: Path) -> None:
                 self.model.save_pretrained(folder, state_dict=weights)

@@ -1,4 +1,5 @@
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -15,6 +16,8 @@ SIZES = {
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
     "gpu_train": ["--rounds=1", "--steps=1", "--tiny"],
+    "long_context": ["--tokens=64", "--near=0.5"],
+    "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
 }
@@ -37,5 +40,5 @@ def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, m
     assert result["name"] == name
     assert result["formula"] in capsys.readouterr().out
     assert {len(values) for values in result["rounds"].values()} == {1}
-    assert all(isinstance(value, float) for value in result["figures"].values())
+    assert all(isinstance(value, float) and math.isfinite(value) for value in result["figures"].values())
     assert all(value > 0 for values in result["rounds"].values() for value in values)

@@ -92,6 +92,15 @@ def qwen2_5_vl() -> PreTrainedModel:
     return _family("qwen2_5_vl")
 
 
+def grouped_linear_heads() -> PreTrainedModel:
+    """Linear attention with fewer heads of keys than of values."""
+    config = FAMILIES["qwen3_next"]()
+    config.linear_num_value_heads = 4
+    model = foundation_class(config)(config)
+    peaked_(model)
+    return model
+
+
 def qwen3_5() -> PreTrainedModel:
     """Linear attention."""
     return _family("qwen3_5")

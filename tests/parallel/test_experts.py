@@ -23,7 +23,10 @@ from tests.parallel import factories
 from tests.parallel.laid_out import counted, full, laid_out, total
 from tests.parallel.test_verify import check, hf_samples
 
-LAYOUTS = ["dp4.ep4.accum2.recompute", "dp4.ep2.recompute", "dp4.ep2.accum2", "hsdp2x2.ep2", "dp2.ep2"]
+LAYOUTS = ["dp4.ep4.accum2.recompute", "dp4.ep2.recompute", "dp4.ep2.accum2", "hsdp2x2.ep2.recompute", "dp2.ep2"]
+BESIDE = ["dp2.sp2.ep4.recompute", "dp2.sp2.ep2.accum2"]
+CUT = ["tp2.dp2.ep2.accum2.recompute"]  # of families with a plan of their own for tensor parallelism
+WITH_A_TENSOR_PLAN = ("qwen3_moe", "deepseek_v3", "glm4_moe")
 FAMILIES = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next")
 
 
@@ -53,7 +56,7 @@ def test_ranks_and_experts_without_tokens_beside_ones_with_nearly_all(ranks: Ran
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_layout_with_experts_trains_a_family_as_one_process_does(ranks: RankPool, name: str) -> None:
-    check(ranks, name, hf_samples(name), LAYOUTS)
+    check(ranks, name, hf_samples(name), [*LAYOUTS, *BESIDE, *(CUT if name in WITH_A_TENSOR_PLAN else [])])
 
 
 @pytest.mark.slow
@@ -91,6 +94,18 @@ def test_weights_are_sharded_over_ep_and_ep_fsdp_and_an_expert_without_tokens_ha
     assert found["placements"][1] == Shard(0) and found["mesh"] == ("ep_fsdp", "ep") and found["own"] == 1
     assert found["dense"] == ("fsdp",)
     assert found["gradients"][3] == 0 and min(found["gradients"][:3]) > 0
+
+
+def products(**plan: Any) -> int:
+    """Grouped products of a forward."""
+    model, pack = laid_out_moe(ep=2, **plan)
+    with counted() as forward:
+        model(pack)
+    return forward["aten._grouped_mm"]
+
+
+def products_by_bound() -> tuple[int, int]:
+    return products(), products(expert_rows=4)
 
 
 def exchanges(recompute: str) -> tuple[int, int]:
@@ -139,6 +154,14 @@ def test_weights_and_optimizer_state_do_not_know_the_layout(ranks: RankPool, tmp
         torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
         one, other = spread_state["state"][name]["exp_avg"], alone_state["state"][name]["exp_avg"]
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_bound_on_rows_changes_nothing(ranks: RankPool) -> None:
+    plan = ot.ParallelPlan(default=ot.ComponentPlan(dp_shard=2, ep=2, expert_rows=16, recompute="full"))
+    report = verify("tests.parallel.factories:lopsided_moe", text_samples(3), [plan], pool=ranks, timeout_s=120)
+    assert [row.status for row in report.rows] == ["equal"], str(report)
+    whole, bounded = ranks.run(products_by_bound, timeout_s=60, world=2)[0]
+    assert whole == 2 * 2 and bounded > 4 * whole
 
 
 def test_near_ties_are_taken_from_one_process_and_counted_and_other_choices_are_a_difference(ranks: RankPool) -> None:

@@ -51,6 +51,7 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"names no weights of experts; the model has none",
         ),
+        (plan(expert_rows=8), r"image_encoder.expert_rows: found 8, but the component has no experts; remove it"),
         (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
     ],
 )

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -84,6 +85,12 @@ def test_worlds_of_any_size_share_the_same_processes(ranks: RankPool) -> None:
     assert len({os.getpid(), *four}) == 5
     for world in (1, 2, 4):
         assert ranks.run(process_id, timeout_s=30, world=world) == four[:world]
+
+
+def test_processes_of_a_rank_start_as_those_of_any_other_process(ranks: RankPool) -> None:
+    """By a fork server, as the ranks themselves, every data process would import torch anew."""
+    found = ranks.run(multiprocessing.get_start_method, timeout_s=30, world=1)
+    assert found == [multiprocessing.get_start_method()]
 
 
 def test_tensors_go_and_come_back_by_value(ranks: RankPool) -> None:

@@ -137,6 +137,15 @@ def like(sample: Sample, length: int, index: int) -> Sample:
     return replace(text(length, index), position_ids=positions, token_inputs=token_inputs)
 
 
+@pytest.mark.parametrize("degrees", [{"ulysses_size": 4}, {"cp_size": 2}], ids=["sp4", "cp2"])
+def test_linear_attention_is_divided_by_heads(ranks: RankPool, degrees: dict[str, int]) -> None:
+    """Of which four ranks have one each; in the other family there are two, and each rank computes them all."""
+    packs, world = [[text(5, 0), text(23, 1)], [text(3, 2)]], max(2, *degrees.values())
+    for name in ("grouped_linear_heads", "qwen3_next"):
+        results = ranks.run(errors_of_packs, name, packs, degrees, timeout_s=120, world=world)
+        assert max(error for pair in results[0] for error in pair) < 1e-5
+
+
 def encoded_by(table: Sequence[Sequence[Sample]]) -> tuple[list[int], int]:
     """Cost of the images that each rank encodes, and that of all images."""
     model = laid_out(state={"ulysses_size": 2})

@@ -8,7 +8,7 @@ must be those of the whole row: a model that counts its tokens, or looks at its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ from omnitrain.models.contract.trial import Failure, attempt, relative
 from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.kernels import torch_kernels
-from omnitrain.models.native import discover
-from omnitrain.models.part import cut_pack
+from omnitrain.models.native import NativeRows, discover
+from omnitrain.models.part import cut_pack, here
 from omnitrain.ops.attention.call import Call
 from omnitrain.plan.sequence import split_sequence
 
@@ -99,6 +99,8 @@ class _Whole:
     As a :class:`~omnitrain.ops.attention.RowPart` it is all of the row.
     """
 
+    num_ranks = 1
+
     def __init__(self, pack: Pack, media: EncodedMedia) -> None:
         self.pack, self.media, self.num_tokens = pack, media, pack.num_tokens
         self.rows = torch.arange(pack.num_tokens)
@@ -120,6 +122,11 @@ class _Whole:
         self.attended.append((call, compute(call)))
         return self.attended[-1][1]
 
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        output = compute(tensors, slice(0, tensors[0].size(1)))
+        self.gathered += [*tensors, output]
+        return output
+
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         self.gathered.append(tensor)
         return tensor
@@ -134,6 +141,8 @@ class _Whole:
 class _Part:
     """Some tokens of a row that was run as a whole."""
 
+    num_ranks = 1
+
     def __init__(self, whole: _Whole, rows: Tensor) -> None:
         self.rows, self.num_tokens, self.num_rows, self.attention = rows, whole.num_tokens, len(rows), self
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
@@ -145,6 +154,11 @@ class _Part:
             self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.rows]))
         return output[:, self.rows]
 
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        for tensor in tensors:
+            self.gather(tensor, 0)
+        return next(self._gathered)[self.rows]
+
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         whole = next(self._gathered)
         self.errors.append(relative(tensor, whole.index_select(dim, self.rows)))
@@ -152,8 +166,15 @@ class _Part:
 
 
 def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> Tensor:
-    own, _ = runner.cut_media(pack, media, part)
+    own = EncodedMedia({name: rows for name, rows in _cut(runner, pack, media, part).items() if len(rows.main)})
     row = runner.row_of(pack, part)
     output = runner.run_pack(cut_pack(pack, part), own, lambda hidden, head: head.forward(hidden), row)
     logits: Tensor = output.logits[0]
     return logits
+
+
+def _cut(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> dict[str, NativeRows]:
+    """Of rows in the order of their placeholders, those for the tokens of a part."""
+    ids = pack.input_ids[0]
+    placeholders = {name: (ids == runner.native.ports[name].token_id).nonzero()[:, 0] for name in media.native}
+    return {name: rows.at(here(part, placeholders[name])[0]) for name, rows in media.native.items()}

@@ -35,6 +35,25 @@ class RowPart(Protocol):
         """Attends from these tokens to the whole row."""
         ...
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the row."""
+        ...
+
+    def by_heads(
+        self, compute: Callable[[Sequence[torch.Tensor], slice], torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute over the whole row of some of the heads, differentiable; all ranks of the row call it together.
+
+        Args:
+            compute: tensors ``[T, own heads, width]``, and which heads these are -> ``[T, own heads, width]``.
+            tensors: ``[own tokens, heads, width]``, all with the same number of heads, which ``num_ranks`` divides.
+
+        Returns:
+            ``[own tokens, heads, width]``.
+        """
+        ...
+
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """What all ranks have of a tensor, in the order of the row, differentiable; all of them call it together.
 

@@ -8,11 +8,11 @@ that :mod:`omnitrain.parallel` puts in). What a layer's weights mean is declared
 
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
 from omnitrain.ops.experts.declared import ExpertWeights, experts_in, is_experts
-from omnitrain.ops.experts.entry import Dispatcher, set_dispatcher, set_row_budget
+from omnitrain.ops.experts.entry import Dispatcher, bytes_sent, set_dispatcher, set_row_budget
 from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
-from omnitrain.ops.experts.tape import RoutingTape
-from omnitrain.ops.experts.use import plain_experts, use_omnitrain_experts
+from omnitrain.ops.experts.tape import RoutingTape, is_replaying
+from omnitrain.ops.experts.use import use_omnitrain_experts
 
 __all__ = [
     "AUTO",
@@ -24,11 +24,12 @@ __all__ = [
     "Replayed",
     "Routes",
     "RoutingTape",
+    "bytes_sent",
     "combine_rows",
     "experts_in",
     "experts_report",
     "is_experts",
-    "plain_experts",
+    "is_replaying",
     "set_dispatcher",
     "set_row_budget",
     "sort_by_expert",

@@ -20,7 +20,12 @@ class Dispatcher(Protocol):
 
     ``plan`` is computed once per layer and forward; the other two take it, may be called on runs of tokens, and are
     differentiable.
+
+    Attributes:
+        bytes_sent: in forwards, to other ranks.
     """
+
+    bytes_sent: int
 
     def plan(self, top_k_index: Tensor, num_experts: int) -> Any:
         """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens."""
@@ -38,6 +43,8 @@ class Dispatcher(Protocol):
 class _Here:
     """All experts are on this rank."""
 
+    bytes_sent = 0
+
     def plan(self, top_k_index: Tensor, num_experts: int) -> Routes:
         return sort_by_expert(top_k_index, num_experts)
 
@@ -54,6 +61,15 @@ _HERE = _Here()
 def set_dispatcher(module: nn.Module, dispatcher: Dispatcher) -> None:
     """From now on the experts ``module``, whose weights are a part of them on each rank, get rows by ``dispatcher``."""
     setattr(module, _DISPATCHER, dispatcher)
+
+
+def bytes_sent(module: nn.Module) -> int:
+    """What the experts ``module`` has sent to other ranks in forwards since this was asked last."""
+    dispatcher: Dispatcher = getattr(module, _DISPATCHER, _HERE)
+    sent = dispatcher.bytes_sent
+    if sent:
+        dispatcher.bytes_sent = 0
+    return sent
 
 
 def set_row_budget(module: nn.Module, budget: int | None) -> None:

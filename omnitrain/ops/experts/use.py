@@ -42,15 +42,6 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
     return Counter(type(module).__name__ for module in found)
 
 
-def plain_experts(model: nn.Module) -> bool:
-    """Whether experts below ``model`` are still on transformers' own function."""
-    return any(not _is_ours(module) for _, module in experts_in(model))
-
-
-def _is_ours(module: Any) -> bool:
-    return str(module.config._experts_implementation).startswith(_PREFIX)
-
-
 def _name(backend: str) -> str:
     return _PREFIX if backend == AUTO else f"{_PREFIX}_{backend}"
 

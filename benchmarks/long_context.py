@@ -1,0 +1,155 @@
+"""Memory of long rows: what sharing a row among ranks costs, and how long a row may be.
+
+A random Qwen3 in fp32 on gloo ranks with one thread each, blocks recomputed in the backward, the loss in chunks; a step
+is what ``Trainer`` does. Peak memory is the largest sum of live tensor bytes of rank 0 within a step, as torch's
+profiler sees the allocator.
+
+- ``memory_ratio``: four ranks with a row of four times the tokens against one rank with the row.
+- ``longest_...``: the longest row that ``--ranks`` ranks train within a budget per rank. By formula: the peak is a
+  line, whose slope per own token is taken from two short rows on one rank, and whose start from a short row on all
+  ranks. By measurement: the longest row whose measured peak is within the budget, found by bisection. Each for two
+  budgets.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from itertools import accumulate
+
+import numpy as np
+import torch
+from harness import Result, parser, report, start
+from omni_step import OmniStep
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import AutoConfig, PreTrainedModel
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.hf import foundation_class
+from omnitrain.models.hf_samples import to_samples
+from omnitrain.models.native import discover
+from omnitrain.parallel.ranks import RankPool
+from omnitrain.recipe import Optimizer, ParallelPlan
+from omnitrain.recipe.parallel import ComponentPlan
+
+FORMULA = (
+    "memory_ratio = peak of a rank with 4 T tokens on 4 ranks / with T tokens on 1; "
+    "longest_by_formula = ranks (budget - peak(short row) + slope own tokens of it) / slope, "
+    "slope = peak difference of two rows / their difference in tokens, on one rank"
+)
+RANKS = 4
+TIMEOUT_SECONDS = 1800.0
+SETTINGS = Optimizer(learning_rate=1e-4, warmup_steps=0, schedule="constant")
+
+
+def fresh() -> PreTrainedModel:
+    """A Qwen3 of 0.2 million parameters."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+    )
+    return foundation_class(config)(config).train()
+
+
+def pack_of(model: PreTrainedModel, tokens: int) -> Pack:
+    """One sample, the same on all ranks."""
+    ids = np.random.default_rng(0).integers(1, 250, tokens)
+    return Pack.from_samples(to_samples(discover(model), [{"input_ids": ids, "labels": ids}]))
+
+
+def peak_on_rank(tokens: int, ranks: int) -> int:
+    """Largest sum of live tensor bytes in the second and third step over a row of ``tokens``."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model = fresh()
+        pack = pack_of(model, tokens)
+        plan = ParallelPlan(
+            default=ComponentPlan(recompute="full"), components={"foundation": ComponentPlan(ulysses=ranks)}
+        )
+        step = OmniStep(model, plan, SETTINGS, torch.device("cpu"))
+        step.run([pack])
+        gc.collect()
+        with record_function("measured steps"):
+            for _ in range(2):  # how long buffers on their way are held differs a little from step to step
+                step.run([pack])
+        step.close()
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    (measured,) = [event for event in events if event.name() == "measured steps"]
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    live = accumulate(size for _, size in changes)
+    return max(
+        size for (at, _), size in zip(changes, live, strict=True) if measured.start_ns() <= at <= measured.end_ns()
+    )
+
+
+class Peaks:
+    """Measured peaks of rank 0, each measured once."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+        self.found: dict[tuple[int, int], int] = {}
+
+    def of(self, tokens: int, ranks: int) -> int:
+        """Bytes."""
+        if (tokens, ranks) not in self.found:
+            peaks = self._pool.run("long_context:peak_on_rank", tokens, ranks, timeout_s=TIMEOUT_SECONDS, world=ranks)
+            self.found[tokens, ranks] = peaks[0]
+        return self.found[tokens, ranks]
+
+
+def longest_by_formula(peaks: Peaks, budget: float, short: int) -> float:
+    """Tokens of the longest row on all ranks."""
+    slope = (peaks.of(2 * short, 1) - peaks.of(short, 1)) / short
+    return RANKS * (budget - peaks.of(RANKS * short, RANKS) + slope * short) / slope
+
+
+def longest_by_measurement(peaks: Peaks, budget: float, guess: float, near: float) -> int:
+    """Tokens of the longest row whose peak is within the budget, to within a part ``near`` of them."""
+    fits, too_long = int(0.9 * guess), int(1.1 * guess)
+    while peaks.of(fits, RANKS) > budget:
+        fits, too_long = fits // 2, fits
+    while peaks.of(too_long, RANKS) <= budget:
+        fits, too_long = too_long, 2 * too_long
+    while too_long - fits > near * fits:
+        middle = (fits + too_long) // 2
+        fits, too_long = (middle, too_long) if peaks.of(middle, RANKS) <= budget else (fits, middle)
+    return fits
+
+
+def measure(tokens: int, near: float) -> Result:
+    """Both comparisons; ``tokens`` of the short rows, ``near`` as bisection comes."""
+    with RankPool(RANKS, preload=("long_context",)) as pool:
+        peaks = Peaks(pool)
+        figures = {"memory_ratio": peaks.of(RANKS * tokens, RANKS) / peaks.of(tokens, 1)}
+        for times in (2, 3):
+            budget = float(times * peaks.of(tokens, 1))
+            by_formula = longest_by_formula(peaks, budget, tokens)
+            measured = longest_by_measurement(peaks, budget, by_formula, near)
+            budget_name = f"{budget / 2**20:.1f}_mib"
+            figures |= {
+                f"longest_by_formula_{budget_name}": by_formula,
+                f"longest_by_measurement_{budget_name}": float(measured),
+                f"formula_to_measurement_{budget_name}": by_formula / measured,
+            }
+    shown = {f"{tokens}_tokens_on_{ranks}_peak_mib": size / 2**20 for (tokens, ranks), size in peaks.found.items()}
+    rounds = {"peak_mib": [size / 2**20 for size in peaks.found.values()]}
+    return Result("long_context", FORMULA, {**figures, **shown}, rounds)
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parser(sys.modules[__name__].__doc__ or "", rounds=1, steps=1)
+    options.add_argument("--tokens", type=int, default=1024, help="of the short row on one rank")
+    options.add_argument("--near", type=float, default=0.02, help="of the longest row: how close bisection comes")
+    given = start(options)
+    report(measure(given.tokens, given.near), given.json)
+
+
+if __name__ == "__main__":
+    main()

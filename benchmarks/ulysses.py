@@ -1,0 +1,275 @@
+"""Ulysses on a network that takes its time: bytes against the formula, and how much of them async Ulysses hides.
+
+One attention layer of transformers' Qwen3 on two ranks that share a row, forward and backward, in fp32 with one thread
+per rank. The ranks run in a network namespace of their own, whose loopback ``tc`` limits, each on a core: communication
+takes real time and hardly any processor. The rate is chosen so that the all-to-alls of a forward, by the formula, take
+as long as its projections, which are timed first. That needs root and iproute2; where it is not permitted, or with
+``--rate=0``, the loopback is as fast as it is, and there is next to nothing to hide.
+
+Sides take turns within the same ranks:
+
+- ``plain``: Ulysses as it is: projections, one all-to-all, attention, one all-to-all, projection;
+- ``async``: the same layer, driven (``async_ulysses``); its outputs and gradients must have the same bits;
+- ``communication``: the all-to-alls of ``plain`` alone, forward and backward;
+- ``projections``: the layer's projections of the rank's rows alone, forward.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Result, in_turn, parser, report, settle, start
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from omnitrain.models.contract.findings import Contract
+from omnitrain.models.hf import foundation_class
+from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
+from omnitrain.parallel.drive_trial import kind_of, manners_of
+from omnitrain.parallel.driven_attention import Manner, drive
+from omnitrain.parallel.head_exchange import equal_spans, heads_to_rows, rows_to_heads
+from omnitrain.parallel.state import init_parallel_state
+from omnitrain.parallel.ulysses import UlyssesShard
+from omnitrain.plan.sequence import split_sequence
+
+FORMULA = (
+    "hidden_share = median over rounds of ((plain - async) / communication seconds); "
+    "bytes_ratio = bytes sent per rank and layer in a forward / (4 T H itemsize (sp - 1) / sp^2)"
+)
+RANKS, HEAD_DIM, ITEMSIZE = 2, 64, 4
+BUCKET_BITS = 4_000_000  # that pass at once; a packet must fit
+
+
+@contextmanager
+def own_loopback() -> Iterator[list[str]]:
+    """The words before a command that runs it in a network namespace, where the loopback can be limited."""
+    name = f"omnitrain_{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up", "mtu", "9000"], check=True)
+        yield ["ip", "netns", "exec", name]
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+def may_limit() -> bool:
+    """Whether a network namespace can be made and limited here."""
+    try:
+        with own_loopback() as inside:
+            return subprocess.run([*inside, "tc", "qdisc", "show"], check=False, capture_output=True).returncode == 0
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+def limit(bits_per_second: float) -> None:
+    """Limit the sum of all ranks' traffic; called inside the namespace."""
+    bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{BUCKET_BITS // 8}b", "latency", "400ms"]
+    subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *bucket], check=True)
+
+
+def bytes_on_the_wire() -> int:
+    """That the loopback has sent so far, headers included."""
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
+class Layer:
+    """The attention of a layer, on this rank's rows of one row of tokens."""
+
+    def __init__(self, tokens: int, hidden: int) -> None:
+        state = init_parallel_state(ulysses_size=RANKS)
+        split = split_sequence(tokens, sp=RANKS)
+        self.shard = UlyssesShard(split, state.sp_group, state.cp_group)
+        self.rows = torch.from_numpy(split.rows[dist.get_rank()])
+        self.heads, self.tokens, self.hidden_size = hidden // HEAD_DIM, tokens, hidden
+        torch.manual_seed(0)
+        model: Any = foundation_class(self.config)(self.config)
+        use_omnitrain_attention(model)
+        self.model, self.attention = model, model.model.layers[0].self_attn
+        self.hidden = torch.randn(1, tokens, hidden)[:, self.rows].requires_grad_()
+        self.tables = model.model.rotary_emb(self.hidden, self.rows[None])
+        self.spec = MaskSpec((0, tokens), causal=True)
+
+    @property
+    def config(self) -> Any:
+        """Of a Qwen3 as wide as the layer."""
+        return AutoConfig.for_model(
+            "qwen3",
+            vocab_size=64,
+            hidden_size=self.hidden_size,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            head_dim=HEAD_DIM,
+        )
+
+    @property
+    def formula_bytes(self) -> float:
+        """Per rank, of a forward."""
+        return 4 * self.tokens * self.hidden_size * ITEMSIZE * (RANKS - 1) / RANKS**2
+
+    def forward(self) -> Tensor:
+        """Each forward has a mask of its own, as each micro-batch has."""
+        mask = self.spec.on(UlyssesShard(self.shard.split, self.shard.sp_group, self.shard.cp_group))
+        return self.attention(self.hidden, position_embeddings=self.tables, attention_mask=mask)[0]
+
+    def step(self) -> list[Tensor]:
+        """Output and gradients."""
+        output = self.forward()
+        return [output, *torch.autograd.grad(output, [self.hidden, *self.attention.parameters()], output.detach())]
+
+    def communicate(self) -> None:
+        """The all-to-alls of a step."""
+        own = torch.zeros(len(self.rows), self.heads, HEAD_DIM, requires_grad=True)
+        spans, rows = equal_spans(self.heads, RANKS), self.shard.rows_of_ranks
+        for_attention = rows_to_heads([own] * 3, [spans] * 3, rows, self.shard.sp_group)
+        (output,) = heads_to_rows([for_attention[0]], [spans], rows, self.shard.sp_group)
+        torch.autograd.grad(output, own, output.detach())
+
+    def project(self) -> None:
+        """The projections of a forward."""
+        with torch.no_grad():
+            for part in self.attention.children():
+                if isinstance(part, nn.Linear):
+                    part(self.hidden)
+
+
+def seconds(run: Callable[[], Any], steps: int) -> float:
+    """Per repetition, from barrier to barrier."""
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(steps):
+        run()
+    dist.barrier()
+    return (time.perf_counter() - began) / steps
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes that this rank hands to all-to-alls, with what it keeps for itself."""
+    sent: list[int] = []
+    plain = dist.all_to_all_single
+    dist.all_to_all_single = lambda out, rows, *more, **given: (
+        sent.append(rows.nbytes) or plain(out, rows, *more, **given)
+    )
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single = plain
+
+
+def run_rank(tokens: int, hidden: int, rounds: int, steps: int, rate: float | None) -> dict[str, Any]:
+    """What one rank measures."""
+    settle()
+    dist.init_process_group("gloo")
+    layer, driven = Layer(tokens, hidden), Layer(tokens, hidden)
+    manner = manners_of(driven.model, Contract())[kind_of(driven.attention)]
+    assert isinstance(manner, Manner), manner
+    drive(driven.attention, manner)
+    layer.project()
+    projections = median(seconds(layer.project, steps) for _ in range(5))
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, projections)
+    if rate is None:
+        rate = 8 * RANKS * layer.formula_bytes / max(everyone)
+    if rate and dist.get_rank() == 0:
+        limit(rate)
+    with counted_bytes() as sent:
+        layer.forward()
+    dist.barrier()
+    before = bytes_on_the_wire()
+    dist.barrier()
+    for one, other in zip(layer.step(), driven.step(), strict=True):
+        assert torch.equal(one, other)
+    dist.barrier()
+    wire = bytes_on_the_wire() - before
+    sides: dict[str, Callable[[], Any]] = {
+        "plain": layer.step,
+        "async": driven.step,
+        "communication": layer.communicate,
+        "projections": layer.project,
+    }
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for index in range(rounds):
+        for name in in_turn(tuple(sides), index):
+            taken[name].append(seconds(sides[name], steps))
+    return {
+        "rounds": taken,
+        "bytes_ratio": sum(sent) * (RANKS - 1) / RANKS / layer.formula_bytes,
+        "wire_ratio": wire / (2 * 2 * RANKS * layer.formula_bytes),  # two sides, forward and backward
+        "megabits_per_second": rate / 1e6,
+    }
+
+
+def run_ranks(arguments: list[str], is_limited: bool) -> dict[str, Any]:
+    """Start the ranks, each on a core, and return what the first one measured."""
+    cores = sorted(os.sched_getaffinity(0))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with own_loopback() if is_limited else nullcontext([]) as prefix:
+        ranks = []
+        for rank in range(RANKS):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(RANKS),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            }
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            command = [*prefix, "taskset", "-c", str(cores[rank % len(cores)])]
+            command += [sys.executable, __file__, "--as-rank", *arguments]
+            ranks.append(subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate()[0] for process in ranks]
+    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
+        sys.exit(f"ranks {failed} failed")
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def main() -> None:
+    """See the top of this file."""
+    options = parser(__doc__ or "", rounds=7, steps=1)
+    options.add_argument("--tokens", type=int, default=1024, help="of the row")
+    options.add_argument("--hidden", type=int, default=2048, help="width")
+    options.add_argument("--rate", type=float, help="Mbit/s of all ranks together; 0: not limited")
+    options.add_argument("--as-rank", action="store_true", help="be one of the ranks")
+    given = start(options)
+    rate = None if given.rate is None else 1e6 * given.rate
+    if given.as_rank:
+        print(json.dumps(run_rank(given.tokens, given.hidden, given.rounds, given.steps, rate)))
+        return
+    names = ("tokens", "hidden", "rounds", "steps", "rate")
+    arguments = [f"--{name}={value}" for name in names if (value := getattr(given, name)) is not None]
+    is_limited = rate != 0 and may_limit()
+    if rate != 0 and not is_limited:
+        print("the loopback cannot be limited here, and is left as it is")
+        arguments.append("--rate=0")
+    found = run_ranks(arguments, is_limited)
+    rounds = found["rounds"]
+    per_round = [dict(zip(rounds, values, strict=True)) for values in zip(*rounds.values(), strict=True)]
+    figures = {
+        "hidden_share": median((one["plain"] - one["async"]) / one["communication"] for one in per_round),
+        "bytes_ratio": found["bytes_ratio"],
+        "wire_ratio": found["wire_ratio"],
+        "megabits_per_second": found["megabits_per_second"],
+        "tokens": float(given.tokens),
+        **{f"{name}_seconds": median(values) for name, values in rounds.items()},
+        "communication_to_projections": median(one["communication"] / (2 * one["projections"]) for one in per_round),
+    }
+    report(Result("ulysses", FORMULA, figures, rounds), given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What keeps routers balanced, and what is measured of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+import omnitrain as ot
+from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.hf_samples import to_samples
+from omnitrain.models.native import discover
+from omnitrain.ops.experts.balance import counts_per_sample, micro_batch_balance, sample_balance
+from omnitrain.parallel.outcome import micro_batches
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.routers import Routers
+from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.step import accumulate_gradients
+from omnitrain.recipe import ExpertsBalance, parse_layout
+from tests.parallel import factories
+from tests.parallel.laid_out import full
+from tests.parallel.test_experts import text_samples
+
+ROUTER = "foundation.model.layers.1.mlp.gate.weight"
+BALANCE = ExpertsBalance(loss="sample", weight=5.0, z_weight=0.5, bias_rate=0.01)
+
+
+def scores_and_index(tokens: int = 24, experts: int = 8) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(tokens, experts, generator=generator) for _ in range(3)]
+    return scores, [layer.topk(2)[1] for layer in scores]
+
+
+def test_the_micro_batch_form_is_that_of_transformers() -> None:
+    scores, index = scores_and_index()
+    expected = load_balancing_loss_func(tuple(scores), 8, 2)
+    torch.testing.assert_close(micro_batch_balance(scores, index), expected)
+
+
+def test_the_loss_of_samples_adds_up_over_any_cut_and_is_one_where_experts_are_equal() -> None:
+    scores, index = (layers[0] for layers in scores_and_index())
+    sample = torch.tensor([0] * 10 + [1] * 14)
+    counts = counts_per_sample(index, sample, 2, 8)
+    whole = sample_balance(scores, counts, sample)
+    parts = [sample_balance(scores[rows], counts, sample[rows]) for rows in (slice(0, 7), slice(7, 24))]
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+    equal = sample_balance(torch.zeros(8, 8), torch.full((1, 8), 2.0), torch.zeros(8, dtype=torch.long))
+    assert float(equal) / 8 == pytest.approx(1.0)
+
+
+def balanced(layout: str, balance: ExpertsBalance = BALANCE, steps: int = 2) -> dict[str, Any]:
+    """Losses, gradients, biases and load after some steps of SGD."""
+    torch.manual_seed(0)
+    found = parse_layout(layout)
+    model = build_omni_model(foundation=factories.deepseek_v3()).train()
+    batch = to_samples(discover(factories.deepseek_v3()), text_samples())
+    state = init_state_of(found.plan())
+    table = micro_batches(model, batch, state.dp_size, found.accumulation)
+    build_parallelize_model(model, parallel_plan=found.plan(), enable_mixed_precision=False)
+    routers = Routers(model, balance)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    planned = step_planner(model)(table[state.dp_rank])
+    losses, gradients = [], []
+    for _ in range(steps):
+        loss = accumulate_gradients(model, planned, routers=routers)
+        torch.distributed.all_reduce(loss, group=state.loss_group)
+        losses.append(loss.item())
+        gradients.append(full(dict(model.named_parameters())[ROUTER].grad).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        routers.end()
+    bias = model.get_submodule(ROUTER.rpartition(".")[0]).e_score_correction_bias
+    return {"losses": losses, "gradients": gradients, "bias": bias.clone(), "load": routers.read()}
+
+
+@pytest.mark.parametrize("loss", ["sample", "previous_step"])
+def test_balance_is_the_same_on_any_layout_and_a_recompute_counts_nothing(ranks: RankPool, loss: str) -> None:
+    balance = BALANCE.model_copy(update={"loss": loss})
+    expected = ranks.run(balanced, "dp1", balance, timeout_s=60, world=1)[0]
+    for layout in ("dp1.accum3.recompute", "dp2.ep2.recompute", "dp2.sp2.ep2.accum2"):
+        world = parse_layout(layout).num_ranks
+        found = ranks.run(balanced, layout, balance, timeout_s=60, world=world)[0]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), layout
+        for one, other in zip(found["gradients"], expected["gradients"], strict=True):
+            assert float((one - other).abs().max() / other.abs().max()) < 1e-5, layout
+        assert torch.equal(found["bias"], expected["bias"]) and float(found["bias"].abs().max()) > 0.005
+        for name, load in found["load"].items():
+            assert load["load"] == expected["load"][name]["load"] > 1
+            assert load["entropy"] == pytest.approx(expected["load"][name]["entropy"]) and 0 < load["entropy"] < 1
+            assert (load["bytes"] > 0) == (".ep" in layout)
+
+
+def test_without_balance_the_loss_is_that_of_the_tokens(ranks: RankPool) -> None:
+    none = ranks.run(balanced, "dp1", ExpertsBalance(), 1, timeout_s=60, world=1)[0]
+    some = ranks.run(balanced, "dp1", BALANCE, 1, timeout_s=60, world=1)[0]
+    assert some["losses"][0] > none["losses"][0] + 1 and float(none["bias"].abs().max()) == 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "balance", "message"),
+    [
+        (factories.qwen3_moe, {"bias_rate": 0.01}, r"bias_rate: found 0.01, but the router beside .* has no bias"),
+        (factories.any_to_any, {"loss": "sample"}, r"train.experts: \w+ has no experts to balance; remove it"),
+    ],
+)
+def test_a_balance_that_the_model_has_no_means_for_is_refused(factory: Any, balance: dict, message: str) -> None:
+    model = factory()
+    omni = model if isinstance(model, ot.OmniModel) else build_omni_model(foundation=model)
+    with pytest.raises(UserError, match=message):
+        Routers(omni, ExpertsBalance(**balance))
