@@ -21,6 +21,8 @@ def cut_tensors(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -
         styles: name of a module or parameter -> style of the table.
         mesh: of the ranks that share them, one dim. A cut parameter is a DTensor on it, all others stay as they are.
     """
+    if not styles:
+        return
     # Whole tensors are gathered in two steps, which is told once per rank; they are for checkpoints alone.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     group = mesh.get_group()
