@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from omnitrain.models.hf import foundation_class
+from omnitrain.parallel.ranks import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.shipped import list_recipes
 from omnitrain.train.trainer import Trainer
@@ -47,6 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "qwen3": saved("qwen3", FOUNDATION, tiny_tokenizer()),
         "llama": saved("llama", text | {"model_type": "llama"}, tiny_tokenizer()),
+        "qwen3_moe": saved("qwen3_moe", FAMILIES["qwen3_moe"]().to_dict() | {"vocab_size": 264}, tiny_tokenizer()),
         "siglip": saved("siglip", SIGLIP, SiglipImageProcessorPil(size={"height": 8, "width": 8})),
         "whisper": saved("whisper", WHISPER, WhisperFeatureExtractor(feature_size=16, **EXTRACTOR)),
         "qwen2_5_vl": saved("qwen2_5_vl", qwen, patches),
@@ -97,6 +100,20 @@ def test_a_whole_model_is_fine_tuned_behind_its_frozen_tower(tiny: dict[str, str
     assert run("finetune_vlm", tmp_path, *own, f"data.train=[{{path: {tiny['images']}}}]") == {"foundation"}
 
 
+def steps_on_a_rank(name: str, overrides: list[str]) -> int:
+    return Trainer(Recipe.load(name, [*SMALL, *overrides])).fit().step
+
+
+def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
+    parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
+    layout = ["train.micro_batches=2", "parallel.default.ulysses=2", "parallel.default.ep=2"]
+    overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
+    assert ranks.run(steps_on_a_rank, "long_experts", overrides, timeout_s=120, world=4) == [2] * 4
+    (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
+    assert all(layer["load"] >= 1 and layer["bytes"] > 0 for layer in line["experts"].values())
+
+
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
-    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm"}
+    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts"}
     assert set(list_recipes()) == run_here | {"quickstart"}
