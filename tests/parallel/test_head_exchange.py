@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.autograd import gradcheck
 
 import omnitrain as ot
+from omnitrain.ops.collectives import gather_rows
 from omnitrain.parallel.head_exchange import rows_to_heads
 from omnitrain.parallel.ranks import RankError, RankPool
 
@@ -92,6 +93,17 @@ def numeric_gradients() -> None:
 
 def test_gradients_are_the_numeric_ones(ranks: RankPool) -> None:
     ranks.run(numeric_gradients, timeout_s=30, world=1)
+
+
+def gradient_of_gathered_rows() -> None:
+    x, weight = torch.rand(2, 3, 2, dtype=torch.float64)
+    gathered = gather_rows(x.requires_grad_(), [3], dist.group.WORLD)
+    (gradient,) = torch.autograd.grad((gathered * weight).sum(), x)
+    assert torch.equal(gradient, weight)
+
+
+def test_gradients_of_gathered_rows_keep_their_precision(ranks: RankPool) -> None:
+    ranks.run(gradient_of_gathered_rows, timeout_s=30, world=1)
 
 
 def scatter_heads(num_heads: int) -> None:
