@@ -29,6 +29,7 @@ from omnitrain.ops.experts import (
     backend_of,
     combine_rows,
     experts_in,
+    is_replaying,
     set_dispatcher,
     set_row_budget,
     sort_by_expert,
@@ -194,7 +195,8 @@ class RankDispatcher:
         return gather_rows(own, _shares(weights.size(0), dist.get_world_size(self.alike)), self.alike)
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
+        if not is_replaying():
+            self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
         return exchange_rows(rows, sent, received, self.group)
 
 
