@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -42,7 +43,7 @@ class _Layer:
         name: of the experts.
         experts: the module.
         num_experts: of the layer.
-        bias: ``[E]``, added to the scores for the choice alone; None: the router has none.
+        bias: of ``E`` numbers, added to the scores for the choice alone; None: the router has none.
         scores: of the running forward, ``[t, E]`` before the softmax.
         index: of the running forward, ``[t, k]``.
         counts: ``[E]``: choices of the running step on this rank; None: it was not called yet.
@@ -209,7 +210,7 @@ class Routers:
             shares = counts / counts.sum().clamp(min=1)
             layer.fractions = shares.where(counts.sum() > 0, layer.fractions.to(shares))
             if layer.bias is not None and self._balance.bias_rate:
-                layer.bias += self._balance.bias_rate * (counts.mean() - counts).sign().to(layer.bias)
+                layer.bias += _lying_as(layer.bias, self._balance.bias_rate * (counts.mean() - counts).sign())
 
     def expert_shares(self) -> dict[str, list[float]]:
         """Layer -> each expert's share of the choices of the last step: what a continued run needs."""
@@ -242,6 +243,14 @@ class Routers:
         if self._group is not None:
             dist.all_reduce(own, group=self._group)
         return own
+
+
+def _lying_as(bias: Tensor, change: Tensor) -> Tensor:
+    """``change``, which every rank has, as ``bias`` lies: some models keep theirs as a frozen parameter."""
+    whole = change.view(bias.shape).to(bias.device, bias.dtype)
+    if not isinstance(bias, DTensor):
+        return whole
+    return distribute_tensor(whole, bias.device_mesh, bias.placements, src_data_rank=None)
 
 
 def _entropy(counts: Tensor) -> float:
@@ -289,6 +298,6 @@ def _choice_bias(layer: nn.Module, num_experts: int) -> Tensor | None:
     """What is added to the scores to choose experts and does not train by gradients, in the modules of a layer."""
     held: list[tuple[str, Any]] = [*layer.named_buffers(), *layer.named_parameters()]
     for name, tensor in held:
-        if name.endswith("_bias") and tensor.shape == (num_experts,) and not tensor.requires_grad:
+        if name.endswith("_bias") and tensor.numel() == num_experts and not tensor.requires_grad:
             return tensor
     return None

@@ -24,7 +24,7 @@ from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import ExpertsBalance, parse_layout
 from tests.parallel import factories
-from tests.parallel.laid_out import full
+from tests.parallel.laid_out import full, laid_out
 from tests.parallel.test_experts import text_samples
 
 ROUTER = "foundation.model.layers.1.mlp.gate.weight"
@@ -94,6 +94,25 @@ def test_balance_is_the_same_on_any_layout_and_a_recompute_counts_nothing(ranks:
             assert load["load"] == expected["load"][name]["load"] > 1
             assert load["entropy"] == pytest.approx(expected["load"][name]["entropy"]) and 0 < load["entropy"] < 1
             assert (load["bytes"] > 0) == (".ep" in layout)
+
+
+def moved_parameter() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, load and bias after a step, where the bias is a parameter that FSDP shards."""
+    foundation = factories.qwen3_moe().train()
+    for layer in foundation.model.layers:
+        layer.mlp.gate.choice_bias = torch.nn.Parameter(torch.zeros(1, 4), requires_grad=False)
+    model = laid_out(model=build_omni_model(foundation=foundation).train())
+    routers = Routers(model, ExpertsBalance(bias_rate=0.01))
+    routed(True, routers, model)
+    routers.end()
+    biases = [full(layer.mlp.gate.choice_bias) for layer in model.foundation.model.layers]
+    return list(zip(routers._load.values(), biases, strict=True))
+
+
+def test_a_bias_that_is_a_sharded_parameter_moves_against_the_load(ranks: RankPool) -> None:
+    for load, bias in ranks.run(moved_parameter, timeout_s=60, world=1)[0]:
+        torch.testing.assert_close(bias, 0.01 * (load.mean() - load).sign()[None])
+        assert float(bias.abs().sum()) > 0
 
 
 def test_without_balance_the_loss_is_that_of_the_tokens(ranks: RankPool) -> None:
