@@ -84,6 +84,7 @@ def placements() -> dict[str, Any]:
         "placements": weight.placements,
         "mesh": weight.device_mesh.mesh_dim_names,
         "own": weight.to_local().size(0),
+        "row": ot.layout_of(model).table(model)[0].mesh,
         "dense": model.foundation.model.layers[0].self_attn.q_proj.weight.device_mesh.mesh_dim_names,
         "gradients": [float(full(weight.grad)[expert].abs().max()) for expert in range(4)],
     }
@@ -92,7 +93,7 @@ def placements() -> dict[str, Any]:
 def test_weights_are_sharded_over_ep_and_ep_fsdp_and_an_expert_without_tokens_has_zeros(ranks: RankPool) -> None:
     found = ranks.run(placements, timeout_s=60)[0]
     assert found["placements"][1] == Shard(0) and found["mesh"] == ("ep_fsdp", "ep") and found["own"] == 1
-    assert found["dense"] == ("fsdp",)
+    assert found["dense"] == ("fsdp",) and found["row"] == "1 x 4, ep 2"
     assert found["gradients"][3] == 0 and min(found["gradients"][:3]) > 0
 
 
