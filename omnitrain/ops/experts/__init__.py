@@ -12,7 +12,7 @@ from omnitrain.ops.experts.entry import Dispatcher, bytes_sent, set_dispatcher, 
 from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
 from omnitrain.ops.experts.tape import RoutingTape, is_replaying
-from omnitrain.ops.experts.use import use_omnitrain_experts
+from omnitrain.ops.experts.use import backend_of, use_omnitrain_experts
 
 __all__ = [
     "AUTO",
@@ -24,6 +24,7 @@ __all__ = [
     "Replayed",
     "Routes",
     "RoutingTape",
+    "backend_of",
     "bytes_sent",
     "combine_rows",
     "experts_in",
