@@ -67,10 +67,7 @@ def find_adapters(model: OmniModel, component: str, lora: Lora) -> Adapters:
     Raises:
         UserError: a line for each glob that matches nothing, with the nearest one that would.
     """
-    linears, experts = _candidates(model, component)
-    if problems := [unmatched(g, (*linears, *experts)) for g in lora.targets if not _any(g, (*linears, *experts))]:
-        raise UserError("\n".join(problems))
-    return _chosen(lora, linears, experts)
+    return find_in_all(model, [component], lora)[component]
 
 
 def find_in_all(model: OmniModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
@@ -81,14 +78,10 @@ def find_in_all(model: OmniModel, components: Iterable[str], lora: Lora) -> dict
     """
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
-    if problems := [unmatched(glob, every) for glob in lora.targets if not _any(glob, every)]:
+    if problems := [unmatched(g, every) for g in lora.targets if not any(matches(g, name) for name in every)]:
         raise UserError("\n".join(problems))
     found = {name: _chosen(lora, *own) for name, own in candidates.items()}
     return {name: own for name, own in found.items() if own.linears or own.experts}
-
-
-def _any(glob: str, names: Iterable[str]) -> bool:
-    return any(matches(glob, name) for name in names)
 
 
 def _chosen(lora: Lora, linears: Iterable[str], experts: Iterable[str]) -> Adapters:
@@ -105,11 +98,14 @@ def _candidates(model: OmniModel, component: str) -> tuple[list[str], list[str]]
         return [], []
     own = model.components[component]
     head = model.foundation.get_output_embeddings()
+    adapted = {name for adapters in adapters_of(model).values() for name in adapters.linears}
+    inside = tuple(f"{name}." for name in adapted)
     linears = [
         name
         for name, module in model.named_modules()
         # Kinds of linear layers of others' making may compute without calling themselves.
-        if type(module) is nn.Linear and module is not head and f"{name}.weight" in own
+        if (name in adapted or (type(module) is nn.Linear and module is not head and not name.startswith(inside)))
+        and model.renamed.get(f"{name}.weight", (f"{name}.weight",))[0] in own
     ]
     matrices = (f"{name}.{weight}" for name, module in experts_in(model) for weight in matrix_names(module))
     return linears, [name for name in matrices if name in own]

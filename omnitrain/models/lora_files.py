@@ -89,8 +89,9 @@ class _Entry:
     def from_peft(self, tensor: Tensor) -> Tensor:
         if not self.num_experts:
             return tensor
-        unflat = tensor.unflatten(0, (self.num_experts, -1)) if self.is_a else tensor.unflatten(1, (-1, self.num_experts))
-        return unflat if self.is_a else unflat.permute(2, 0, 1)
+        if self.is_a:
+            return tensor.unflatten(0, (self.num_experts, -1))
+        return tensor.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
 
 
 def _by_root(model: OmniModel) -> dict[str, list[Adapters]]:
@@ -105,10 +106,8 @@ def _entries(model: OmniModel, root: str, adapters: list[Adapters]) -> Iterator[
     experts = {path for own in adapters for path in own.experts}
     for name in (name for own in adapters for name in own.linears):
         for matrix in "AB":
-            yield f"{_PREFIX}.{_below(root, name)}.lora_{matrix}.weight", (
-                f"{name}.lora_{matrix}.{ADAPTER}.weight",
-                _Entry(),
-            )
+            key = f"{_PREFIX}.{_below(root, name)}.lora_{matrix}.weight"
+            yield key, (f"{name}.lora_{matrix}.{ADAPTER}.weight", _Entry())
     for owner in dict.fromkeys(path.rpartition(".")[0] for path in sorted(experts)):
         module = model.get_submodule(owner)
         adapted = [name for name in _in_order(module) if f"{owner}.{name}" in experts]
