@@ -34,7 +34,7 @@ _PREFIX = "base_model.model"
 def split_weights(model: OmniModel, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A model's ``state_dict`` -> that of the model without adapters, under its own names, and the adapters'."""
     base_of = {names[0]: base for base, names in model.renamed.items()}
-    added = {name for names in model.renamed.values() for name in names[1:]}
+    added = model.adapter_names
     base = {base_of.get(name, name): tensor for name, tensor in weights.items() if name not in added}
     return base, {name: tensor for name, tensor in weights.items() if name in added}
 

@@ -125,6 +125,11 @@ class OmniModel(PreTrainedModel):
         return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
 
     @property
+    def adapter_names(self) -> frozenset[str]:
+        """Names of the LoRA adapters among the parameters."""
+        return frozenset(name for names in self.renamed.values() for name in names[1:])
+
+    @property
     def ports(self) -> dict[str, tuple[str, ...]]:
         """Component -> names in a pack of what it encodes, in the order in which components encode."""
         modalities = self.runner.native.ports

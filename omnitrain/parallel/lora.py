@@ -58,7 +58,7 @@ def lora_problems(adapters: Mapping[str, Adapters], plan: ParallelPlan, state: P
                 "available yet; use tp 1 (dp_shard, ep and ulysses go with lora)"
             )
         if name == FOUNDATION and plan.of(FOUNDATION).async_ulysses:
-            yield f"{path}.lora: found with async_ulysses, which drives projections without adapters; use one of the two"
+            yield f"{path}.lora: found with async_ulysses, which drives projections without adapters; use one of them"
 
 
 def _is_default(plan: ParallelPlan, component: str) -> bool:

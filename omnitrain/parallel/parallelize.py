@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.lora import adapters_of, add_lora
+from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.parallel.activations import ActivationOffload
@@ -86,6 +88,7 @@ def build_parallelize_model(
     _freeze(omni, plans)
     if weights_path is not None:
         load_weights(model, weights_path)
+        load_adapters(omni, Path(weights_path))
     add_lora(omni, adapters)
     if init_device not in (None, "meta"):
         omni.to(init_device)
@@ -123,14 +126,14 @@ def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
 
 def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
     """The dtype of the parameters; adapters, and what its model keeps in fp32, are fp32 whatever the plan says."""
-    keep, thin = stays_fp32(model), {path for names in model.renamed.values() for path in names[1:]}
+    keep, adapters = stays_fp32(model), model.adapter_names
     for name, parameters in model.components.items():
         precision = plans[name].precision
         dtype = dtype_of(precision.param if precision else None)
         for path, parameter in parameters.items():
             if keep(path):
                 parameter.data = parameter.data.float()
-            elif dtype is not None and parameter.is_floating_point() and path not in thin:
+            elif dtype is not None and parameter.is_floating_point() and path not in adapters:
                 parameter.data = parameter.data.to(dtype)
 
 

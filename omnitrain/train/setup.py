@@ -19,7 +19,6 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.attention_trial import require_attention_backend
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import as_dict, require_folder
-from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_attention
 from omnitrain.ops.backends import choose
@@ -83,7 +82,6 @@ def load_checkpoint(
     folder = newest_checkpoint(folder)
     model = build_omni_model(weights_path=str(folder), init_device=init_device, torch_dtype=torch_dtype)
     freeze(model, frozen or [])
-    load_adapters(model, folder)
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
