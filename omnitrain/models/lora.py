@@ -28,8 +28,8 @@ class Adapters:
     Attributes:
         rank: of each.
         alpha: ``alpha / rank`` scales them.
-        linears: names of linear layers.
-        experts: names of fused experts' matrices.
+        linears: names of linear layers, sorted.
+        experts: names of fused experts' matrices, sorted.
     """
 
     rank: int
@@ -85,8 +85,8 @@ def find_in_all(model: OmniModel, components: Iterable[str], lora: Lora) -> dict
 
 
 def _chosen(lora: Lora, linears: Iterable[str], experts: Iterable[str]) -> Adapters:
-    taken = [tuple(n for n in names if any(matches(g, n) for g in lora.targets)) for names in (linears, experts)]
-    return Adapters(lora.rank, lora.alpha, *taken)
+    taken = [[n for n in names if any(matches(g, n) for g in lora.targets)] for names in (linears, experts)]
+    return Adapters(lora.rank, lora.alpha, *(tuple(sorted(names)) for names in taken))
 
 
 def _candidates(model: OmniModel, component: str) -> tuple[list[str], list[str]]:

@@ -24,11 +24,15 @@ from torch import Tensor
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.experts import matrix_names, parameter_names
+from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
 
 FOLDER = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model"
+_WEIGHT = ".weight"
+# In models with fused experts peft takes linear layers of these names (dense ones beside them, say) for experts of
+# checkpoints from before they were fused, and drops their adapters. Named by their parameter, they are what they are.
+_TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def split_weights(model: OmniModel, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -129,20 +133,26 @@ def _below(root: str, name: str) -> str:
 
 
 def _config(model: OmniModel, root: str, adapters: list[Adapters]) -> Any:
-    first, *others = adapters
+    first = adapters[0]
+    has_experts = any(True for _ in experts_in(model.get_submodule(root)))
+    modules, parameters = {}, {}
+    for own in adapters:
+        for name in own.linears:
+            if has_experts and name.endswith(tuple(f".{taken}" for taken in _TAKEN_FOR_EXPERTS)):
+                parameters[_below(root, name) + _WEIGHT] = own
+            else:
+                modules[_below(root, name)] = own
+        parameters |= {_below(root, name): own for name in own.experts}
     differing = {
-        _below(root, name): own
-        for own in others
-        for name in (*own.linears, *own.experts)
-        if (own.rank, own.alpha) != (first.rank, first.alpha)
+        name: own for name, own in (modules | parameters).items() if (own.rank, own.alpha) != (first.rank, first.alpha)
     }
     config = peft().LoraConfig(
         r=first.rank,
         lora_alpha=first.alpha,
         rank_pattern={name: own.rank for name, own in differing.items()},
         alpha_pattern={name: own.alpha for name, own in differing.items()},
-        target_modules=[_below(root, name) for own in adapters for name in own.linears],
-        target_parameters=[_below(root, name) for own in adapters for name in own.experts],
+        target_modules=list(modules),
+        target_parameters=list(parameters),
         inference_mode=True,
     )
     config.base_model_name_or_path = model.get_submodule(root).name_or_path or None
@@ -153,26 +163,18 @@ def _adapters_in(model: OmniModel, root: str, config: Mapping[str, Any]) -> dict
     """Component -> adapters, of a file's config with full names of layers."""
     owner = {path: name for name, parameters in model.components.items() for path in parameters}
     found: dict[str, dict[str, Any]] = {}
-    for field, names, tail in (
-        ("linears", config["target_modules"], ".weight"),
-        ("experts", config["target_parameters"] or (), ""),
-    ):
-        for name in sorted(names):
-            component = owner.get(f"{root}.{name}{tail}")
-            if component is None:
-                raise UserError(f"the adapters of {root} are for {name}, which the model does not have")
-            rank = config["rank_pattern"].get(name, config["r"])
-            alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
-            own = found.setdefault(component, {"rank": rank, "alpha": alpha, "linears": [], "experts": []})
-            own[field].append(f"{root}.{name}")
-    order = {name: place for place, name in enumerate(owner)}
+    modules = {name: name + _WEIGHT for name in config["target_modules"]}
+    for name, parameter in (modules | {name: name for name in config["target_parameters"] or ()}).items():
+        component = owner.get(f"{root}.{parameter}")
+        if component is None:
+            raise UserError(f"the adapters of {root} are for {name}, which the model does not have")
+        rank = config["rank_pattern"].get(name, config["r"])
+        alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
+        own = found.setdefault(component, {"rank": rank, "alpha": alpha, "linears": [], "experts": []})
+        kind = "linears" if parameter.endswith(_WEIGHT) else "experts"
+        own[kind].append(f"{root}.{parameter.removesuffix(_WEIGHT)}")
     return {
-        name: Adapters(
-            own["rank"],
-            own["alpha"],
-            tuple(sorted(own["linears"], key=lambda path: order[f"{path}.weight"])),
-            tuple(sorted(own["experts"], key=order.__getitem__)),
-        )
+        name: Adapters(own["rank"], own["alpha"], tuple(sorted(own["linears"])), tuple(sorted(own["experts"])))
         for name, own in found.items()
     }
 
