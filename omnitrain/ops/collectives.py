@@ -112,7 +112,8 @@ class _GatherRows(torch.autograd.Function):
         ranks, own = len(ctx.counts), ctx.counts[ctx.group.rank()]
         parts = gradient.new_empty(ranks * own, *gradient.shape[1:])
         dist.all_to_all_single(parts, gradient.contiguous(), [own] * ranks, ctx.counts, group=ctx.group)
-        summed = parts.view(ranks, own, *gradient.shape[1:]).sum(0, dtype=torch.float32)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        summed = parts.view(ranks, own, *gradient.shape[1:]).sum(0, dtype=wide)
         return summed.to(gradient.dtype), None, None
 
 

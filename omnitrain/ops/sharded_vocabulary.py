@@ -26,7 +26,8 @@ def sharded_softmax(
         ``[n]`` losses, the same on every rank, and softmax minus one-hot in ``out``.
     """
     width = logits.size(1)
-    torch._assert_async((labels < group.size() * width).all(), "a label is out of range")
+    is_known = (labels >= 0) & (labels < group.size() * width)
+    torch._assert_async(is_known.all(), "a label is out of range")
     own = labels - group.rank() * width
     is_own, at = (own >= 0) & (own < width), own.clamp(0, width - 1)[:, None]
     top = logits.amax(1).float()

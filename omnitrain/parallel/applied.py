@@ -63,7 +63,8 @@ class LayoutRow:
     Attributes:
         name: of the component.
         mode: ``fsdp2``, ``hsdp`` or ``replicate``.
-        mesh: copies x ranks of each, and those that share its matrices where there are some.
+        mesh: copies x ranks of each, those that share its matrices, and those that share its experts, where there are
+            some.
         units: number of modules that gather and reduce together.
         parameters: elements, of which ``trainable`` train.
         trainable: elements.
@@ -156,7 +157,7 @@ def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutR
     return LayoutRow(
         name=component.name,
         mode=plan.mode or "",
-        mesh=f"{component.num_replicas} x {component.num_shards}" + (f" x tp {plan.tp}" if (plan.tp or 1) > 1 else ""),
+        mesh=_mesh(component),
         units=len(component.units),
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -165,6 +166,12 @@ def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutR
         offload=", ".join(what for what, is_there in offload.items() if is_there) or "none",
         sequence=_sequence(component),
     )
+
+
+def _mesh(component: AppliedComponent) -> str:
+    tp = f" x tp {component.plan.tp}" if (component.plan.tp or 1) > 1 else ""
+    ep = f", ep {component.plan.ep}" if (component.plan.ep or 1) > 1 else ""
+    return f"{component.num_replicas} x {component.num_shards}{tp}{ep}"
 
 
 def _sequence(component: AppliedComponent) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from omnitrain.data.pack import Pack
@@ -179,7 +180,16 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
     hidden = [name for name, value in own.arguments.items() if value is called[0].given]
     if not hidden:
         raise _NotDrivenError(f"{called[0].name} does not read the hidden states")
+    _require_no_other_gradient(arguments, hidden[0])
     return _Plain(hidden[0], called, calls[0], output, _gradients(module, own.arguments[hidden[0]], output))
+
+
+def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -> None:
+    """The whole row of what a module is given beside hidden states is gathered without a graph."""
+    states = arguments.arguments[hidden]
+    for name, value in arguments.arguments.items():
+        if any(isinstance(x, Tensor) and x.requires_grad and x is not states for x in tree_leaves(value)):
+            raise _NotDrivenError(f"its argument {name} has gradients, too")
 
 
 def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Manner:

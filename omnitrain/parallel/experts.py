@@ -26,8 +26,10 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.experts import (
     Routes,
+    backend_of,
     combine_rows,
     experts_in,
+    is_replaying,
     set_dispatcher,
     set_row_budget,
     sort_by_expert,
@@ -46,11 +48,13 @@ class ExpertLayer:
         name: of their module.
         weights: names of their parameters that have an expert per entry of dim 0.
         num_experts: of the layer.
+        backend: that was named for it, or ``auto``.
     """
 
     name: str
     weights: tuple[str, ...]
     num_experts: int
+    backend: str
 
 
 def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
@@ -59,7 +63,7 @@ def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
     found: dict[str, list[ExpertLayer]] = {name: [] for name in model.components}
     for name, module in experts_in(model):
         weights = tuple(f"{name}.{weight}" for weight in weight_names(module))
-        found[owner[weights[0]]].append(ExpertLayer(name, weights, num_experts_of(module)))
+        found[owner[weights[0]]].append(ExpertLayer(name, weights, num_experts_of(module), backend_of(module)))
     return {name: tuple(layers) for name, layers in found.items()}
 
 
@@ -96,7 +100,7 @@ def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None
     for layer in layers:
         module = model.get_submodule(layer.name)
         set_row_budget(module, rows)
-        use_omnitrain_experts(module)
+        use_omnitrain_experts(module, layer.backend)
 
 
 def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -115,7 +119,7 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
         for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
         set_dispatcher(module, RankDispatcher(mesh.get_group(), tp_mesh.get_group()))
-        use_omnitrain_experts(module)
+        use_omnitrain_experts(module, layer.backend)
 
 
 def _own_part(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -191,7 +195,8 @@ class RankDispatcher:
         return gather_rows(own, _shares(weights.size(0), dist.get_world_size(self.alike)), self.alike)
 
     def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
+        if not is_replaying():
+            self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
         return exchange_rows(rows, sent, received, self.group)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from omnitrain.ops.attention import inside, packed_row
 from omnitrain.ops.experts import RoutingTape, is_experts
 from omnitrain.ops.unread_rows import reading, rows_read
 
+MakeContext = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 # What `selective` keeps unless a plan says otherwise: matrix products and attention, as far as this torch has them.
@@ -77,15 +78,15 @@ def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
     Routers are taped: rounding may differ in the recompute, and a token that then goes to another expert has another
     gradient, or another number of rows on some rank.
     """
-    forward: list[AbstractContextManager[Any]] = []
-    again: list[AbstractContextManager[Any]] = [inside(packed_row()), reading(rows_read())]
+    forward: list[MakeContext] = []
+    again: list[MakeContext] = [partial(inside, packed_row()), partial(reading, rows_read())]
     if has_routers:
         tape = RoutingTape()
-        forward, again = [tape.recording()], [*again, tape.replaying()]
+        forward, again = [tape.recording], [*again, tape.replaying]
     if saved_ops is not None:
         saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
-        forward, again = [*forward, saving], [*again, replaying]
-    return _both(*forward), _both(*again)
+        forward, again = [*forward, lambda: saving], [*again, lambda: replaying]
+    return _Inside(forward), _Inside(again)
 
 
 def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -93,9 +94,18 @@ def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwarg
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _Inside(AbstractContextManager[None]):
+    """All contexts that ``makers`` make; made anew whenever it is entered, once per backward through a graph."""
+
+    def __init__(self, makers: Sequence[MakeContext]) -> None:
+        self._makers = makers
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for make in self._makers:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)

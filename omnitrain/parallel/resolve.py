@@ -11,6 +11,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.contract.sequence import sequence_contract_of
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.experts import AUTO
 from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
@@ -311,7 +312,8 @@ class _Resolving:
         if wanted == 1:
             return 1
         if wanted != there:
-            self._problem("ep", f"found {wanted}, but the parallel state has {there}; use 1 or {there}")
+            allowed = " or ".join(map(str, sorted({1, there})))
+            self._problem("ep", f"found {wanted}, but the parallel state has {there}; use {allowed}")
             return 1
         if degrees is not None and degrees[1:] != (self._state.shape.dp_replicate, self._state.size("fsdp")):
             self._problem(
@@ -333,7 +335,15 @@ class _Resolving:
     def _expert_rows(self) -> int | None:
         if self._own.expert_rows and not self._expert_layers:
             self._problem("expert_rows", f"found {self._own.expert_rows}, but the component has no experts; remove it")
-        return self._merged.expert_rows if self._expert_layers else None
+        if not self._expert_layers or self._merged.expert_rows is None:
+            return None
+        for backend in sorted({layer.backend for layer in self._expert_layers} - {AUTO, "torch"}):
+            self._problem(
+                "expert_rows",
+                f"found {self._merged.expert_rows}, but experts backend {backend} computes all rows at once; use the "
+                "backend auto or torch, or remove it",
+            )
+        return self._merged.expert_rows
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()

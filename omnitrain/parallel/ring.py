@@ -22,6 +22,7 @@ from omnitrain.ops.attention.blocks import (
     attend_block,
     attend_block_backward,
     blocks_between,
+    row_products,
 )
 from omnitrain.ops.attention.call import Call
 from omnitrain.ops.attention.mask_spec import MaskSpec
@@ -225,5 +226,5 @@ class _RingAttention(torch.autograd.Function):
         of_sinks = None
         if sinks is not None:
             share = (sinks.to(lse)[:, None] - lse).exp()
-            of_sinks = -(share * (output * grad).sum(-1)).sum(-1).to(sinks.dtype)
+            of_sinks = -(share * row_products(output, grad)).sum(-1).to(sinks.dtype)
         return None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks

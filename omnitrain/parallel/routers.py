@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -18,7 +20,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.encoding import Share
 from omnitrain.models.hf_samples import IDLE
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.experts import bytes_sent, experts_in, is_replaying
+from omnitrain.ops.experts import bytes_sent, is_replaying
 from omnitrain.ops.experts.balance import (
     counts_per_sample,
     fraction_balance,
@@ -28,7 +30,9 @@ from omnitrain.ops.experts.balance import (
 )
 from omnitrain.ops.experts.declared import num_experts_of
 from omnitrain.parallel.applied import layout_of
+from omnitrain.parallel.experts import expert_layers
 from omnitrain.recipe import ExpertsBalance
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 @dataclass
@@ -39,10 +43,10 @@ class _Layer:
         name: of the experts.
         experts: the module.
         num_experts: of the layer.
-        bias: ``[E]``, added to the scores for the choice alone; None: the router has none.
+        bias: of ``E`` numbers, added to the scores for the choice alone; None: the router has none.
         scores: of the running forward, ``[t, E]`` before the softmax.
         index: of the running forward, ``[t, k]``.
-        counts: ``[E]``: choices of the running step on this rank.
+        counts: ``[E]``: choices of the running step on this rank; None: it was not called yet.
         fractions: ``[E]``: shares of all choices of the step before.
     """
 
@@ -52,7 +56,7 @@ class _Layer:
     bias: Tensor | None
     scores: Tensor | None = None
     index: Tensor | None = None
-    counts: Tensor = field(default_factory=lambda: torch.empty(0))
+    counts: Tensor | None = None
     fractions: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -64,12 +68,14 @@ class _Rows:
         valid: ``[v]`` int64, rows.
         sample: ``[v]`` int64, of each.
         num_samples: of the pack.
+        num_here: tokens of the row that are here, those of no sample too.
         is_part: other ranks have the other tokens of these samples.
     """
 
     valid: Tensor
     sample: Tensor
     num_samples: int
+    num_here: int
     is_part: bool
 
 
@@ -93,8 +99,9 @@ class Routers:
         state = layout.state if layout is not None else None
         self._group = state.loss_group if state is not None else None
         self._sequence = state.sequence_group if state is not None else None
-        self._counts_packs = state is None or state.place("sequence") == 0  # ranks of a sequence have the same packs
-        self._layers = [self._watched(name, module) for name, module in experts_in(model)]
+        self._counts_tokens = state is None or state.place("sequence") == 0  # ranks of a sequence have the same packs
+        own = expert_layers(model)[FOUNDATION]  # what other components take are no tokens of samples
+        self._layers = [self._watched(layer.name, model.get_submodule(layer.name)) for layer in own]
         self._rows: _Rows | None = None
         self._num_tokens = 0.0
         self._num_micro_batches = 1.0
@@ -129,12 +136,12 @@ class Routers:
         return layer
 
     def _note_index(self, layer: _Layer, arguments: tuple[Tensor, ...]) -> None:
-        if self._rows is None or is_replaying():
+        if self._rows is None or is_replaying() or len(arguments[1]) != self._rows.num_here:
             return
         layer.index = arguments[1].detach()
         chosen = layer.index[self._rows.valid]
         counts = counts_per_sample(chosen, torch.zeros_like(chosen[:, 0]), 1, layer.num_experts)[0]
-        layer.counts = layer.counts + counts if layer.counts.numel() else counts
+        layer.counts = counts if layer.counts is None else layer.counts + counts
 
     def _note_scores(self, layer: _Layer, scores: Tensor) -> None:
         if self._rows is not None and not is_replaying():
@@ -142,8 +149,10 @@ class Routers:
 
     def begin(self, packs: Sequence[Pack]) -> None:
         """Before the first forward of a step; every rank calls it, with its packs."""
-        tokens = sum(int(_is_real(pack).sum()) for pack in packs) if self._counts_packs else 0
-        own = torch.tensor([float(tokens), float(len(packs)) * self._counts_packs])
+        for layer in self._layers:  # of a step without an update
+            layer.scores = layer.index = layer.counts = None
+        tokens = sum(int(_is_real(pack).sum()) for pack in packs) if self._counts_tokens else 0
+        own = torch.tensor([float(tokens), float(len(packs))])
         self._num_tokens, self._num_micro_batches = self._summed(own).clamp(min=1).tolist()
 
     @contextmanager
@@ -162,7 +171,11 @@ class Routers:
             return None
         terms = []
         for layer in self._layers:
-            assert layer.scores is not None and layer.index is not None
+            if layer.scores is None or layer.index is None:
+                raise UserError(
+                    f"train.experts: {layer.name} did not get every token of a row, which its balance needs; use "
+                    "loss: none and z_weight: 0"
+                )
             scores, index = layer.scores[rows.valid], layer.index[rows.valid]
             if asked.loss == "sample":
                 counts = counts_per_sample(index, rows.sample, rows.num_samples, layer.num_experts)
@@ -186,15 +199,18 @@ class Routers:
     @torch.no_grad()
     def end(self) -> None:
         """Behind the optimizer's update: biases move against the step's load, whose shares the next step may use."""
-        for layer in self._layers:
-            counts = layer.counts if layer.counts.numel() else torch.zeros(layer.num_experts)
-            counts = self._summed(counts)
-            layer.counts = torch.empty(0)
+        if not self._layers:
+            return
+        none = partial(torch.zeros, device=self._model.device)
+        own = [none(layer.num_experts) if layer.counts is None else layer.counts for layer in self._layers]
+        every_layer = self._summed(torch.cat(own)).split([layer.num_experts for layer in self._layers])
+        for layer, counts in zip(self._layers, every_layer, strict=True):
+            layer.counts = None
             self._load[layer.name] = counts
-            if counts.sum() > 0:
-                layer.fractions = counts / counts.sum()
+            shares = counts / counts.sum().clamp(min=1)
+            layer.fractions = shares.where(counts.sum() > 0, layer.fractions.to(shares))
             if layer.bias is not None and self._balance.bias_rate:
-                layer.bias += self._balance.bias_rate * (counts.mean() - counts).sign().to(layer.bias)
+                layer.bias += _lying_as(layer.bias, self._balance.bias_rate * (counts.mean() - counts).sign())
 
     def expert_shares(self) -> dict[str, list[float]]:
         """Layer -> each expert's share of the choices of the last step: what a continued run needs."""
@@ -229,6 +245,14 @@ class Routers:
         return own
 
 
+def _lying_as(bias: Tensor, change: Tensor) -> Tensor:
+    """``change``, which every rank has, as ``bias`` lies: some models keep theirs as a frozen parameter."""
+    whole = change.view(bias.shape).to(bias.device, bias.dtype)
+    if not isinstance(bias, DTensor):
+        return whole
+    return distribute_tensor(whole, bias.device_mesh, bias.placements, src_data_rank=None)
+
+
 def _entropy(counts: Tensor) -> float:
     shares = counts / counts.sum().clamp(min=1)
     return float(torch.special.entr(shares).sum() / torch.tensor(float(len(counts))).log()) if len(counts) > 1 else 1.0
@@ -249,7 +273,7 @@ def _rows(pack: Pack, share: Share) -> _Rows:
     valid = here < len(sample)  # a row that was filled up has more
     valid[valid.clone()] = _is_real(pack)[here[valid]]
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
-    return _Rows(rows.to(device), sample[here[rows]].to(device), len(pack.info.ids), part is not None)
+    return _Rows(rows.to(device), sample[here[rows]].to(device), len(pack.info.ids), len(here), part is not None)
 
 
 def _router(model: nn.Module, parent: str) -> tuple[nn.Module, int]:
@@ -274,6 +298,6 @@ def _choice_bias(layer: nn.Module, num_experts: int) -> Tensor | None:
     """What is added to the scores to choose experts and does not train by gradients, in the modules of a layer."""
     held: list[tuple[str, Any]] = [*layer.named_buffers(), *layer.named_parameters()]
     for name, tensor in held:
-        if name.endswith("_bias") and tensor.shape == (num_experts,) and not tensor.requires_grad:
+        if name.endswith("_bias") and tensor.numel() == num_experts and not tensor.requires_grad:
             return tensor
     return None

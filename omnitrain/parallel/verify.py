@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,9 +302,9 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
 
 
 def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: float) -> tuple[str, float, float]:
-    """Name, error and allowed error of the tensor that uses up most of what it is allowed."""
+    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst."""
     allowed = {name: max(tolerance, _NOISE_FACTOR * noise[name]) for name in errors}
-    name = max(errors, key=lambda name: errors[name] / allowed[name])
+    name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name] / allowed[name]))
     return name, errors[name], allowed[name]
 
 

@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, packed
+from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, packed, packed_row
 from omnitrain.ops.attention.backends.segments import batches_of
 
 BORDERS = (0, 4, 9, 10, 18)
@@ -189,6 +189,14 @@ def test_layers_share_what_follows_from_a_mask() -> None:
     spec = MaskSpec(BORDERS, general=counted)
     assert batches_of(spec, 1.25, CPU) is batches_of(spec, 1.25, CPU)
     assert len(evaluated) == 4
+
+
+def test_a_row_that_is_entered_again_keeps_no_masks_of_the_forward_before() -> None:
+    row = packed(BORDERS)
+    for _ in range(3):
+        with row:
+            spec = blocks(ATTENTION_NAME, 0, 18)
+            assert packed_row().masks == [spec]
 
 
 def test_a_mask_that_an_outer_model_made_stays() -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf import foundation_class
@@ -112,6 +113,16 @@ def test_projections_and_norms_are_found_by_what_they_read() -> None:
 
 def test_a_module_that_cannot_be_driven_is_left_with_the_reason() -> None:
     assert list(manners("phi3").values()) == ["qkv_proj makes queries and keys in one"]
+
+
+def test_a_module_whose_rotary_tables_are_trained_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = Qwen3RotaryEmbedding.forward
+
+    def trained(*given: Any) -> tuple[Tensor, ...]:
+        return tuple(table.requires_grad_() for table in tables(*given))
+
+    monkeypatch.setattr(Qwen3RotaryEmbedding, "forward", trained)
+    assert list(manners("qwen3").values()) == ["its argument position_embeddings has gradients, too"]
 
 
 def test_projections_that_were_changed_and_key_heads_that_ranks_share_are_left_alone() -> None:

@@ -16,7 +16,7 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.native import discover
-from omnitrain.ops.experts import experts_in
+from omnitrain.ops.experts import bytes_sent, experts_in
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.verify import verify
 from tests.parallel import factories
@@ -84,6 +84,7 @@ def placements() -> dict[str, Any]:
         "placements": weight.placements,
         "mesh": weight.device_mesh.mesh_dim_names,
         "own": weight.to_local().size(0),
+        "row": ot.layout_of(model).table(model)[0].mesh,
         "dense": model.foundation.model.layers[0].self_attn.q_proj.weight.device_mesh.mesh_dim_names,
         "gradients": [float(full(weight.grad)[expert].abs().max()) for expert in range(4)],
     }
@@ -92,7 +93,7 @@ def placements() -> dict[str, Any]:
 def test_weights_are_sharded_over_ep_and_ep_fsdp_and_an_expert_without_tokens_has_zeros(ranks: RankPool) -> None:
     found = ranks.run(placements, timeout_s=60)[0]
     assert found["placements"][1] == Shard(0) and found["mesh"] == ("ep_fsdp", "ep") and found["own"] == 1
-    assert found["dense"] == ("fsdp",)
+    assert found["dense"] == ("fsdp",) and found["row"] == "1 x 4, ep 2"
     assert found["gradients"][3] == 0 and min(found["gradients"][:3]) > 0
 
 
@@ -108,22 +109,24 @@ def products_by_bound() -> tuple[int, int]:
     return products(), products(expert_rows=4)
 
 
-def exchanges(recompute: str) -> tuple[int, int]:
-    """All-to-alls of a forward and of its backward."""
+def exchanges(recompute: str) -> tuple[int, int, int]:
+    """All-to-alls of a forward and of its backward; bytes that it says it sent in forwards."""
     model, pack = laid_out_moe(ep=2, recompute=recompute)
     with counted() as forward:
         loss = total(model(pack))
     with counted() as backward:
         loss.backward()
-    return forward["c10d.alltoall_base_"], backward["c10d.alltoall_base_"]
+    sent = sum(bytes_sent(experts) for _, experts in experts_in(model))
+    return forward["c10d.alltoall_base_"], backward["c10d.alltoall_base_"], sent
 
 
 def test_counts_are_exchanged_once_per_layer_and_not_again_in_a_recompute(ranks: RankPool) -> None:
     layers = 2
     counts, there, back = 1, 1, 1
-    assert ranks.run(exchanges, "none", timeout_s=60, world=2)[0] == (layers * (counts + there + back), layers * 2)
+    *once, sent = ranks.run(exchanges, "none", timeout_s=60, world=2)[0]
+    assert once == [layers * (counts + there + back), layers * 2] and sent > 0
     again = ranks.run(exchanges, "full", timeout_s=60, world=2)[0]
-    assert again == (layers * (counts + there + back), 2 * layers * (there + back))
+    assert again == (layers * (counts + there + back), 2 * layers * (there + back), sent)
 
 
 def updated(ep: int, folder: str | None = None, state: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:

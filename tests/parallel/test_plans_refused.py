@@ -10,7 +10,8 @@ import torch
 import omnitrain as ot
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
-from omnitrain.parallel.experts import chosen_layers, expert_layers
+from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
+from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers
 from omnitrain.parallel.resolve import CallFlags, resolve_plans
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.mesh import fit_mesh
@@ -80,6 +81,7 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
     [
         ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
         ({"default": {"ep": 4}}, 2, r"default.ep: found 4, but the parallel state has 2; set it in one place"),
+        ({"default": {"ep": 4}}, 1, r"default.ep: found 4, but the parallel state has 1; use 1(\n|$)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
         ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
@@ -90,6 +92,15 @@ def test_experts_that_cannot_be_spread_so_are_refused_with_what_would(
 ) -> None:
     with pytest.raises(UserError, match=message):
         resolve(moe, ot.ParallelPlan(**refused), ep=ep)
+
+
+def test_a_named_backend_stays_under_a_plan_and_one_that_computes_all_rows_at_once_takes_no_bound() -> None:
+    model = build_omni_model(foundation=qwen3_moe_with_six_experts())
+    use_omnitrain_experts(model, "grouped_mm")
+    bound_rows(model, expert_layers(model)["foundation"], None)
+    assert {backend_of(module) for _, module in experts_in(model)} == {"grouped_mm"}
+    with pytest.raises(UserError, match=r"default.expert_rows: found 8, but experts backend grouped_mm computes all"):
+        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(expert_rows=8)))
 
 
 def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> None:

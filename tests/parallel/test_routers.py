@@ -9,6 +9,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import omnitrain as ot
+from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf_samples import to_samples
@@ -23,7 +24,7 @@ from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import ExpertsBalance, parse_layout
 from tests.parallel import factories
-from tests.parallel.laid_out import full
+from tests.parallel.laid_out import full, laid_out
 from tests.parallel.test_experts import text_samples
 
 ROUTER = "foundation.model.layers.1.mlp.gate.weight"
@@ -95,10 +96,73 @@ def test_balance_is_the_same_on_any_layout_and_a_recompute_counts_nothing(ranks:
             assert (load["bytes"] > 0) == (".ep" in layout)
 
 
+def moved_parameter() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer, load and bias after a step, where the bias is a parameter that FSDP shards."""
+    foundation = factories.qwen3_moe().train()
+    for layer in foundation.model.layers:
+        layer.mlp.gate.choice_bias = torch.nn.Parameter(torch.zeros(1, 4), requires_grad=False)
+    model = laid_out(model=build_omni_model(foundation=foundation).train())
+    routers = Routers(model, ExpertsBalance(bias_rate=0.01))
+    routed(True, routers, model)
+    routers.end()
+    biases = [full(layer.mlp.gate.choice_bias) for layer in model.foundation.model.layers]
+    return list(zip(routers._load.values(), biases, strict=True))
+
+
+def test_a_bias_that_is_a_sharded_parameter_moves_against_the_load(ranks: RankPool) -> None:
+    for load, bias in ranks.run(moved_parameter, timeout_s=60, world=1)[0]:
+        torch.testing.assert_close(bias, 0.01 * (load.mean() - load).sign()[None])
+        assert float(bias.abs().sum()) > 0
+
+
 def test_without_balance_the_loss_is_that_of_the_tokens(ranks: RankPool) -> None:
     none = ranks.run(balanced, "dp1", ExpertsBalance(), 1, timeout_s=60, world=1)[0]
     some = ranks.run(balanced, "dp1", BALANCE, 1, timeout_s=60, world=1)[0]
     assert some["losses"][0] > none["losses"][0] + 1 and float(none["bias"].abs().max()) == 0
+
+
+def test_the_micro_batch_form_is_a_mean_over_the_parts_of_a_row(ranks: RankPool) -> None:
+    asked = ExpertsBalance(loss="micro_batch", weight=100.0)
+    none = ranks.run(balanced, "dp1", ExpertsBalance(), 1, timeout_s=60, world=1)[0]["losses"][0]
+    for layout in ("dp1", "dp1.sp2"):  # of each part it is 2 or little more, as in transformers: two experts per token
+        found = ranks.run(balanced, layout, asked, 1, timeout_s=60, world=parse_layout(layout).num_ranks)[0]
+        assert 1.9 < (found["losses"][0] - none) / asked.weight < 3, layout
+
+
+def routed(labels: bool, routers: Routers, model: ot.OmniModel) -> None:
+    """The forward and backward of a step, on one process."""
+    given = text_samples(2)
+    if not labels:
+        given = [sample | {"labels": torch.full_like(sample["labels"], -100)} for sample in given]
+    samples = to_samples(discover(factories.qwen3_moe()), given)
+    accumulate_gradients(model, step_planner(model)([Pack.from_samples(samples)]), routers=routers)
+
+
+def test_a_step_without_an_update_leaves_nothing_to_the_next_one() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe()).train()
+    routers = Routers(model, ExpertsBalance(loss="sample", weight=0.01))
+    counts = []
+    for before in (0, 1):
+        for labels in [False] * before + [True]:
+            routed(labels, routers, model)
+        routers.end()
+        counts.append({name: load.sum().item() for name, load in routers._load.items()})
+    tokens = sum(sample["input_ids"].numel() for sample in text_samples(2))
+    assert counts[0] == counts[1] and set(counts[0].values()) == {2.0 * tokens}
+
+
+def test_experts_that_do_not_get_every_token_of_a_row_are_not_counted_and_refuse_a_loss() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe()).train()
+    mlp = model.foundation.model.layers[0].mlp
+    plain = mlp.forward
+    mlp.forward = lambda hidden: torch.cat([plain(hidden[:, :5]), plain(hidden[:, 5:])], 1)  # such as two modalities
+    routers = Routers(model, ExpertsBalance())
+    routed(True, routers, model)
+    routers.end()
+    first, second = routers._load.values()
+    assert float(first.sum()) == 0 < float(second.sum())
+    with pytest.raises(UserError, match=r"layers.0.mlp.experts did not get every token of a row, .* use loss: none"):
+        routed(True, Routers(model, ExpertsBalance(loss="sample", weight=0.01)), model)
 
 
 @pytest.mark.parametrize(

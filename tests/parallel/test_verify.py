@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,6 +181,14 @@ def outcome(a: float, b: float) -> Outcome:
 def test_a_gradient_that_is_zero_up_to_rounding_must_stay_so_and_widens_no_tolerance(got: Outcome, status: str) -> None:
     row = _compared("dp2", got, outcome(0.5, 1e-9), rounding(), tolerance=1e-5)
     assert row.status == status, row
+
+
+def test_a_gradient_that_is_not_a_number_differs_whatever_the_others_are() -> None:
+    sound = {"a": torch.ones(1), "b": torch.ones(1)}
+    broken = sound | {"b": torch.tensor([torch.nan])}
+    reference, got = (Outcome(1.0, gradients, sound, sound, 0.0, 0) for gradients in (sound, broken))
+    row = _compared("dp2", got, reference, replace(rounding(), empty=frozenset()), tolerance=1e-5)
+    assert row.status == "different" and row.worst_parameter == "b"
 
 
 def test_only_gradients_that_are_zero_in_exact_arithmetic_count_as_rounding() -> None:

@@ -136,7 +136,7 @@ def attend_block_backward(
         )
         return dq[0], _of_key_heads(dk[0], len(key)), _of_key_heads(dv[0], len(value))
     dq, dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (query, key, value))
-    delta = (out * grad).sum(-1)
+    delta = row_products(out, grad)
     for rows, columns, part in _parts(len(query), block, scoring):
         scores, slope = _scores(query[:, rows], key[:, columns], part, scoring)
         weights = _share(scores, _grouped(lse[:, rows, None], len(key)))
@@ -149,6 +149,11 @@ def attend_block_backward(
         dq[:, rows] = (of_scores @ key[:, None, columns].to(scores.dtype)).flatten(0, 1)
         dk[:, columns] += (of_scores.mT @ _grouped(query[:, rows], len(key)).to(scores.dtype)).sum(1)
     return dq, dk, dv
+
+
+def row_products(out: Tensor, grad: Tensor) -> Tensor:
+    """``[H, N]``, fp32 or wider: sum of the products of output and gradient, ``[H, N, E]``; rounded once."""
+    return (out.to(_wide(out)) * grad).sum(-1)
 
 
 def _has_kernel(query: Tensor, value: Tensor, block: Block, scoring: Scoring) -> bool:

@@ -72,7 +72,7 @@ class PackedRow:
         borders: ``(0, ..., T)`` of the samples in the whole row.
         part: what of it is on this rank; None: all of it.
         whole_masks: of a part: makes the masks of the whole row, in the order in which the model asks for them.
-        masks: that the model has asked for so far.
+        masks: that the model has asked for so far, since the row was entered.
     """
 
     borders: Borders
@@ -127,6 +127,8 @@ class _Inside:
         self._tokens: list[Token[PackedRow | None]] = []
 
     def __enter__(self) -> None:
+        if self._row is not None and not self._tokens:
+            self._row.masks.clear()  # of the forward before
         self._tokens.append(_row.set(self._row))
 
     def __exit__(self, *_: object) -> None:

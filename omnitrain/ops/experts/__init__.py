@@ -13,7 +13,7 @@ from omnitrain.ops.experts.lora import add_expert_adapter, parameter_names
 from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
 from omnitrain.ops.experts.tape import RoutingTape, is_replaying
-from omnitrain.ops.experts.use import use_omnitrain_experts
+from omnitrain.ops.experts.use import backend_of, use_omnitrain_experts
 
 __all__ = [
     "AUTO",
@@ -26,6 +26,7 @@ __all__ = [
     "Routes",
     "RoutingTape",
     "add_expert_adapter",
+    "backend_of",
     "bytes_sent",
     "combine_rows",
     "experts_in",

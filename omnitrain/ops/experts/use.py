@@ -32,9 +32,8 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
     Raises:
         UserError: no such backend.
     """
-    names = (AUTO, *(known.name for known in EXPERTS))
-    if backend not in names:
-        raise UserError(f"experts: no backend {backend!r}; expected {', '.join(names)}")
+    if backend not in _NAMES.values():
+        raise UserError(f"experts: no backend {backend!r}; expected {', '.join(_NAMES.values())}")
     found = [module for _, module in experts_in(model)]
     for module in found:
         config: Any = module.config
@@ -42,9 +41,16 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
     return Counter(type(module).__name__ for module in found)
 
 
+def backend_of(experts: nn.Module) -> str:
+    """The backend that :func:`use_omnitrain_experts` was given for a layer's experts; ``auto`` where it was not."""
+    config: Any = experts.config
+    return _NAMES.get(config._experts_implementation, AUTO)
+
+
 def _name(backend: str) -> str:
     return _PREFIX if backend == AUTO else f"{_PREFIX}_{backend}"
 
 
-for _backend in (AUTO, *(known.name for known in EXPERTS)):
-    ExpertsInterface.register(_name(_backend), partial(omnitrain_experts, backend=_backend))
+_NAMES = {_name(backend): backend for backend in (AUTO, *(known.name for known in EXPERTS))}
+for _registered, _backend in _NAMES.items():
+    ExpertsInterface.register(_registered, partial(omnitrain_experts, backend=_backend))

@@ -41,7 +41,7 @@ def own_part(plain: Forward, group: dist.ProcessGroup) -> Forward:
 
 
 def columns_gathered(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """``[..., in] -> [..., out]``, of which each rank computes its columns."""
+    """``[..., in] -> [..., out]``, or ids -> embeddings, of which each rank computes its columns."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         with _local_parameters(self):
@@ -79,16 +79,6 @@ def vocabulary(plain: Forward, group: dist.ProcessGroup) -> Forward:
             with _padding_at(self, first, number):
                 rows = plain(self, own.clamp(0, number - 1))
         return add_up(rows.masked_fill(~is_own[..., None], 0.0), group)
-
-    return forward
-
-
-def embedding_gathered(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """An embedding of which each rank has its columns."""
-
-    def forward(self: nn.Module, ids: Tensor) -> Tensor:
-        with _local_parameters(self):
-            return gather_columns(plain(self, ids), group)
 
     return forward
 

@@ -48,7 +48,7 @@ STYLES: Mapping[str, Style] = {
     "rowwise_split_input": _ROWS_OF_WHOLE,
     "rowwise_rep": _ROWS_OF_WHOLE,  # the same under an older name
     "embedding_rowwise": Style("out", forwards.vocabulary, "embedding"),
-    "embedding_colwise": Style("in", forwards.embedding_gathered, "embedding"),
+    "embedding_colwise": Style("in", forwards.columns_gathered, "embedding"),
     "all_reduce": Style(None, forwards.output_added_up, "any"),
     # What transformers must say of parameters and activations that all ranks hold alike: here their gradients add up.
     "replicate": _WHOLE,

@@ -77,6 +77,14 @@ class CountingPlaces(Qwen3ForCausalLM):
         return super().forward(inputs_embeds=embeds * torch.arange(1, 1 + embeds.size(1))[:, None], **kwargs)
 
 
+class Undefined(Qwen3ForCausalLM):
+    """Gives numbers only for a row of many tokens."""
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        embeds = self.model.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=embeds + torch.tensor(embeds.size(1) - 20.0).sqrt(), **kwargs)
+
+
 class WithSpareParts(Qwen3ForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
