@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.experts import add_expert_adapter, experts_in, matrix_names, parameter_names, use_omnitrain_experts
+from omnitrain.ops.experts import (
+    add_expert_adapter,
+    backend_of,
+    experts_in,
+    matrix_names,
+    parameter_names,
+    use_omnitrain_experts,
+)
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION
@@ -171,7 +178,7 @@ def _add_to_experts(model: OmniModel, adapters: Adapters) -> None:
         owner, _, weight = path.rpartition(".")
         module = model.get_submodule(owner)
         add_expert_adapter(module, weight, adapters.rank, adapters.alpha / adapters.rank)
-        use_omnitrain_experts(module)
+        use_omnitrain_experts(module, backend_of(module))
         model.renamed[path] = (path, *(f"{owner}.{name}" for name in parameter_names(weight)))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from omnitrain.errors import UserError
 from omnitrain.models.lora import Adapters, adapters_of, find_adapters, find_in_all
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.experts import AUTO
+from omnitrain.parallel.experts import ExpertLayer
 from omnitrain.parallel.state import ParallelState
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
@@ -48,10 +50,17 @@ def adapters_for(model: OmniModel, plan: ParallelPlan) -> tuple[dict[str, Adapte
     return found, problems
 
 
-def lora_problems(adapters: Mapping[str, Adapters], plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """What adapters cannot be used with."""
-    for name in adapters:
+def lora_problems(
+    adapters: Mapping[str, Adapters],
+    layers: Mapping[str, Sequence[ExpertLayer]],
+    plan: ParallelPlan,
+    state: ParallelState,
+) -> Iterator[str]:
+    """What ``adapters`` cannot be used with; ``layers``: of each component, those with experts."""
+    for name, own in adapters.items():
         path = plan.path_of(name, "lora")
+        for backend in sorted({layer.backend for layer in layers[name] if own.experts} - {AUTO, "torch"}):
+            yield f"{path}.lora: found with experts backend {backend}, which knows no adapters; use auto or torch"
         if name == FOUNDATION and state.size("tp") > 1:
             yield (
                 f"{path}.lora: found with tp {state.size('tp')}, and adapters of matrices that ranks share are not "

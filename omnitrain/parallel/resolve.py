@@ -65,13 +65,13 @@ def resolve_plans(
     problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
     tensors = tensors or tensor_plan(model, plan, state.size("tp"))
-    problems += tensors.problems
-    problems += _sequence_problems(model, plan, state)
     blocks, layers = blocks_of(model), expert_layers(model)
+    adapters, wrong = adapters_for(model, plan)
+    unfit = list(lora_problems(adapters_of(model) | adapters, layers, plan, state))
+    problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
+    problems += _sequence_problems(model, plan, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _dense_problems(model, layers, plan, state)
-    adapters, wrong = adapters_for(model, plan)
-    problems += [*wrong, *lora_problems(adapters_of(model) | adapters, plan, state)]
     plans = {}
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from omnitrain.models.build import build_omni_model
-from omnitrain.parallel.lora import adapters_for
+from omnitrain.models.lora import adapters_of
+from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.parallel.experts import expert_layers
+from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.verify import verify
+from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -95,8 +100,17 @@ def test_frozen_components_take_no_adapters_from_the_default() -> None:
         ComponentPlan(freeze=True, lora=LORA)
 
 
-def test_layouts_that_adapters_cannot_be_on_are_refused_by_verify(ranks: RankPool) -> None:
+def test_layouts_that_adapters_cannot_be_on_are_refused_in_a_line(ranks: RankPool) -> None:
     (row,) = verify(
-        "tests.parallel.factories:qwen3_moe", text_samples(), [with_lora("tp2")], pool=ranks, timeout_s=60
+        "tests.parallel.factories:qwen3_moe_with_adapters", text_samples(), ["tp2"], pool=ranks, timeout_s=60
     ).rows
-    assert row.status == "refused" and "default.lora: found with tp 2" in row.reason
+    assert row.status == "refused" and row.reason.startswith(
+        "parallel plan: 1 problem\n  default.lora: found with tp 2"
+    )
+
+
+def test_experts_backends_without_adapters_are_refused_with_those_that_have_them() -> None:
+    model, state = factories.qwen3_moe_with_adapters(), ParallelState(fit_mesh(1), 0, "cpu", "fsdp2", {})
+    use_omnitrain_experts(model, "grouped_mm")
+    (problem,) = lora_problems(adapters_of(model), expert_layers(model), ParallelPlan(), state)
+    assert problem == "default.lora: found with experts backend grouped_mm, which knows no adapters; use auto or torch"
