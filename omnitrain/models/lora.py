@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -61,6 +61,19 @@ def peft() -> ModuleType:
 def adapters_of(model: OmniModel) -> dict[str, Adapters]:
     """Component -> its adapters; components without any are left out."""
     return getattr(model, _APPLIED, {})
+
+
+def adapters_within(model: OmniModel, adapters: Mapping[str, Adapters]) -> dict[str, Adapters]:
+    """Those of ``adapters`` whose matrices ``model`` has: one of fewer layers has fewer."""
+    names = {name for name, _ in model.named_parameters()}
+    return {
+        component: replace(
+            own,
+            linears=tuple(name for name in own.linears if f"{name}.weight" in names),
+            experts=tuple(name for name in own.experts if name in names),
+        )
+        for component, own in adapters.items()
+    }
 
 
 def root_of(model: OmniModel, component: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from omnitrain.data.pack import Pack
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.lora import adapters_of
+from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import use_omnitrain_experts
 from omnitrain.parallel.experts import expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.shrink import twin_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.verify import verify
 from omnitrain.plan.mesh import fit_mesh
@@ -17,8 +20,8 @@ from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from tests.parallel import factories
-from tests.parallel.laid_out import laid_out
-from tests.parallel.test_experts import text_samples
+from tests.parallel.laid_out import laid_out, total
+from tests.parallel.test_experts import samples_of, text_samples
 from tests.parallel.test_verify import check
 
 LORA = Lora(targets=["o_proj", "experts.*"], rank=3)
@@ -46,12 +49,14 @@ def test_adapters_train_on_every_layout_as_in_one_process(ranks: RankPool, name:
 
 
 def trained_and_dtypes() -> tuple[set[str], set[str], set[str]]:
+    """Dtypes of adapters and their gradients, those of the base, and how both lie."""
     plan = {"dp_shard": 2, "ep": 2, "lora": LORA, "precision": {"param": "bfloat16", "compute": "bfloat16"}}
     model = laid_out(plan, state={"ep_size": 2}, model=build_omni_model(foundation=factories.qwen3_moe()))
+    total(model(Pack.from_samples(samples_of(factories.qwen3_moe())))).backward()
     thin = {p for name, p in model.named_parameters() if name in model.adapter_names}
     experts = model.foundation.model.layers[0].mlp.experts
     return (
-        {str(p.dtype) for p in thin if p.requires_grad},
+        {str(tensor.dtype) for p in thin for tensor in (p, p.grad)},
         {str(p.dtype) for p in model.parameters() if p not in thin and not p.requires_grad},
         {str(getattr(experts, name).placements) for name in ("down_proj", "down_proj_lora_A", "down_proj_lora_B")},
     )
@@ -98,6 +103,15 @@ def test_frozen_components_take_no_adapters_from_the_default() -> None:
     assert adapters_for(factories.any_to_any(), plan)[0].keys() == {"foundation", "audio_encoder"}
     with pytest.raises(ValueError, match="adapters train, and freeze the rest of the component: remove one"):
         ComponentPlan(freeze=True, lora=LORA)
+
+
+def test_a_model_that_is_cut_to_be_verified_has_its_adapters() -> None:
+    model = factories.qwen3_moe_with_adapters()
+    twin = twin_of(model.to("meta"), 1)
+    assert twin is not None
+    cut = twin()
+    assert isinstance(cut, OmniModel) and cut.adapter_names == model.adapter_names
+    assert {name for name, parameter in cut.named_parameters() if parameter.requires_grad} == model.adapter_names
 
 
 def test_layouts_that_adapters_cannot_be_on_are_refused_in_a_line(ranks: RankPool) -> None:
