@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from omnitrain.models.hf import (
     require_sub_configs,
     resolve,
 )
+from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.recipe import Decoder, Encoder, HFSource
 
@@ -67,7 +69,8 @@ def build_omni_model(
 
     Args:
         config_path: folder of a saved omni model; with ``weights_path`` unset its weights are random.
-        weights_path: folder of a saved omni model whose weights are loaded (all or error).
+        weights_path: folder of a saved omni model whose weights are loaded (all or error), LoRA adapters beside them
+            too.
         foundation: see :func:`build_foundation_model`.
         encoders: component name -> :class:`omnitrain.recipe.Encoder` (or its dict), or a ready model with
             :class:`EncoderMixin`.
@@ -117,6 +120,7 @@ def _from_checkpoint(
         raise UserError(f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}")
     if weights_path and init_device != "meta":
         model = cast(OmniModel, load_strictly(OmniModel, weights_path, torch_dtype, config=config))
+        load_adapters(model, Path(weights_path))
         return model.to(init_device)
     with _on(init_device):
         model = OmniModel(config)

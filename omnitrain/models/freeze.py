@@ -12,7 +12,7 @@ from omnitrain.recipe.suggest import nearest
 
 
 def freeze(model: OmniModel, names: Sequence[str]) -> None:
-    """Take parameters out of training.
+    """Take parameters out of training. LoRA adapters beside them go on to train.
 
     Args:
         model: changed in place.
@@ -24,6 +24,7 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
     """
     components = model.components
     modules = dict(model.named_modules())
+    adapters = {model.get_parameter(name) for name in model.adapter_names}
     for name in names:
         matched = list(components[name].values() if name in components else _below(modules, name))
         if not matched:
@@ -32,7 +33,7 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
             hint = f"did you mean {close!r}?" if close else f"components: {sorted(components)}"
             raise UserError(f"model.freeze: {name!r} matches no parameter; {hint}")
         for parameter in matched:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(parameter in adapters)
 
 
 def _below(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Parameter]:

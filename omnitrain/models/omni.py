@@ -49,6 +49,9 @@ class OmniModel(PreTrainedModel):
     """One model over packed rows of text and media.
 
     Components are attributes by their names: ``foundation``, ``image_encoder``, ``audio_decoder``, ...
+
+    Attributes:
+        renamed: parameter -> what it is called since adapters lie beside it, and these; all others keep their names.
     """
 
     config_class = OmniConfig
@@ -60,6 +63,7 @@ class OmniModel(PreTrainedModel):
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""
         super().__init__(config)
         ready = components or {}
+        self.renamed: dict[str, tuple[str, ...]] = {}
         self.encoder_names = sorted(config.encoders or {})
         self.decoder_names = sorted(config.decoders or {})
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
@@ -110,7 +114,7 @@ class OmniModel(PreTrainedModel):
         """
         own = dict(self.foundation.named_parameters(prefix="foundation"))
         found = {
-            name: {path: own[path] for path in (f"foundation.{p}" for p in paths)}
+            name: {path: own[path] for p in paths for path in self.renamed.get(f"foundation.{p}", (f"foundation.{p}",))}
             for name, paths in self.runner.native.components.items()
         }
         attached = {name: self.get_submodule(name) for name in (*self.encoder_names, *self.decoder_names)}
@@ -119,6 +123,11 @@ class OmniModel(PreTrainedModel):
                 f"model: {taken[0]!r} is the name of a component that the foundation has; choose another name"
             )
         return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """Names of the LoRA adapters among the parameters."""
+        return frozenset(name for names in self.renamed.values() for name in names[1:])
 
     @property
     def ports(self) -> dict[str, tuple[str, ...]]:

@@ -36,7 +36,7 @@ from omnitrain.ops.experts import (
     take_rows,
     use_omnitrain_experts,
 )
-from omnitrain.ops.experts.declared import num_experts_of, weight_names
+from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
 from omnitrain.recipe.globs import matches
 
 
@@ -116,7 +116,7 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for layer in layers:
         module = model.get_submodule(layer.name)
-        for name in weight_names(module):
+        for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
         set_dispatcher(module, RankDispatcher(mesh.get_group(), tp_mesh.get_group()))
         use_omnitrain_experts(module, layer.backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -10,12 +11,15 @@ from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.lora import adapters_of, add_lora
+from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
 from omnitrain.parallel.async_ulysses import DrivenModules, drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, spread_experts
+from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.shard import Sharding, shard
@@ -74,13 +78,18 @@ def build_parallelize_model(
     plan = parallel_plan or ParallelPlan()
     tensors = tensor_plan(omni, plan, state.size("tp"))
     plans = resolve_plans(omni, plan, state, flags, tensors)
+    adapters = adapters_for(omni, plan)[0]
     if weights_path is None:
         require_weights(omni)
+    elif adapters_of(omni):
+        raise UserError("the model has LoRA adapters, and weights_path would replace what is below them; load it first")
     require_same_math(omni.foundation, tensors.styles, state)
 
     _freeze(omni, plans)
     if weights_path is not None:
         load_weights(model, weights_path)
+        load_adapters(omni, Path(weights_path))
+    add_lora(omni, adapters)
     if init_device not in (None, "meta"):
         omni.to(init_device)
     _set_precision(omni, plans)
@@ -116,15 +125,15 @@ def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
 
 
 def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
-    """The dtype of the parameters; what its model keeps in fp32 is fp32 whatever the plan says."""
-    keep = stays_fp32(model)
+    """The dtype of the parameters; adapters, and what its model keeps in fp32, are fp32 whatever the plan says."""
+    keep, adapters = stays_fp32(model), model.adapter_names
     for name, parameters in model.components.items():
         precision = plans[name].precision
         dtype = dtype_of(precision.param if precision else None)
         for path, parameter in parameters.items():
             if keep(path):
                 parameter.data = parameter.data.float()
-            elif dtype is not None and parameter.is_floating_point():
+            elif dtype is not None and parameter.is_floating_point() and path not in adapters:
                 parameter.data = parameter.data.to(dtype)
 
 

@@ -9,9 +9,11 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.sequence import sequence_contract_of
+from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
 from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
+from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -63,21 +65,25 @@ def resolve_plans(
     problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     problems += _missing_problems(plan, state)
     tensors = tensors or tensor_plan(model, plan, state.size("tp"))
-    problems += tensors.problems
-    problems += _sequence_problems(model, plan, state)
     blocks, layers = blocks_of(model), expert_layers(model)
+    adapters, wrong = adapters_for(model, plan)
+    unfit = list(lora_problems(adapters_of(model) | adapters, layers, plan, state))
+    problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
+    problems += _sequence_problems(model, plan, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _dense_problems(model, layers, plan, state)
     plans = {}
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
         spread = chosen_layers(layers[name], plan.ep_plan)
-        resolving = _Resolving(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread)
+        resolving = _Resolving(
+            name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread, name in adapters
+        )
         found = resolving.plan()
         problems += resolving.problems
         if found is not None:
             plans[name] = found
-            problems += _fp32_problems(model, name, found)
+            problems += () if name in adapters else _fp32_problems(model, name, found)
     raise_problems(problems)
     return plans
 
@@ -88,7 +94,8 @@ def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
     Raises:
         PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
     """
-    plan.check(_names(model), frozen=_frozen(model))
+    problems = plan.problems(_names(model), frozen=_frozen(model))
+    raise_problems([*problems, *adapters_for(model, plan)[1]])
 
 
 def _frozen(model: OmniModel) -> list[str]:
@@ -186,6 +193,7 @@ class _Resolving:
         has_blocks: bool,
         tp: int,
         expert_layers: Sequence[ExpertLayer],
+        has_adapters: bool,
     ) -> None:
         self.problems: list[str] = []
         self._name = name
@@ -198,6 +206,7 @@ class _Resolving:
         self._has_blocks = has_blocks
         self._tp = tp
         self._expert_layers = expert_layers
+        self._has_adapters = has_adapters
 
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
@@ -226,6 +235,7 @@ class _Resolving:
             parameter_offload=parameter_offload,
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
             freeze=self._is_frozen,
+            lora=self._merged.lora if self._has_adapters else None,
             compile=compile_,
             async_ulysses=async_ulysses,
             expert_rows=expert_rows,
@@ -243,7 +253,7 @@ class _Resolving:
 
     @property
     def _is_frozen(self) -> bool:
-        return self._frozen or bool(self._merged.freeze)
+        return not self._has_adapters and (self._frozen or bool(self._merged.freeze))
 
     def _problem(self, field: str, text: str) -> None:
         self.problems.append(f"{self._plans.path_of(self._name, field)}.{field}: {text}")
@@ -337,7 +347,7 @@ class _Resolving:
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()
-        param = given.param or (None if self._is_frozen else "float32")
+        param = given.param or (None if self._is_frozen or self._has_adapters else "float32")
         if self._flags.mixed_precision is False and given.compute not in (None, given.param or "float32"):
             self._problem("precision", f"found compute {given.compute}, but enable_mixed_precision is False")
         low = "bfloat16" if self._flags.mixed_precision else param

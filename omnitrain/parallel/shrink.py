@@ -16,6 +16,7 @@ from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.contract.twin import build_twin, moved_tokens, sizes, tower_config, twin_config
 from omnitrain.models.hf import as_config, as_dict
+from omnitrain.models.lora import Adapters, adapters_of, adapters_within, add_lora
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.parallel.memory import available_memory
 
@@ -58,6 +59,7 @@ class Twin:
         model_class: of the model.
         config: of the size that is used.
         frozen: names of parameters that do not train.
+        adapters: of LoRA, by component; new ones, beside the matrices that there are.
         tokens: special token id -> its id here.
         rows: ordinary token ids here, ``0 .. rows - 1``; None: those of the samples.
     """
@@ -65,6 +67,7 @@ class Twin:
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
     frozen: frozenset[str]
+    adapters: Mapping[str, Adapters]
     tokens: Mapping[int, int]
     rows: int | None
 
@@ -73,6 +76,8 @@ class Twin:
         model = build_twin(self.model_class, self.config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name not in self.frozen)
+        if isinstance(model, OmniModel):
+            add_lora(model, adapters_within(model, self.adapters))
         return model
 
     def sample(self, sample: Any) -> Any:
@@ -159,4 +164,5 @@ def _twin(model: PreTrainedModel, config: PreTrainedConfig) -> Twin:
     if sizes(small)["vocabulary rows"] < sizes(full)["vocabulary rows"]:
         rows = sizes(small)["vocabulary rows"] - len(tokens)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    return Twin(type(model), config, frozen, tokens, rows)
+    adapters = adapters_of(model) if isinstance(model, OmniModel) else {}
+    return Twin(type(model), config, frozen, adapters, tokens, rows)

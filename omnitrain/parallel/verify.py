@@ -23,8 +23,10 @@ from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf_samples import to_samples
+from omnitrain.models.lora import Adapters, add_lora
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import Recording, experts_in
+from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.outcome import Outcome, micro_batches, train
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankError, RankPool
@@ -201,9 +203,10 @@ def verify(
         reference = cache(partial(_in_one_process, model_factory, batch))
         rows = []
         for case in cases:
-            frozen = frozenset(name for name in model.components if case.plan.of(name).freeze)
+            adapters = adapters_for(model, case.plan)[0]
+            frozen = frozenset(n for n in model.components if case.plan.of(n).freeze and n not in adapters)
             run = partial(_row, own, model_factory, batch, case, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
-            rows.append(run(partial(reference, frozen), has_experts))
+            rows.append(run(partial(reference, frozen, tuple(adapters.items())), has_experts))
         return VerifyReport(tuple(rows), num_parameters(model), size)
     finally:
         if pool is None:
@@ -320,7 +323,9 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _in_one_process(factory: Factory, batch: list[Sample], frozen: frozenset[str]) -> tuple[Outcome, _Rounding]:
+def _in_one_process(
+    factory: Factory, batch: list[Sample], frozen: frozenset[str], adapters: tuple[tuple[str, Adapters], ...] = ()
+) -> tuple[Outcome, _Rounding]:
     """The reference, every sample in a pack of its own, and what rounding leaves open in it.
 
     For that it is run with its samples in another order, and with every weight moved to a neighbouring number. The
@@ -335,6 +340,7 @@ def _in_one_process(factory: Factory, batch: list[Sample], frozen: frozenset[str
     ) -> Outcome:
         model = _built(factory)
         freeze(model, sorted(frozen))
+        add_lora(model, dict(adapters))
         return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
 
     reference = trained(lambda model: model, batch)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from omnitrain.errors import RecipeError
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.located import located
+from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
 
@@ -83,6 +84,7 @@ class ComponentPlan(Strict):
     parameter_offload: bool | None = Field(None, description="Parameter shards live in CPU memory between uses.")
     optimizer_offload: bool | None = Field(None, description="The optimizer's state lives in CPU memory.")
     freeze: bool | None = Field(None, description="The component does not train.")
+    lora: Lora | None = Field(None, description="The component is frozen; adapters beside its matrices train.")
     compile: bool | None = Field(None, description="Blocks are compiled by `torch.compile`.")
     place: Literal["local", "group", "world"] | None = Field(
         None,
@@ -122,6 +124,8 @@ class ComponentPlan(Strict):
                 yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
         if self.freeze and self.optimizer_offload:
             yield "optimizer_offload", "found true with `freeze: true`, which leaves no optimizer state"
+        if self.freeze and self.lora is not None:
+            yield "lora", "found with `freeze: true`; adapters train, and freeze the rest of the component: remove one"
 
     @property
     def num_ranks(self) -> int | None:
@@ -145,6 +149,8 @@ class ComponentPlan(Strict):
                 inherited = {name: value for name, value in inherited.items() if name not in names}
         if own.get("freeze", inherited.get("freeze")) and "optimizer_offload" not in own:
             inherited.pop("optimizer_offload", None)  # a default is for what trains
+        if own.keys() & {"freeze", "lora"}:  # each says what of the component trains
+            inherited = {name: value for name, value in inherited.items() if name not in ("freeze", "lora")}
         if own.get("mode") == "replicate":
             inherited.pop("parameter_offload", None)  # a default is for what is sharded
         if self.precision is not None and default.precision is not None:
@@ -239,7 +245,7 @@ class ParallelPlan(Strict):
                 yield f"{path}: unknown component; {hint(name, known)}"
             elif name in frozen and plan.freeze is False:
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
-            elif name in frozen and plan.optimizer_offload:
+            elif name in frozen and plan.optimizer_offload and plan.lora is None:
                 yield f"{path}.optimizer_offload: found true, but what is frozen has no optimizer state"
         if FOUNDATION in self.components and self.components[FOUNDATION].place is not None:
             yield f"components.{FOUNDATION}.place: the foundation encodes no media; set it on an encoder, or remove it"

@@ -19,6 +19,7 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.attention_trial import require_attention_backend
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import as_dict, require_folder
+from omnitrain.models.lora import add_lora
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_attention
 from omnitrain.ops.backends import choose
@@ -26,12 +27,13 @@ from omnitrain.ops.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.experts import EXPERTS, use_omnitrain_experts
 from omnitrain.ops.fuse import FusedOp, backends_of, fuse_ops
 from omnitrain.ops.unread_rows import UNREAD_ROWS
+from omnitrain.parallel.lora import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Precision, Recipe
 from omnitrain.recipe.parallel import FOUNDATION
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
-    """The model of a recipe, frozen as it says, and its processor.
+    """The model of a recipe, frozen as it says, with the adapters that its plan asks for, and its processor.
 
     Args:
         recipe: the recipe; fresh weights follow from its seed.
@@ -42,7 +44,9 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     """
     parts = recipe.model
     if parts.checkpoint is not None:
-        return load_checkpoint(parts.checkpoint, parts.freeze, init_device, recipe.data.chat, torch.float32)
+        model, processor = load_checkpoint(parts.checkpoint, parts.freeze, init_device, recipe.data.chat, torch.float32)
+        _add_adapters(model, recipe.parallel)
+        return model, processor
     torch.manual_seed(recipe.train.seed)
     try:
         model = _build(parts, parts.encoders, parts.decoders, init_device)
@@ -56,6 +60,7 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     renderer = _renderer(recipe, model, attached)
     _fit_vocabulary(model, renderer.tokenizer)
     freeze(model, recipe.model.freeze)
+    _add_adapters(model, recipe.parallel)
     return model, OmniProcessor(renderer, readers, writers)
 
 
@@ -66,7 +71,7 @@ def load_checkpoint(
     chat: ChatFormat | None = None,
     torch_dtype: torch.dtype | None = None,
 ) -> tuple[OmniModel, OmniProcessor]:
-    """A saved model and its processor.
+    """A saved model, with its LoRA adapters if it has some, and its processor.
 
     Args:
         folder: of a run (its newest checkpoint is taken), or written by ``save_pretrained`` of both.
@@ -86,6 +91,16 @@ def load_checkpoint(
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
+
+
+def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:
+    """Before operations are put in from outside, as where a checkpoint has adapters: both round alike.
+
+    A plan that does not fit is refused where it is applied, with all that is wrong.
+    """
+    adapters, problems = adapters_for(model, plan)
+    if not problems:
+        add_lora(model, adapters)
 
 
 def _build(

@@ -22,6 +22,7 @@ from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.in_step import idle_prompt
+from omnitrain.models.lora_files import save_adapters, split_weights
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
@@ -327,7 +328,9 @@ class Trainer:
             )
 
             def write(folder: Path) -> None:
-                self.model.save_pretrained(folder, state_dict=weights)
+                base, adapters = split_weights(self.model, weights)
+                self.model.save_pretrained(folder, state_dict=base)
+                save_adapters(self.model, folder, adapters)
                 self.processor.save_pretrained(folder)
                 write_state(folder, state, trainable(self.model), optimizer)
 

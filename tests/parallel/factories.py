@@ -8,10 +8,13 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf import foundation_class
+from omnitrain.models.lora import add_lora, find_adapters
 from omnitrain.models.native import peaked_
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
+from omnitrain.recipe.lora import Lora
 from tests.families import FAMILIES
 from tests.tiny import tiny_model
 
@@ -109,6 +112,17 @@ def qwen3_5() -> PreTrainedModel:
 def qwen3_moe() -> PreTrainedModel:
     """Experts in every layer."""
     return _family("qwen3_moe")
+
+
+def qwen3_moe_with_adapters() -> OmniModel:
+    """LoRA beside attention and experts, neither factor of which is zero."""
+    model = build_omni_model(foundation=qwen3_moe())
+    lora = Lora(targets=["q_proj", "o_proj", "experts.*"], rank=3)
+    add_lora(model, {"foundation": find_adapters(model, "foundation", lora)})
+    generator = torch.Generator().manual_seed(1)
+    for name in sorted(model.adapter_names):
+        model.get_parameter(name).data.normal_(std=0.05, generator=generator)
+    return model
 
 
 def gpt_oss() -> PreTrainedModel:

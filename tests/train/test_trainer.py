@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.models.build import build_omni_model
 from omnitrain.models.generation import Answer, generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
@@ -330,3 +332,29 @@ def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(tmp_path: Path)
         folder.mkdir(parents=True)
     Trainer(load(recipe, "train.steps=3"), resume=True).fit()
     assert [folder.exists() for folder in left] == [False, True]
+
+
+def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_left_as_it_was(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path)
+    plan = "parallel.components.foundation.lora={targets: [q_proj, v_proj], rank: 4}"
+    whole = Trainer(load(recipe, plan, f"output_dir={tmp_path / 'whole'}"))
+    before = {name: p.clone() for name, p in whole.model.foundation.named_parameters() if not p.requires_grad}
+    finished = whole.fit().checkpoint
+    half = load(recipe, plan, f"output_dir={tmp_path / 'half'}", "train.save_every=2")
+    Trainer(half).fit()
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / finished.name)
+    Trainer(half, resume=True).fit()
+    models = [OmniModel.from_pretrained(tmp_path / run / "checkpoints" / finished.name) for run in ("whole", "half")]
+    adapters = [
+        load_file(tmp_path / run / "checkpoints" / finished.name / "adapters/foundation/adapter_model.safetensors")
+        for run in ("whole", "half")
+    ]
+    for first, second in (adapters, [model.state_dict() for model in models]):
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert len(adapters[0]) == 2 * 2 * 2 and all(tensor.any() for tensor in adapters[0].values())
+    saved = dict(models[0].foundation.named_parameters())
+    assert len(before) > 8 and all(
+        torch.equal(weight.to_local(), saved[name.replace(".base_layer", "")]) for name, weight in before.items()
+    )
+    loaded = build_omni_model(weights_path=str(finished))
+    assert all(loaded.get_parameter(name).any() for name in loaded.adapter_names) and len(loaded.adapter_names) == 8

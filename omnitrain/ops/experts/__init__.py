@@ -7,8 +7,9 @@ that :mod:`omnitrain.parallel` puts in). What a layer's weights mean is declared
 """
 
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
-from omnitrain.ops.experts.declared import ExpertWeights, experts_in, is_experts
+from omnitrain.ops.experts.declared import ExpertWeights, experts_in, is_experts, matrix_names
 from omnitrain.ops.experts.entry import Dispatcher, bytes_sent, set_dispatcher, set_row_budget
+from omnitrain.ops.experts.lora import add_expert_adapter, parameter_names
 from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
 from omnitrain.ops.experts.tape import RoutingTape, is_replaying
@@ -24,6 +25,7 @@ __all__ = [
     "Replayed",
     "Routes",
     "RoutingTape",
+    "add_expert_adapter",
     "backend_of",
     "bytes_sent",
     "combine_rows",
@@ -31,6 +33,8 @@ __all__ = [
     "experts_report",
     "is_experts",
     "is_replaying",
+    "matrix_names",
+    "parameter_names",
     "set_dispatcher",
     "set_row_budget",
     "sort_by_expert",

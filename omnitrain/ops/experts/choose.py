@@ -21,6 +21,8 @@ AUTO = "auto"
 
 def _by_transformers(name: str, experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: int | None) -> Tensor:
     """Another function that transformers registers, over rows of one expert each with weight 1."""
+    if experts.first_adapter or experts.down_adapter:
+        raise UserError(f"experts backend {name!r} knows no LoRA adapters; use torch")
     if budget is not None and rows.size(0) > budget:
         raise UserError(f"experts backend {name!r} computes all rows at once; use torch with a row budget")
     if rows.size(0) == 0:  # not all of them take none

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from omnitrain.ops.experts.lora import ExpertAdapter, adapter_names, adapter_scales, parameter_names
+
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
@@ -29,6 +31,17 @@ def weight_names(module: nn.Module) -> tuple[str, ...]:
     return (*names, *(f"{name}_bias" for name in names)) if layer.has_bias else names
 
 
+def matrix_names(module: nn.Module) -> tuple[str, str]:
+    """Those of them that are matrices per expert."""
+    first, second, *_ = weight_names(module)
+    return first, second
+
+
+def names_by_expert(module: nn.Module) -> tuple[str, ...]:
+    """Names of all parameters of experts that have an expert per entry of their dim 0, adapters too."""
+    return (*weight_names(module), *adapter_names(module))
+
+
 def num_experts_of(module: nn.Module) -> int:
     """All experts of the layer, on whatever rank they are."""
     return getattr(module, weight_names(module)[0]).size(0)
@@ -47,6 +60,8 @@ class ExpertWeights:
         down: the same of the second product.
         first_bias: ``[E, out]``, or None.
         down_bias: the same of the second product.
+        first_adapter: beside ``first``, or None.
+        down_adapter: beside ``down``, or None.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,6 +72,7 @@ class ExpertWeights:
         self.first_bias = self._local.get(f"{first}_bias")
         self.down_bias = self._local.get("down_proj_bias")
         self.num_experts = self.first.size(0)
+        self.first_adapter, self.down_adapter = (_adapter(module, name) for name in matrix_names(module))
 
     def __getattr__(self, name: str) -> Any:
         local = self.__dict__["_local"]
@@ -71,6 +87,14 @@ class ExpertWeights:
         """What comes behind the second product of every row; often nothing."""
         layer: Any = self.module
         return layer.post_expert_norm(rows) if getattr(layer, "has_post_expert_norm", False) else rows
+
+
+def _adapter(module: nn.Module, weight: str) -> ExpertAdapter | None:
+    scale = adapter_scales(module).get(weight)
+    if scale is None:
+        return None
+    a, b = (_local(getattr(module, name)) for name in parameter_names(weight))
+    return ExpertAdapter(a, b, scale)
 
 
 def _local(weight: Tensor) -> Tensor:

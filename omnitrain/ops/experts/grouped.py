@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.experts.declared import ExpertWeights
+from omnitrain.ops.experts.lora import ExpertAdapter, aligned
 
 
 def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: int | None = None) -> Tensor:
@@ -39,7 +40,19 @@ def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: 
 def _products(experts: ExpertWeights, rows: Tensor, ends: Tensor) -> Tensor:
     transposed: bool = experts.is_transposed
     inner = grouped_linear(rows, experts.first, experts.first_bias, ends, transposed=transposed)
-    return grouped_linear(experts.activate(inner), experts.down, experts.down_bias, ends, transposed=transposed)
+    active = experts.activate(_adapted(inner, rows, experts.first_adapter, ends))
+    outer = grouped_linear(active, experts.down, experts.down_bias, ends, transposed=transposed)
+    return _adapted(outer, active, experts.down_adapter, ends)
+
+
+def _adapted(product: Tensor, rows: Tensor, adapter: ExpertAdapter | None, ends: Tensor) -> Tensor:
+    """``product`` of ``rows`` and frozen matrices, with what is trained beside them; added in the wider dtype."""
+    if adapter is None:
+        return product
+    own = aligned(adapter)
+    thin = grouped_linear(rows, own.a, None, ends, transposed=False)
+    delta = grouped_linear(thin, own.b, None, ends, transposed=False)
+    return (product + own.scale * delta).to(product.dtype)
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, *, transposed: bool) -> Tensor:

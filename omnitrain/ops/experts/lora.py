@@ -1,0 +1,63 @@
+"""LoRA on fused experts: two thin grouped products beside each frozen one, on the rank that has the expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_SCALES = "_lora_scales"
+_ALIGNMENT = 16  # bytes of a row that grouped products ask for
+
+
+@dataclass(frozen=True)
+class ExpertAdapter:
+    """What is trained beside the matrices ``[out, in]`` of experts, in whatever order these are stored.
+
+    Attributes:
+        a: ``[E, r, in]``.
+        b: ``[E, out, r]``.
+        scale: of the product ``b @ a``.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def parameter_names(weight: str) -> tuple[str, str]:
+    """Names of the ``A`` and ``B`` beside the parameter ``weight``."""
+    return f"{weight}_lora_A", f"{weight}_lora_B"
+
+
+def add_expert_adapter(module: nn.Module, weight: str, rank: int, scale: float) -> None:
+    """Register fp32 adapters of zeros beside the parameter ``weight`` of the experts ``module``."""
+    matrices = module.get_parameter(weight)
+    num_experts, *sizes = matrices.shape
+    out_size, in_size = reversed(sizes) if module.is_transposed else sizes
+    for name, shape in zip(parameter_names(weight), ((rank, in_size), (out_size, rank)), strict=True):
+        zeros = matrices.new_zeros(num_experts, *shape, dtype=torch.float32)
+        module.register_parameter(name, nn.Parameter(zeros))
+    setattr(module, _SCALES, {**getattr(module, _SCALES, {}), weight: scale})
+
+
+def adapter_scales(module: nn.Module) -> dict[str, float]:
+    """Names of the parameters of experts that have adapters, and their scales."""
+    return getattr(module, _SCALES, {})
+
+
+def adapter_names(module: nn.Module) -> Iterator[str]:
+    """Names of the adapters beside the parameters of experts; each has an expert per entry of its dim 0."""
+    return (name for weight in adapter_scales(module) for name in parameter_names(weight))
+
+
+def aligned(adapter: ExpertAdapter) -> ExpertAdapter:
+    """The same product with ranks of zeros up to what grouped products can read."""
+    multiple = _ALIGNMENT // adapter.a.element_size()
+    missing = -adapter.a.size(1) % multiple
+    if missing == 0:
+        return adapter
+    return ExpertAdapter(F.pad(adapter.a, (0, 0, 0, missing)), F.pad(adapter.b, (0, missing)), adapter.scale)
