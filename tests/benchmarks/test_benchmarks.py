@@ -19,6 +19,15 @@ SIZES = {
     "long_context": ["--tokens=64", "--budgets=2", "--near=9"],
     "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
+    "moe_overlap": [
+        "--rounds=1",
+        "--tokens=32",
+        "--hidden=16",
+        "--inner=16",
+        "--experts=8",
+        "--chunks=4",
+        "--unlimited",
+    ],
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
 }
 SLOW = {"long_context"}  # a profile of four ranks, several times
