@@ -70,6 +70,7 @@ def resolve_plans(
     unfit = list(lora_problems(adapters_of(model) | adapters, layers, plan, state))
     problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
     problems += _sequence_problems(model, plan, state)
+    problems += _left_out_problems(model, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _dense_problems(model, layers, plan, state)
     plans = {}
@@ -162,6 +163,16 @@ def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
     for heads in found.heads:
         if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
             yield f"parallel state: found {state.shape}: {problem}"
+
+
+def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
+    """Ranks must call the same modules, whatever their samples are."""
+    for found in model.runner.contract.left_out if state.size("loss") > 1 else ():
+        if found.problem:
+            yield (
+                f"parallel state: found {state.shape}, but only some samples call {found.module} of "
+                f"{type(model.foundation).__name__}, and other ranks would wait for it: {found.problem}; use one rank"
+            )
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:

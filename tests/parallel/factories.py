@@ -145,6 +145,11 @@ def glm4_moe() -> PreTrainedModel:
     return _family("glm4_moe")
 
 
+def ernie4_5_vl_moe() -> PreTrainedModel:
+    """Experts of text, and others of images, which a sample without images does not call."""
+    return _family("ernie4_5_vl_moe")
+
+
 def qwen3_moe_with_six_experts() -> PreTrainedModel:
     """Three experts per rank at ep 2, which no two ranks share evenly."""
     return _moe(num_experts=6)

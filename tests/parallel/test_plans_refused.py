@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import omnitrain as ot
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.contract.findings import LeftOut
 from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers
 from omnitrain.parallel.resolve import CallFlags, resolve_plans
@@ -66,6 +68,15 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(
 def test_experts_of_a_dense_model_cannot_be_spread(model: ot.OmniModel) -> None:
     with pytest.raises(UserError, match=r"foundation.ep: found 2, but no part of the model has experts .* use 1"):
         resolve(model, plan("foundation", ep=2), ep=2)
+
+
+def test_a_module_that_only_some_ranks_could_call_is_refused(
+    model: ot.OmniModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = LeftOut("model.extra", "model", problem="it takes `scale`")
+    monkeypatch.setattr(model.runner, "contract", replace(model.runner.contract, left_out=(found,)))
+    with pytest.raises(UserError, match=r"only some samples call model.extra .* it takes `scale`; use one rank"):
+        resolve(model, ot.ParallelPlan())
 
 
 @pytest.fixture(scope="module")
