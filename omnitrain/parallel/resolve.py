@@ -12,7 +12,13 @@ from omnitrain.models.contract.sequence import sequence_contract_of
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
-from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
+from omnitrain.parallel.experts import (
+    ExpertLayer,
+    chosen_layers,
+    ep_plan_problems,
+    expert_layers,
+    own_plan_problems,
+)
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
@@ -72,11 +78,11 @@ def resolve_plans(
     problems += _sequence_problems(model, plan, state)
     problems += _left_out_problems(model, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
-    problems += _dense_problems(model, layers, plan, state)
+    problems += _spread_problems(model, layers, plan, state)
     plans = {}
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
-        spread = chosen_layers(layers[name], plan.ep_plan)
+        spread = chosen_layers(model, layers[name], plan.ep_plan)
         resolving = _Resolving(
             name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread, name in adapters
         )
@@ -134,11 +140,16 @@ def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
 
 
-def _dense_problems(
+def _spread_problems(
     model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
 ) -> Iterator[str]:
-    """A model without experts has nothing to spread."""
-    if state.size("ep") > 1 and not any(layers.values()):
+    """A model without experts has nothing to spread, and one rank nowhere to."""
+    if state.size("ep") == 1:
+        if plan.ep_plan:
+            yield "ep_plan: found with ep 1, which spreads nothing; set ep above 1, or remove it"
+        return
+    yield from own_plan_problems(model, layers, plan)
+    if not any(layers.values()):
         yield (
             f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
             f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
