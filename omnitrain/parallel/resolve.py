@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,7 +22,16 @@ from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
+from omnitrain.recipe.parallel import (
+    AXES,
+    FOUNDATION,
+    ComponentPlan,
+    OffloadedTensor,
+    ParallelPlan,
+    Precision,
+    RecomputedPart,
+    raise_problems,
+)
 
 _MISSING_AXES = {
     "pp": "pipeline parallelism",
@@ -211,7 +221,7 @@ class _Resolving:
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
         ep = self._ep(degrees)
-        recompute, saved_ops = self._recompute()
+        recompute = self._recompute()
         precision = self._precision()
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
@@ -230,8 +240,8 @@ class _Resolving:
             ep=ep,
             **self._sequence_degrees(),
             precision=precision,
-            recompute=recompute,
-            saved_ops=saved_ops,
+            **recompute,
+            offloaded_tensors=self._offloaded_tensors(),
             activation_offload=offload,
             parameter_offload=parameter_offload,
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
@@ -340,13 +350,17 @@ class _Resolving:
             self._problem("expert_rows", f"found {self._own.expert_rows}, but the component has no experts; remove it")
         if not self._expert_layers or self._merged.expert_rows is None:
             return None
+        self._require_own_products("expert_rows", self._merged.expert_rows)
+        return self._merged.expert_rows
+
+    def _require_own_products(self, field: str, found: object) -> None:
+        """What no products but ours can do."""
         for backend in sorted({layer.backend for layer in self._expert_layers} - {AUTO, "torch"}):
             self._problem(
-                "expert_rows",
-                f"found {self._merged.expert_rows}, but experts backend {backend} computes all rows at once; use the "
-                "backend auto or torch, or remove it",
+                field,
+                f"found {found}, but experts backend {backend} computes all rows at once and keeps what it keeps; use "
+                "the backend auto or torch, or remove it",
             )
-        return self._merged.expert_rows
 
     def _overlap_of_experts(self, ep: int) -> tuple[int | None, bool | None]:
         """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
@@ -371,21 +385,45 @@ class _Resolving:
         low = "bfloat16" if self._flags.mixed_precision else param
         return Precision(param=param, compute=given.compute or low, reduce=given.reduce or "float32")
 
-    def _recompute(self) -> tuple[str, list[str] | None]:
+    def _recompute(self) -> dict[str, Any]:
+        """What is computed again, by field."""
         found = self._merged.recompute
         if self._flags.recompute and found == "none":
             self._problem("recompute", "found none, but enable_gradient_checkpointing is True; set it in one place")
         wanted = found or ("full" if self._flags.recompute else "none")
         if wanted == "none" or not self._only_blocks("recompute", True):
-            return "none", None
-        if wanted == "full":
-            return wanted, None
+            return {"recompute": "none"}
+        if wanted == "selective":
+            return {"recompute": wanted, "saved_ops": self._saved_ops()}
+        if wanted == "parts":
+            return {"recompute": wanted, "recomputed_parts": self._recomputed_parts()}
+        return {"recompute": wanted}
+
+    def _saved_ops(self) -> list[str]:
         if self._merged.saved_ops is None:
-            return wanted, [op for op in SAVED_OPS if find_op(op) is not None]
+            return [op for op in SAVED_OPS if find_op(op) is not None]
         for op in self._merged.saved_ops:
             if find_op(op) is None:
                 self._problem("saved_ops", f"torch has no op {op!r}; expected one such as {', '.join(SAVED_OPS[:3])}")
-        return wanted, self._merged.saved_ops
+        return self._merged.saved_ops
+
+    def _recomputed_parts(self) -> list[RecomputedPart]:
+        possible: list[RecomputedPart] = ["attention", "router", "expert_activation"]
+        if not self._expert_layers:
+            possible = ["attention"]
+        wanted = self._merged.recomputed_parts if self._merged.recomputed_parts is not None else possible
+        for part in self._own.recomputed_parts or ():
+            if part not in possible:
+                self._problem("recomputed_parts", f"found {part}, but the component has no experts; remove it")
+        if "expert_activation" in wanted:
+            self._require_own_products("recomputed_parts", "expert_activation")
+        return [part for part in wanted if part in possible]
+
+    def _offloaded_tensors(self) -> list[OffloadedTensor] | None:
+        if self._own.offloaded_tensors and not self._expert_layers:
+            found = ", ".join(self._own.offloaded_tensors)
+            self._problem("offloaded_tensors", f"found {found}, but the component has no experts; remove it")
+        return self._merged.offloaded_tensors if self._expert_layers else None
 
     def _only_blocks(self, field: str, wanted: bool) -> bool:
         """``wanted``, as far as the component has blocks; to ask one without blocks for it by name is a mistake."""

@@ -56,6 +56,16 @@ def test_overlap_with_shared_experts_and_recompute_changes_no_bit(ranks: RankPoo
     check(ranks, "moe_with_shared_experts", "dp2.sp2.ep4", plans)
 
 
+def test_parts_that_are_computed_again_and_tensors_in_host_memory_change_no_bit(ranks: RankPool) -> None:
+    overlap = {"expert_chunks": 4, "delay_wgrad": True}
+    plans = [
+        {**overlap, "recompute": "parts"},
+        {**overlap, "offloaded_tensors": ["dispatched_rows", "mlp_input"]},
+        {**overlap, "recompute": "parts", "offloaded_tensors": ["dispatched_rows", "mlp_input"]},
+    ]
+    check(ranks, "moe_with_shared_experts", "dp4.ep4", plans)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", STATES)
 @pytest.mark.parametrize("factory", ["moe_of_32_experts", "moe_with_shared_experts"])
