@@ -144,7 +144,7 @@ def _spread_experts(
     """Component -> names of its modules of experts that are now spread over ranks."""
     spread = {}
     for name, layers in expert_layers(model).items():
-        chosen = chosen_layers(layers, plan.ep_plan)
+        chosen = chosen_layers(model, layers, plan.ep_plan)
         if plans[name].expert_rows is not None:
             bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:

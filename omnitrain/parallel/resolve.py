@@ -13,7 +13,13 @@ from omnitrain.models.contract.sequence import sequence_contract_of
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
-from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
+from omnitrain.parallel.experts import (
+    ExpertLayer,
+    chosen_layers,
+    ep_plan_problems,
+    expert_layers,
+    own_plan_problems,
+)
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
@@ -80,12 +86,13 @@ def resolve_plans(
     unfit = list(lora_problems(adapters_of(model) | adapters, layers, plan, state))
     problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
     problems += _sequence_problems(model, plan, state)
+    problems += _left_out_problems(model, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
-    problems += _dense_problems(model, layers, plan, state)
+    problems += _spread_problems(model, layers, plan, state)
     plans = {}
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
-        spread = chosen_layers(layers[name], plan.ep_plan)
+        spread = chosen_layers(model, layers[name], plan.ep_plan)
         resolving = _Resolving(
             name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread, name in adapters
         )
@@ -143,11 +150,16 @@ def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
 
 
-def _dense_problems(
+def _spread_problems(
     model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
 ) -> Iterator[str]:
-    """A model without experts has nothing to spread."""
-    if state.size("ep") > 1 and not any(layers.values()):
+    """A model without experts has nothing to spread, and one rank nowhere to."""
+    if state.size("ep") == 1:
+        if plan.ep_plan:
+            yield "ep_plan: found with ep 1, which spreads nothing; set ep above 1, or remove it"
+        return
+    yield from own_plan_problems(model, layers, plan)
+    if not any(layers.values()):
         yield (
             f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
             f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
@@ -172,6 +184,16 @@ def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
     for heads in found.heads:
         if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
             yield f"parallel state: found {state.shape}: {problem}"
+
+
+def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
+    """Ranks must call the same modules, whatever their samples are."""
+    for found in model.runner.contract.left_out if state.size("loss") > 1 else ():
+        if found.problem:
+            yield (
+                f"parallel state: found {state.shape}, but only some samples call {found.module} of "
+                f"{type(model.foundation).__name__}, and other ranks would wait for it: {found.problem}; use one rank"
+            )
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:

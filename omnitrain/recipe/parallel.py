@@ -215,7 +215,7 @@ class ParallelPlan(Strict):
     )
     ep_plan: dict[str, ShardDim] | None = Field(
         None,
-        description="Glob of parameter names -> dimension that counts the experts. Unset: all fused experts, at 0.",
+        description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own, or all.",
     )
 
     def of(self, component: str) -> ComponentPlan:

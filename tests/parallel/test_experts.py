@@ -49,6 +49,12 @@ def test_biases_and_layouts_of_gpt_oss_train_as_in_one_process(ranks: RankPool) 
     check(ranks, "gpt_oss", text_samples(), ["dp4.ep4.recompute"])
 
 
+def test_experts_that_a_rank_without_images_leaves_out_are_no_hang(ranks: RankPool) -> None:
+    samples = hf_samples("ernie4_5_vl_moe")
+    text, images = ([s for s in samples if ("pixel_values" in s) == has_images] for has_images in (False, True))
+    check(ranks, "ernie4_5_vl_moe", [text[0], images[0], text[1], images[1]], ["dp2", "dp2.ep2.recompute"])
+
+
 def test_ranks_and_experts_without_tokens_beside_ones_with_nearly_all(ranks: RankPool) -> None:
     check(ranks, "lopsided_moe", text_samples(), ["dp4.ep4", "dp2.ep2.recompute"])
 
