@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -37,9 +38,11 @@ def _halve_gradients(module: torch.nn.Module, arguments: object, output: OmniOut
     return replace(output, losses=losses)
 
 
-def _family(name: str, **values: int) -> PreTrainedModel:
+def _family(name: str, *, vision: Mapping[str, int] | None = None, **values: int) -> PreTrainedModel:
     config = FAMILIES[name]()
     config.update(values)
+    if vision:
+        config.vision_config.update(vision)
     model = foundation_class(config)(config)
     peaked_(model)
     return model
@@ -48,6 +51,16 @@ def _family(name: str, **values: int) -> PreTrainedModel:
 def qwen3_vl() -> PreTrainedModel:
     """Deepstack."""
     return _family("qwen3_vl")
+
+
+def deepstack_of_four_heads() -> PreTrainedModel:
+    """A tower with side features, whose heads four ranks can share."""
+    return _family("qwen3_vl", vision={"num_heads": 4})
+
+
+def windows_of_four_heads() -> PreTrainedModel:
+    """A tower with windows, whose heads four ranks can share."""
+    return _family("qwen2_5_vl", vision={"num_heads": 4})
 
 
 def gemma3() -> PreTrainedModel:
