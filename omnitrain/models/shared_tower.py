@@ -1,8 +1,9 @@
 """A tower whose calls several ranks make together: each runs its blocks over some of the rows.
 
-Hooks on the blocks cut what they are given, whatever the model's code makes before them, and put the whole row together
-behind the last one: what comes then (a merger, windows put back in order) sees all rows. Between blocks, attention alone
-looks at other rows. It is told by ``cu_seqlens``, an argument of the block, so that recompute needs nothing else.
+Hooks on the blocks cut what they are given, whatever the model's code makes before them, and put the whole row
+together behind the last one: what comes then (a merger, windows put back in order) sees all rows. Between blocks,
+attention alone looks at other rows. It is told by ``cu_seqlens``, an argument of the block, so that recompute needs
+nothing else.
 """
 
 from __future__ import annotations

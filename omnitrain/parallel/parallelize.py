@@ -156,9 +156,7 @@ def _spread_experts(
     return spread
 
 
-def _share_towers(
-    model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState
-) -> dict[str, SharedTower]:
+def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
     """The components whose calls are made by all ranks of a sequence together."""
     return {
         name: SharedTower(model, parameters.values(), partial(part_of_call, state))

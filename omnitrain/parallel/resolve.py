@@ -160,7 +160,7 @@ def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
 
 
 def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """Ranks that share the foundation's sequence may share each call of a tower, too, all of them, if it permits that."""
+    """The ranks that share the foundation's sequence may share each call of a tower, too, if it permits that."""
     ranks = state.size("sequence")
     for name, own in plan.components.items():
         if name == FOUNDATION or name not in model.components:
@@ -176,8 +176,8 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
             yield f"{found}, but {_counted(ranks)} a sequence of the foundation ({state.shape}); {allowed}"
         elif own.place in ("local", "world"):
             yield f"{found} with `place: {own.place}`; the ranks that share a sequence share each item: remove one"
-        elif problem := (contract := _tower_contract(model, name)).problem:
-            yield f"{found}, but ranks cannot share an item of {name}: {problem}; {instead}"
+        elif (contract := _tower_contract(model, name)).problem:
+            yield f"{found}, but ranks cannot share an item of {name}: {contract.problem}; {instead}"
         else:
             yield from (f"{found}: {problem}" for n in contract.heads if (problem := head_problem(n, ranks)))
 

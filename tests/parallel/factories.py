@@ -16,13 +16,21 @@ from omnitrain.models.native import peaked_
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.recipe.lora import Lora
-from tests.families import FAMILIES
+from tests.families import FAMILIES, WINDOW_VIT
 from tests.tiny import tiny_model
 
 
 def any_to_any() -> OmniModel:
     """All modalities, in and out."""
     return tiny_model()
+
+
+def grid_tower() -> OmniModel:
+    """An attached tower with windows; images are all that is read."""
+    tower = {"config": WINDOW_VIT | {"model_type": "qwen2_5_vl_vision", "patch_size": 2, "window_size": 8}}
+    processor = {"size": {"shortest_edge": 16, "longest_edge": 256}}
+    encoder = {"tower": tower, "projector": {"kind": "mlp"}, "processor": processor}
+    return tiny_model(encoders={"image_encoder": encoder}, decoders={})
 
 
 def averaging() -> OmniModel:
