@@ -151,7 +151,7 @@ def _spread_experts(
         if plans[name].expert_rows is not None:
             bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:
-            spread_experts(model, chosen, state.ep_mesh, state.tp_mesh)
+            spread_experts(model, chosen, state.ep_mesh, state.tp_mesh, plans[name])
             spread[name] = tuple(layer.name for layer in chosen)
     return spread
 

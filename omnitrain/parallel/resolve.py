@@ -248,6 +248,7 @@ class _Resolving:
         compile_ = self._compile(offload)
         async_ulysses = self._async_ulysses()
         expert_rows = self._expert_rows()
+        expert_chunks, delay_wgrad = self._overlap_of_experts(ep)
         if degrees is None or self.problems:
             return None
         mode, dp_replicate, dp_shard = degrees
@@ -269,6 +270,8 @@ class _Resolving:
             compile=compile_,
             async_ulysses=async_ulysses,
             expert_rows=expert_rows,
+            expert_chunks=expert_chunks,
+            delay_wgrad=delay_wgrad,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
 
@@ -374,6 +377,21 @@ class _Resolving:
                 "backend auto or torch, or remove it",
             )
         return self._merged.expert_rows
+
+    def _overlap_of_experts(self, ep: int) -> tuple[int | None, bool | None]:
+        """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
+        for field in ("expert_chunks", "delay_wgrad"):
+            if getattr(self._own, field) not in (None, 1, False) and ep == 1:
+                self._problem(field, f"found {getattr(self._own, field)} with ep 1, where no row travels; remove it")
+        if ep == 1:
+            return None, None
+        chunks = self._merged.expert_chunks or 1
+        fewest = min(layer.num_experts for layer in self._expert_layers) // ep
+        if chunks > fewest:
+            self._problem(
+                "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
+            )
+        return chunks, bool(self._merged.delay_wgrad)
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()

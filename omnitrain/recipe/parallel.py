@@ -100,6 +100,15 @@ class ComponentPlan(Strict):
         description="Rows (tokens times experts of each) that a layer's experts compute at a time. Of more, inputs and "
         "results alone wait for the backward, which computes the rest again. Unset: all at once.",
     )
+    expert_chunks: Degree = Field(
+        None,
+        description="Chunks of a rank's experts whose rows travel by themselves under `ep`: while the experts of one "
+        "compute, rows of the others are on their way. 1: everything one after the other. Unset: 1.",
+    )
+    delay_wgrad: bool | None = Field(
+        None,
+        description="Under `ep`, gradients of the experts' weights are computed while those of rows travel back.",
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ComponentPlan:

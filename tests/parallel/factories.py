@@ -176,6 +176,20 @@ def qwen3_moe_with_two_experts() -> PreTrainedModel:
     return _moe(num_experts=2)
 
 
+def moe_of_32_experts() -> PreTrainedModel:
+    """Eight experts per rank at ep 4."""
+    return _moe(num_experts=32)
+
+
+def moe_with_shared_experts() -> PreTrainedModel:
+    """Eight experts per rank at ep 4 beside ones that every token has."""
+    config = FAMILIES["glm4_moe"]()
+    config.n_routed_experts = 32
+    model = foundation_class(config)(config)
+    peaked_(model)
+    return model
+
+
 def lopsided_moe() -> PreTrainedModel:
     """Nine tenths of all rows go to the first two of four experts, none to the last."""
     model = _moe(num_experts=4)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.experts.declared import ExpertWeights
 from omnitrain.ops.experts.lora import ExpertAdapter, aligned
+from omnitrain.ops.weight_gradients import Later
 
 
 def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: int | None = None) -> Tensor:
@@ -39,9 +42,13 @@ def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: 
 
 def _products(experts: ExpertWeights, rows: Tensor, ends: Tensor) -> Tensor:
     transposed: bool = experts.is_transposed
-    inner = grouped_linear(rows, experts.first, experts.first_bias, ends, transposed=transposed)
+    inner = grouped_linear(
+        rows, experts.first, experts.first_bias, ends, transposed=transposed, later=experts.first_later
+    )
     active = experts.activate(_adapted(inner, rows, experts.first_adapter, ends))
-    outer = grouped_linear(active, experts.down, experts.down_bias, ends, transposed=transposed)
+    outer = grouped_linear(
+        active, experts.down, experts.down_bias, ends, transposed=transposed, later=experts.down_later
+    )
     return _adapted(outer, active, experts.down_adapter, ends)
 
 
@@ -55,7 +62,9 @@ def _adapted(product: Tensor, rows: Tensor, adapter: ExpertAdapter | None, ends:
     return (product + own.scale * delta).to(product.dtype)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, *, transposed: bool) -> Tensor:
+def grouped_linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, *, transposed: bool, later: Later | None = None
+) -> Tensor:
     """Each row times its expert's matrix, plus its expert's bias.
 
     Args:
@@ -64,26 +73,37 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tens
         bias: ``[E, out]`` or None.
         ends: ``[E]`` int32, the last one ``S``.
         transposed: see ``weight``.
+        later: takes the gradient of ``weight`` in the backward, which then returns none.
 
     Returns:
         ``[S, out]``.
     """
-    matrices = weight if transposed else weight.transpose(-2, -1)
-    product: Tensor = F.grouped_mm(rows.to(weight.dtype), matrices, offs=ends)
-    product = _ContiguousGradient.apply(product)
+    product: Tensor = _GroupedProduct.apply(rows.to(weight.dtype), weight, ends, transposed, later)
     return product if bias is None else _AddBias.apply(product, bias, ends)
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """The backward of ``grouped_mm`` takes no other."""
+class _GroupedProduct(torch.autograd.Function):
+    """As autograd differentiates ``grouped_mm``, but for when the gradient of the weight is computed."""
 
     @staticmethod
-    def forward(ctx: Any, product: Tensor) -> Tensor:
-        return product.view_as(product)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool, later: Later | None) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        ctx.transposed, ctx.later = transposed, later
+        return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()  # grouped_mm takes no other
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_rows = F.grouped_mm(gradient, weight.transpose(-2, -1) if ctx.transposed else weight, offs=ends)
+        if ctx.needs_input_grad[1]:
+            left, right = (rows, gradient) if ctx.transposed else (gradient, rows)
+            make = partial(F.grouped_mm, left.t(), right, offs=ends)
+            of_weight = make() if ctx.later is None else ctx.later(make)
+        return of_rows, of_weight, None, None, None
 
 
 class _AddBias(torch.autograd.Function):
