@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.shared_tower import SharedTower
 from omnitrain.ops.compile import CompiledBlocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.async_ulysses import DrivenModules
@@ -33,6 +34,7 @@ class AppliedComponent:
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
         driven: its attention modules, where projections shall overlap all-to-alls.
+        tower: its blocks, where ranks that share a sequence make its calls together.
     """
 
     name: str
@@ -44,6 +46,7 @@ class AppliedComponent:
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
     driven: DrivenModules | None = None
+    tower: SharedTower | None = None
 
     @property
     def num_replicas(self) -> int:

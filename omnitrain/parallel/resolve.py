@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.models.contract.sequence import sequence_contract_of
+from omnitrain.models.contract.sequence import SequenceContract, sequence_contract_of
+from omnitrain.models.contract.tower import attached_tower_contract, native_tower_contract
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
@@ -87,6 +88,7 @@ def resolve_plans(
     problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
     problems += _sequence_problems(model, plan, state)
     problems += _left_out_problems(model, state)
+    problems += _tower_problems(model, plan, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _spread_problems(model, layers, plan, state)
     plans = {}
@@ -167,14 +169,7 @@ def _spread_problems(
 
 
 def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """Ranks share the sequence of the foundation alone, if that may lie on several ranks and its heads divide."""
-    for name, own in plan.components.items():
-        for axis in ("ulysses", "cp"):
-            if name != FOUNDATION and (getattr(own, axis) or 1) > 1:
-                yield (
-                    f"components.{name}.{axis}: found {getattr(own, axis)}, but only the foundation's sequence is "
-                    "shared; remove it (`place: group` shares the media among these ranks)"
-                )
+    """Ranks share the foundation's sequence if that may lie on several ranks and its heads divide."""
     if state.size("sequence") == 1:
         return
     found = sequence_contract_of(model.foundation, model.runner.contract)
@@ -194,6 +189,41 @@ def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
                 f"parallel state: found {state.shape}, but only some samples call {found.module} of "
                 f"{type(model.foundation).__name__}, and other ranks would wait for it: {found.problem}; use one rank"
             )
+
+
+def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """The ranks that share the foundation's sequence may share each call of a tower, too, if it permits that."""
+    ranks = state.size("sequence")
+    for name, own in plan.components.items():
+        if name == FOUNDATION or name not in model.components:
+            continue
+        path, instead = f"components.{name}", "remove it (`place: group` shares whole items among these ranks)"
+        if (own.cp or 1) > 1:
+            yield f"{path}.cp: found {own.cp}, but only the foundation has a ring; {instead}"
+        if (own.ulysses or 1) == 1:
+            continue
+        found = f"{path}.ulysses: found {own.ulysses}"
+        if own.ulysses != ranks:
+            allowed = f"use 1 or {ranks}" if ranks > 1 else "set ulysses or cp of the foundation, or remove it"
+            yield f"{found}, but {_counted(ranks)} a sequence of the foundation ({state.shape}); {allowed}"
+        elif own.place in ("local", "world"):
+            yield f"{found} with `place: {own.place}`; the ranks that share a sequence share each item: remove one"
+        elif (contract := _tower_contract(model, name)).problem:
+            yield f"{found}, but ranks cannot share an item of {name}: {contract.problem}; {instead}"
+        else:
+            yield from (f"{found}: {problem}" for n in contract.heads if (problem := head_problem(n, ranks)))
+
+
+def _counted(ranks: int) -> str:
+    return "no ranks share" if ranks == 1 else f"{ranks} ranks share"
+
+
+def _tower_contract(model: OmniModel, component: str) -> SequenceContract:
+    if component in model.encoder_names:
+        return attached_tower_contract(model.encoders[component])
+    if component in model.decoder_names:
+        return SequenceContract("it is a decoder")
+    return native_tower_contract(model.foundation, model.runner.contract, component)
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -278,9 +308,9 @@ class _Resolving:
         )
 
     def _sequence_degrees(self) -> dict[str, int]:
-        """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
+        """Of the foundation those of the state; other components are whole for each of its parts, or say otherwise."""
         found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
-        return found if self._is_foundation else dict.fromkeys(found, 1)
+        return found if self._is_foundation else dict.fromkeys(found, 1) | {"ulysses": self._own.ulysses or 1}
 
     @property
     def _is_foundation(self) -> bool:

@@ -58,7 +58,11 @@ class ComponentPlan(Strict):
     dp_replicate: Degree = Field(None, description="Copies of the parameters, each with data of its own.")
     dp_shard: Degree = Field(None, description="Ranks over which a copy of the parameters is sharded (FSDP).")
     tp: Degree = Field(None, description="Tensor parallel ranks: each computes a part of every matrix.")
-    ulysses: Degree = Field(None, description="Ranks that share a sequence, and swap it for heads in attention.")
+    ulysses: Degree = Field(
+        None,
+        description="Ranks that share a sequence, and swap it for heads in attention. Of a tower: those that share its "
+        "row (`cp` x `ulysses` of the foundation) share each of its calls, too.",
+    )
     cp: Degree = Field(None, description="Ranks that share a sequence, and pass keys and values on in a ring.")
     async_ulysses: bool | None = Field(
         None,
