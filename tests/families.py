@@ -49,7 +49,7 @@ _GRID_VIT: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 _DEEPSTACK_VIT = _GRID_VIT | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-_WINDOW_VIT = _GRID_VIT | {"window_size": 16, "fullatt_block_indexes": [1]}
+WINDOW_VIT = _GRID_VIT | {"window_size": 16, "fullatt_block_indexes": [1]}
 _VISION_TOKENS = {
     "image_token_id": 190,
     "video_token_id": 191,
@@ -89,7 +89,7 @@ def _qwen2_5_omni_thinker() -> PreTrainedConfig:
     return AutoConfig.for_model(
         "qwen2_5_omni_thinker",
         text_config=_TEXT | {"rope_parameters": rope},
-        vision_config=_WINDOW_VIT,
+        vision_config=WINDOW_VIT,
         audio_config=_AUDIO,
         position_id_per_seconds=25,
         **_OMNI_TOKENS,
@@ -151,7 +151,7 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl": _vision(
         "qwen2_5_vl",
         {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
-        _WINDOW_VIT | {"tokens_per_second": 2},
+        WINDOW_VIT | {"tokens_per_second": 2},
         **_VISION_TOKENS,
     ),
     "qwen3_vl": _vision("qwen3_vl", _HEAD | _MROPE, _DEEPSTACK_VIT, **_VISION_TOKENS),

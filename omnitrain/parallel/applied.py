@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.shared_tower import SharedTower
 from omnitrain.ops.compile import CompiledBlocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.async_ulysses import DrivenModules
@@ -33,6 +34,7 @@ class AppliedComponent:
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
         driven: its attention modules, where projections shall overlap all-to-alls.
+        tower: its blocks, where ranks that share a sequence make its calls together.
     """
 
     name: str
@@ -44,6 +46,7 @@ class AppliedComponent:
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
     driven: DrivenModules | None = None
+    tower: SharedTower | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -147,13 +150,15 @@ def _unit(model: OmniModel, name: str) -> FSDPModule:
 def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutRow:
     plan = component.plan
     assert plan.precision is not None
-    offload = {
+    offload: dict[str, bool | None] = {
         "activations": plan.activation_offload,
+        **{tensor.replace("_", " "): True for tensor in plan.offloaded_tensors or ()},
         "parameters": plan.parameter_offload,
         "optimizer": plan.optimizer_offload,
     }
     found = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     ops = f" ({len(plan.saved_ops)} ops kept)" if plan.saved_ops is not None else ""
+    ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
     return LayoutRow(
         name=component.name,
         mode=plan.mode or "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.shared_tower import SharedTower
 from omnitrain.ops.compile import CompiledBlocks, compile_blocks
+from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
 from omnitrain.parallel.async_ulysses import DrivenModules, drive_foundation
@@ -22,6 +25,7 @@ from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers,
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
+from omnitrain.parallel.sequence import part_of_call
 from omnitrain.parallel.shard import Sharding, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
 from omnitrain.parallel.tensor.apply import cut_tensors
@@ -98,6 +102,7 @@ def build_parallelize_model(
     experts = _spread_experts(omni, plans, plan, state)
     is_driven = plans[FOUNDATION].async_ulysses and state.size("sp") > 1
     driven = drive_foundation(omni, state.size("sp")) if is_driven else None
+    towers = _share_towers(omni, plans, state)
     units = find_units(omni, experts)
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None
@@ -105,7 +110,7 @@ def build_parallelize_model(
     parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
     shard(omni, units, how)
-    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, compiled, driven))
+    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, compiled, driven, towers))
     return omni
 
 
@@ -152,6 +157,15 @@ def _spread_experts(
     return spread
 
 
+def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
+    """The components whose calls are made by all ranks of a sequence together."""
+    return {
+        name: SharedTower(model, parameters.values(), partial(part_of_call, state))
+        for name, parameters in model.components.items()
+        if name != FOUNDATION and (plans[name].ulysses or 1) > 1
+    }
+
+
 def _keep_activations(
     model: OmniModel, plans: Mapping[str, ComponentPlan], units: Mapping[str, ComponentUnits], state: ParallelState
 ) -> dict[str, ActivationOffload]:
@@ -159,12 +173,16 @@ def _keep_activations(
     offloads: dict[str, ActivationOffload] = {}
     for name, plan in plans.items():
         blocks = [model.get_submodule(block) for block in units[name].blocks]
-        if plan.activation_offload:
+        if plan.activation_offload or plan.offloaded_tensors:
             offloads[name] = ActivationOffload(torch.device(state.device_type))
         offload = offloads.get(name)
-        if plan.recompute != "none":
+        if plan.recompute == "parts":
+            recompute_parts(model, units[name].blocks, plan.recomputed_parts or ())
+        elif plan.recompute != "none":
             recompute_blocks(blocks, plan.saved_ops, around=offload.saving if offload else None)
-        elif offload is not None:
+        if offload is not None and plan.offloaded_tensors:
+            offload_tensors(model, units[name].blocks, plan.offloaded_tensors, offload)
+        elif offload is not None and plan.recompute in ("none", "parts"):
             for block in blocks:
                 offload.attach(block)
     return offloads
@@ -208,6 +226,7 @@ def _layout(
     activations: Mapping[str, ActivationOffload],
     compiled: CompiledBlocks | None,
     driven: DrivenModules | None,
+    towers: Mapping[str, SharedTower],
 ) -> AppliedLayout:
     own = dict(model.named_parameters())
     return AppliedLayout(
@@ -223,6 +242,7 @@ def _layout(
                 activations=activations.get(name),
                 compiled=compiled if name == FOUNDATION else None,
                 driven=driven if name == FOUNDATION else None,
+                tower=towers.get(name),
             )
             for name, plan in plans.items()
         },

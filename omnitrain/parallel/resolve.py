@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.models.contract.sequence import sequence_contract_of
+from omnitrain.models.contract.sequence import SequenceContract, sequence_contract_of
+from omnitrain.models.contract.tower import attached_tower_contract, native_tower_contract
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
@@ -27,7 +29,16 @@ from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
+from omnitrain.recipe.parallel import (
+    AXES,
+    FOUNDATION,
+    ComponentPlan,
+    OffloadedTensor,
+    ParallelPlan,
+    Precision,
+    RecomputedPart,
+    raise_problems,
+)
 
 _MISSING_AXES = {
     "pp": "pipeline parallelism",
@@ -77,6 +88,7 @@ def resolve_plans(
     problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
     problems += _sequence_problems(model, plan, state)
     problems += _left_out_problems(model, state)
+    problems += _tower_problems(model, plan, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     problems += _spread_problems(model, layers, plan, state)
     plans = {}
@@ -157,14 +169,7 @@ def _spread_problems(
 
 
 def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """Ranks share the sequence of the foundation alone, if that may lie on several ranks and its heads divide."""
-    for name, own in plan.components.items():
-        for axis in ("ulysses", "cp"):
-            if name != FOUNDATION and (getattr(own, axis) or 1) > 1:
-                yield (
-                    f"components.{name}.{axis}: found {getattr(own, axis)}, but only the foundation's sequence is "
-                    "shared; remove it (`place: group` shares the media among these ranks)"
-                )
+    """Ranks share the foundation's sequence if that may lie on several ranks and its heads divide."""
     if state.size("sequence") == 1:
         return
     found = sequence_contract_of(model.foundation, model.runner.contract)
@@ -184,6 +189,41 @@ def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
                 f"parallel state: found {state.shape}, but only some samples call {found.module} of "
                 f"{type(model.foundation).__name__}, and other ranks would wait for it: {found.problem}; use one rank"
             )
+
+
+def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """The ranks that share the foundation's sequence may share each call of a tower, too, if it permits that."""
+    ranks = state.size("sequence")
+    for name, own in plan.components.items():
+        if name == FOUNDATION or name not in model.components:
+            continue
+        path, instead = f"components.{name}", "remove it (`place: group` shares whole items among these ranks)"
+        if (own.cp or 1) > 1:
+            yield f"{path}.cp: found {own.cp}, but only the foundation has a ring; {instead}"
+        if (own.ulysses or 1) == 1:
+            continue
+        found = f"{path}.ulysses: found {own.ulysses}"
+        if own.ulysses != ranks:
+            allowed = f"use 1 or {ranks}" if ranks > 1 else "set ulysses or cp of the foundation, or remove it"
+            yield f"{found}, but {_counted(ranks)} a sequence of the foundation ({state.shape}); {allowed}"
+        elif own.place in ("local", "world"):
+            yield f"{found} with `place: {own.place}`; the ranks that share a sequence share each item: remove one"
+        elif (contract := _tower_contract(model, name)).problem:
+            yield f"{found}, but ranks cannot share an item of {name}: {contract.problem}; {instead}"
+        else:
+            yield from (f"{found}: {problem}" for n in contract.heads if (problem := head_problem(n, ranks)))
+
+
+def _counted(ranks: int) -> str:
+    return "no ranks share" if ranks == 1 else f"{ranks} ranks share"
+
+
+def _tower_contract(model: OmniModel, component: str) -> SequenceContract:
+    if component in model.encoder_names:
+        return attached_tower_contract(model.encoders[component])
+    if component in model.decoder_names:
+        return SequenceContract("it is a decoder")
+    return native_tower_contract(model.foundation, model.runner.contract, component)
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -233,7 +273,7 @@ class _Resolving:
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
         ep = self._ep(degrees)
-        recompute, saved_ops = self._recompute()
+        recompute = self._recompute()
         precision = self._precision()
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
@@ -252,8 +292,8 @@ class _Resolving:
             ep=ep,
             **self._sequence_degrees(),
             precision=precision,
-            recompute=recompute,
-            saved_ops=saved_ops,
+            **recompute,
+            offloaded_tensors=self._offloaded_tensors(),
             activation_offload=offload,
             parameter_offload=parameter_offload,
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
@@ -268,9 +308,9 @@ class _Resolving:
         )
 
     def _sequence_degrees(self) -> dict[str, int]:
-        """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
+        """Of the foundation those of the state; other components are whole for each of its parts, or say otherwise."""
         found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
-        return found if self._is_foundation else dict.fromkeys(found, 1)
+        return found if self._is_foundation else dict.fromkeys(found, 1) | {"ulysses": self._own.ulysses or 1}
 
     @property
     def _is_foundation(self) -> bool:
@@ -362,13 +402,17 @@ class _Resolving:
             self._problem("expert_rows", f"found {self._own.expert_rows}, but the component has no experts; remove it")
         if not self._expert_layers or self._merged.expert_rows is None:
             return None
+        self._require_own_products("expert_rows", self._merged.expert_rows)
+        return self._merged.expert_rows
+
+    def _require_own_products(self, field: str, found: object) -> None:
+        """What no products but ours can do."""
         for backend in sorted({layer.backend for layer in self._expert_layers} - {AUTO, "torch"}):
             self._problem(
-                "expert_rows",
-                f"found {self._merged.expert_rows}, but experts backend {backend} computes all rows at once; use the "
-                "backend auto or torch, or remove it",
+                field,
+                f"found {found}, but experts backend {backend} computes all rows at once and keeps what it keeps; use "
+                "the backend auto or torch, or remove it",
             )
-        return self._merged.expert_rows
 
     def _overlap_of_experts(self, ep: int) -> tuple[int | None, bool | None]:
         """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
@@ -393,21 +437,45 @@ class _Resolving:
         low = "bfloat16" if self._flags.mixed_precision else param
         return Precision(param=param, compute=given.compute or low, reduce=given.reduce or "float32")
 
-    def _recompute(self) -> tuple[str, list[str] | None]:
+    def _recompute(self) -> dict[str, Any]:
+        """What is computed again, by field."""
         found = self._merged.recompute
         if self._flags.recompute and found == "none":
             self._problem("recompute", "found none, but enable_gradient_checkpointing is True; set it in one place")
         wanted = found or ("full" if self._flags.recompute else "none")
         if wanted == "none" or not self._only_blocks("recompute", True):
-            return "none", None
-        if wanted == "full":
-            return wanted, None
+            return {"recompute": "none"}
+        if wanted == "selective":
+            return {"recompute": wanted, "saved_ops": self._saved_ops()}
+        if wanted == "parts":
+            return {"recompute": wanted, "recomputed_parts": self._recomputed_parts()}
+        return {"recompute": wanted}
+
+    def _saved_ops(self) -> list[str]:
         if self._merged.saved_ops is None:
-            return wanted, [op for op in SAVED_OPS if find_op(op) is not None]
+            return [op for op in SAVED_OPS if find_op(op) is not None]
         for op in self._merged.saved_ops:
             if find_op(op) is None:
                 self._problem("saved_ops", f"torch has no op {op!r}; expected one such as {', '.join(SAVED_OPS[:3])}")
-        return wanted, self._merged.saved_ops
+        return self._merged.saved_ops
+
+    def _recomputed_parts(self) -> list[RecomputedPart]:
+        possible: list[RecomputedPart] = ["attention", "router", "expert_activation"]
+        if not self._expert_layers:
+            possible = ["attention"]
+        wanted = self._merged.recomputed_parts if self._merged.recomputed_parts is not None else possible
+        for part in self._own.recomputed_parts or ():
+            if part not in possible:
+                self._problem("recomputed_parts", f"found {part}, but the component has no experts; remove it")
+        if "expert_activation" in wanted:
+            self._require_own_products("recomputed_parts", "expert_activation")
+        return [part for part in wanted if part in possible]
+
+    def _offloaded_tensors(self) -> list[OffloadedTensor] | None:
+        if self._own.offloaded_tensors and not self._expert_layers:
+            found = ", ".join(self._own.offloaded_tensors)
+            self._problem("offloaded_tensors", f"found {found}, but the component has no experts; remove it")
+        return self._merged.offloaded_tensors if self._expert_layers else None
 
     def _only_blocks(self, field: str, wanted: bool) -> bool:
         """``wanted``, as far as the component has blocks; to ask one without blocks for it by name is a mistake."""

@@ -133,7 +133,7 @@ class Routers:
             lambda _, arguments, kwargs: self._note_index(layer, arguments), with_kwargs=True
         )
         if self._balance.loss != "none" or self._balance.z_weight:
-            router, place = _router(self._model, parent)
+            router, place = router_beside(self._model, parent)
             router.register_forward_hook(lambda _, arguments, output: self._note_scores(layer, output[place]))
         return layer
 
@@ -292,7 +292,7 @@ def _rows(pack: Pack, share: Share) -> _Rows:
     return _Rows(rows.to(device), sample[here[rows]].to(device), len(pack.info.ids), len(here), part is not None)
 
 
-def _router(model: nn.Module, parent: str) -> tuple[nn.Module, int]:
+def router_beside(model: nn.Module, parent: str) -> tuple[nn.Module, int]:
     """The router below ``parent``, and where in its output its scores are, as the model declares to transformers."""
     recorders = [
         recorder

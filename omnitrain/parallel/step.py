@@ -139,7 +139,9 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
     there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part, cut=cut)
+    towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
+    together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part, cut=cut, together=together)
 
 
 def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:

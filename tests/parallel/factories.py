@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,13 +16,21 @@ from omnitrain.models.native import peaked_
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.recipe.lora import Lora
-from tests.families import FAMILIES
+from tests.families import FAMILIES, WINDOW_VIT
 from tests.tiny import tiny_model
 
 
 def any_to_any() -> OmniModel:
     """All modalities, in and out."""
     return tiny_model()
+
+
+def grid_tower() -> OmniModel:
+    """An attached tower with windows; images are all that is read."""
+    tower = {"config": WINDOW_VIT | {"model_type": "qwen2_5_vl_vision", "patch_size": 2, "window_size": 8}}
+    processor = {"size": {"shortest_edge": 16, "longest_edge": 256}}
+    encoder = {"tower": tower, "projector": {"kind": "mlp"}, "processor": processor}
+    return tiny_model(encoders={"image_encoder": encoder}, decoders={})
 
 
 def averaging() -> OmniModel:
@@ -37,9 +46,11 @@ def _halve_gradients(module: torch.nn.Module, arguments: object, output: OmniOut
     return replace(output, losses=losses)
 
 
-def _family(name: str, **values: int) -> PreTrainedModel:
+def _family(name: str, *, vision: Mapping[str, int] | None = None, **values: int) -> PreTrainedModel:
     config = FAMILIES[name]()
     config.update(values)
+    if vision:
+        config.vision_config.update(vision)
     model = foundation_class(config)(config)
     peaked_(model)
     return model
@@ -48,6 +59,16 @@ def _family(name: str, **values: int) -> PreTrainedModel:
 def qwen3_vl() -> PreTrainedModel:
     """Deepstack."""
     return _family("qwen3_vl")
+
+
+def deepstack_of_four_heads() -> PreTrainedModel:
+    """A tower with side features, whose heads four ranks can share."""
+    return _family("qwen3_vl", vision={"num_heads": 4})
+
+
+def windows_of_four_heads() -> PreTrainedModel:
+    """A tower with windows, whose heads four ranks can share."""
+    return _family("qwen2_5_vl", vision={"num_heads": 4})
 
 
 def gemma3() -> PreTrainedModel:

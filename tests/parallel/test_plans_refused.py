@@ -17,7 +17,13 @@ from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers,
 from omnitrain.parallel.resolve import CallFlags, resolve_plans
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.mesh import fit_mesh
-from tests.parallel.factories import any_to_any, ernie4_5_vl_moe, qwen3_moe_with, qwen3_moe_with_six_experts
+from tests.parallel.factories import (
+    any_to_any,
+    ernie4_5_vl_moe,
+    qwen2_5_vl,
+    qwen3_moe_with,
+    qwen3_moe_with_six_experts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,10 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
         (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
         (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
-        (plan(ulysses=2), r"components.image_encoder.ulysses: found 2, but only the foundation's sequence is shared"),
+        (
+            plan(ulysses=2),
+            r"image_encoder.ulysses: found 2, but no ranks share .*; set ulysses or cp of the",
+        ),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"names no weights of experts; the model has none",
@@ -216,3 +225,40 @@ def test_fields_come_from_the_plan_then_the_default_then_the_state_then_the_call
     assert (image.parameter_offload, audio.parameter_offload) == (False, True)
     assert found["foundation"].precision == ot.Precision(param="float32", compute="bfloat16", reduce="float32")
     assert torch.bfloat16 is getattr(torch, found["foundation"].precision.compute)
+
+
+@pytest.fixture(scope="module")
+def two_heads() -> ot.OmniModel:
+    return build_omni_model(foundation=qwen2_5_vl())
+
+
+@pytest.mark.parametrize(
+    ("refused", "degrees", "message"),
+    [
+        (plan(ulysses=2), {"sp": 4}, r"ulysses: found 2, but 4 ranks share .*; use 1 or 4"),
+        (plan(ulysses=4), {"sp": 4}, r"ulysses: found 4: 4 ranks cannot share 2 heads equally; 1, 2 can"),
+        (plan(ulysses=2, place="world"), {"sp": 2}, r"found 2 with `place: world`; .* share each item: remove one"),
+        (plan(cp=2), {"sp": 2}, r"image_encoder.cp: found 2, but only the foundation has a ring; .*`place: group`"),
+    ],
+)
+def test_a_tower_is_shared_by_the_ranks_that_share_its_row_or_not_at_all(
+    two_heads: ot.OmniModel, refused: ot.ParallelPlan, degrees: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(two_heads, refused, **degrees)
+
+
+@pytest.mark.parametrize(
+    ("component", "why"),
+    [
+        ("image_encoder", "do not take all items as one row"),
+        ("audio_encoder", "do not take all items as one row"),
+        ("image_decoder", "is a decoder"),
+    ],
+)
+def test_a_tower_that_keeps_items_apart_along_the_batch_is_refused_by_name(
+    model: ot.OmniModel, component: str, why: str
+) -> None:
+    message = rf"{component}.ulysses: found 2, but .* an item of {component}: .*{why}.*; remove it \(`place: group`"
+    with pytest.raises(UserError, match=message):
+        resolve(model, plan(component, ulysses=2), sp=2)
