@@ -246,7 +246,8 @@ class _Resolving:
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
         compile_ = self._compile(offload)
-        async_ulysses = self._async_ulysses()
+        async_ulysses = self._of_foundation("async_ulysses", "sp", "ulysses")
+        sequence_parallel = self._of_foundation("sequence_parallel", "tp", "tp")
         expert_rows = self._expert_rows()
         expert_chunks, delay_wgrad = self._overlap_of_experts(ep)
         if degrees is None or self.problems:
@@ -269,6 +270,7 @@ class _Resolving:
             lora=self._merged.lora if self._has_adapters else None,
             compile=compile_,
             async_ulysses=async_ulysses,
+            sequence_parallel=sequence_parallel,
             expert_rows=expert_rows,
             expert_chunks=expert_chunks,
             delay_wgrad=delay_wgrad,
@@ -431,10 +433,14 @@ class _Resolving:
             self._problem("parameter_offload", "found true, but the component is replicated; only shards can be")
         return bool(found or (found is None and self._flags.parameter_offload)) and mode != "replicate"
 
-    def _async_ulysses(self) -> bool:
-        if self._own.async_ulysses and self._name != FOUNDATION:
-            self._problem("async_ulysses", f"only the foundation's sequences are exchanged; set it on {FOUNDATION}")
-        return bool(self._merged.async_ulysses) and self._name == FOUNDATION
+    def _of_foundation(self, field: str, axis: str, key: str) -> bool:
+        """A switch that only the foundation has, and that does nothing without an axis."""
+        if getattr(self._own, field) and not self._is_foundation:
+            self._problem(field, f"only the foundation's sequences are shared; set it on {FOUNDATION}")
+        wanted = bool(getattr(self._merged, field)) and self._is_foundation
+        if wanted and self._state.size(axis) == 1:
+            self._problem(field, f"found true with {key} 1, where it does nothing; set {key} above 1, or remove it")
+        return wanted
 
     def _compile(self, offload: bool) -> bool:
         if self._own.compile and self._name != FOUNDATION:

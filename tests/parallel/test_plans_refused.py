@@ -51,6 +51,9 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
             plan(ulysses=2),
             r"image_encoder.ulysses: found 2, but no ranks share .*; set ulysses or cp of the",
         ),
+        (plan("foundation", async_ulysses=True), r"foundation.async_ulysses: found true with ulysses 1, where it does"),
+        (plan("foundation", sequence_parallel=True), r"sequence_parallel: found true with tp 1, .*; set tp above 1"),
+        (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation's sequences are shared"),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"names no weights of experts; the model has none",
