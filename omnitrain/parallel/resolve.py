@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.models.contract.sequence import SequenceContract, sequence_contract_of
 from omnitrain.models.contract.tower import attached_tower_contract, native_tower_contract
+from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
@@ -154,6 +156,13 @@ def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
     if found.problem:
         kind = type(model.foundation).__name__
         yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+    config = model.foundation.config
+    dropped = [name for name in drawn_in_training(config) if re.search(r"att.*drop", name)]
+    if state.size("cp") > 1 and dropped:
+        yield (
+            f"parallel state: found {state.shape}, but attention around a ring does not honour dropout "
+            f"({', '.join(dropped)} in the foundation's config); set cp to 1, or that to 0"
+        )
     for heads in found.heads:
         if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
             yield f"parallel state: found {state.shape}: {problem}"

@@ -15,7 +15,7 @@ from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers
 from omnitrain.parallel.resolve import CallFlags, resolve_plans
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.mesh import fit_mesh
-from tests.parallel.factories import any_to_any, qwen2_5_vl, qwen3_moe_with_six_experts
+from tests.parallel.factories import any_to_any, qwen2_5_vl, qwen3_moe_with_six_experts, qwen3_with_dropout
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +224,10 @@ def test_a_tower_that_keeps_items_apart_along_the_batch_is_refused_by_name(
     message = rf"{component}.ulysses: found 2, but .* an item of {component}: .*{why}.*; remove it \(`place: group`"
     with pytest.raises(UserError, match=message):
         resolve(model, plan(component, ulysses=2), sp=2)
+
+
+def test_a_ring_is_refused_to_a_model_that_drops_attention_before_it_runs() -> None:
+    model = build_omni_model(foundation=qwen3_with_dropout())
+    with pytest.raises(UserError, match=r"a ring does not honour dropout \(attention_dropout in .*; set cp to 1"):
+        resolve(model, ot.ParallelPlan(), cp=2)
+    resolve(model, ot.ParallelPlan(), sp=2)

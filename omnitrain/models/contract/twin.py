@@ -77,7 +77,7 @@ def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
 
 
 def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
-    """What of a language model's config has it drop or change activations at random in training."""
+    """What of a language model's config has it drop or change activations at random in training, by name."""
     text = config.get_text_config(decoder=True)
     return tuple(name for name in _drawn(text) if getattr(text, name))
 

@@ -83,9 +83,8 @@ class DividedTokens:
 
     def ends_in(self, names: Iterable[str]) -> list[str]:
         """Which of the names of a model's modules are of these."""
-        return (
-            [] if self.problem else [n for n in names if _of_all_layers(n.removeprefix(f"{FOUNDATION}.")) in self.ends]
-        )
+        ends = () if self.problem else self.ends
+        return [name for name in names if _of_all_layers(name.removeprefix(f"{FOUNDATION}.")) in ends]
 
     def __str__(self) -> str:
         return f"tokens whole on each tp rank: {self.problem}" if self.problem else "tokens divided over tp"
