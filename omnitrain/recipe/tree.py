@@ -266,6 +266,16 @@ class ExpertsBalance(Strict):
     )
 
 
+class Trace(Strict):
+    """What is written down of single steps."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="Optimizer steps, from 1, of which every rank writes a Chrome trace to `trace/`: when its experts "
+        "computed, what was on its way, and when they waited for it.",
+    )
+
+
 class Train(Strict):
     """The loop."""
 
@@ -291,6 +301,7 @@ class Train(Strict):
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Balance of experts.")
+    trace: Trace = Field(default_factory=Trace, description="What is written down of single steps.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",

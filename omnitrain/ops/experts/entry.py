@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from omnitrain.ops.experts.choose import chosen
 from omnitrain.ops.experts.declared import ExpertWeights, num_experts_of
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.spans import NOT_RECORDED, LayerSpans
 from omnitrain.ops.experts.tape import once
 from omnitrain.ops.weight_gradients import WeightGradients
 
@@ -49,11 +51,11 @@ class Dispatcher(Protocol):
 
     bytes_sent: int
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Any:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:
         """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
         ...
 
-    def depart(self, tokens: Tensor, plan: Any) -> Journey:
+    def depart(self, tokens: Tensor, plan: Any, spans: LayerSpans) -> Journey:
         """Send a row of each of the tokens ``[T, H]`` to each of its experts. All of a journey is differentiable."""
         ...
 
@@ -63,10 +65,10 @@ class _Here:
 
     bytes_sent = 0
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Routes:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Routes:
         return sort_by_expert(top_k_index, num_experts)
 
-    def depart(self, tokens: Tensor, plan: Routes) -> _Stay:
+    def depart(self, tokens: Tensor, plan: Routes, spans: LayerSpans) -> _Stay:
         return _Stay(tokens, plan)
 
 
@@ -97,12 +99,14 @@ class ExpertSettings:
         row_budget: rows that are computed at a time; None: all at once.
         delays_weight_gradients: compute those of the matrices last, while rows' gradients are on their way.
         meanwhile: computes something else of the layer while its last results are on their way.
+        spans: told what happens when.
     """
 
     dispatcher: Dispatcher
     row_budget: int | None = None
     delays_weight_gradients: bool = False
     meanwhile: Callable[[], None] | None = None
+    spans: LayerSpans = NOT_RECORDED
 
 
 def set_experts(module: nn.Module, **settings: Any) -> None:
@@ -143,14 +147,15 @@ def omnitrain_experts(
         ``[T, H]`` in the dtype of ``hidden_states``.
     """
     settings = _settings(module)
-    plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module)))
+    spans = settings.spans
+    plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
     compute = chosen(module, hidden_states, backend).run
     # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
-    journey = settings.dispatcher.depart(hidden_states, plan)
-    work = WeightGradients() if settings.delays_weight_gradients else None
+    journey = settings.dispatcher.depart(hidden_states, plan, spans)
+    work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
     for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.num_chunks, work)):
         rows, ends = journey.arrive(chunk)
-        journey.send_back(chunk, compute(experts, rows, ends, settings.row_budget))
+        journey.send_back(chunk, spans.experts(chunk, rows, partial(compute, experts, rows, ends, settings.row_budget)))
     if settings.meanwhile is not None:
         settings.meanwhile()
     return journey.combine(top_k_weights)
