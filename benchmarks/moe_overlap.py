@@ -115,7 +115,7 @@ class Layer:
         model: Any = self._fresh()
         names = tuple(name for name, _ in model.named_parameters())
         layer = ExpertLayer("experts", names, self.sizes.experts, "auto")
-        spread_experts(model, [layer], self.state.ep_mesh, self.state.tp_mesh, ComponentPlan())
+        spread_experts(model, [layer], self.state.ep_mesh, ComponentPlan())
         return model["experts"]
 
     def _spread_by_transformers(self) -> nn.Module:
