@@ -153,13 +153,15 @@ def _unit(model: OmniModel, name: str) -> FSDPModule:
 def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutRow:
     plan = component.plan
     assert plan.precision is not None
-    offload = {
+    offload: dict[str, bool | None] = {
         "activations": plan.activation_offload,
+        **{tensor.replace("_", " "): True for tensor in plan.offloaded_tensors or ()},
         "parameters": plan.parameter_offload,
         "optimizer": plan.optimizer_offload,
     }
     found = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     ops = f" ({len(plan.saved_ops)} ops kept)" if plan.saved_ops is not None else ""
+    ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
     return LayoutRow(
         name=component.name,
         mode=plan.mode or "",

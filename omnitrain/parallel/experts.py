@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
+from omnitrain.models.left_out import any_layer
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
 from omnitrain.parallel.shared_experts import Early, shared_experts
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import ComponentPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+
+_SPREADS = "ep_dispatch_experts"  # the style in plans of transformers
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,41 @@ def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
     return {name: tuple(layers) for name, layers in found.items()}
 
 
-def chosen_layers(layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None) -> tuple[ExpertLayer, ...]:
-    """Those that ``ep_plan`` names; without one, all of them."""
+def chosen_layers(
+    model: OmniModel, layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None
+) -> tuple[ExpertLayer, ...]:
+    """Those ``layers`` of a component that ``ep_plan`` names; without one, those that the model's own plan names.
+
+    Where that names none of them, all: most models that have a plan spread exactly what they declare as experts.
+    """
     if ep_plan is None:
-        return tuple(layers)
+        own = set(spread_by_transformers(model))
+        return tuple(layer for layer in layers if layer.name in own) or tuple(layers)
     return tuple(layer for layer in layers if any(matches(glob, name) for glob in ep_plan for name in layer.weights))
+
+
+def spread_by_transformers(model: OmniModel) -> list[str]:
+    """Names of the modules that the expert parallel plans of the HF models in ``model`` dispatch tokens to."""
+    found: dict[str, None] = {}
+    for root, part in model.named_modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            said = {name for name, style in (part.ep_plan or {}).items() if style == _SPREADS}
+            own = (name for name, _ in part.named_modules() if any_layer(name) in said)
+            found |= dict.fromkeys(f"{root}.{name}" for name in own)
+    return list(found)
+
+
+def own_plan_problems(
+    model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan
+) -> Iterator[str]:
+    """What the model's own plan spreads, which is taken without globs, but cannot be spread here."""
+    known = {layer.name for own in layers.values() for layer in own}
+    other = [name for name in spread_by_transformers(model) if name not in known]
+    if other and plan.ep_plan is None and known:
+        yield (
+            f"{plan.path_of(FOUNDATION, 'ep')}.ep: the model's own plan also spreads {other[0]}, which does not ask "
+            "transformers' ExpertsInterface; use 1, or name the others in ep_plan"
+        )
 
 
 def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mapping[str, int]) -> Iterator[str]:

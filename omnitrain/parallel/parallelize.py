@@ -19,6 +19,7 @@ from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.shared_tower import SharedTower
 from omnitrain.ops.compile import compile_blocks
+from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
@@ -167,7 +168,7 @@ def _spread_experts(
     """Component -> names of its modules of experts that are now spread over ranks."""
     spread = {}
     for name, layers in expert_layers(model).items():
-        chosen = chosen_layers(layers, plan.ep_plan)
+        chosen = chosen_layers(model, layers, plan.ep_plan)
         if plans[name].expert_rows is not None:
             bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:
@@ -192,12 +193,16 @@ def _keep_activations(
     offloads: dict[str, ActivationOffload] = {}
     for name, plan in plans.items():
         blocks = [model.get_submodule(block) for block in units[name].blocks]
-        if plan.activation_offload:
+        if plan.activation_offload or plan.offloaded_tensors:
             offloads[name] = ActivationOffload(torch.device(state.device_type))
         offload = offloads.get(name)
-        if plan.recompute != "none":
+        if plan.recompute == "parts":
+            recompute_parts(model, units[name].blocks, plan.recomputed_parts or ())
+        elif plan.recompute != "none":
             recompute_blocks(blocks, plan.saved_ops, around=offload.saving if offload else None)
-        elif offload is not None:
+        if offload is not None and plan.offloaded_tensors:
+            offload_tensors(model, units[name].blocks, plan.offloaded_tensors, offload)
+        elif offload is not None and plan.recompute in ("none", "parts"):
             for block in blocks:
                 offload.attach(block)
     return offloads

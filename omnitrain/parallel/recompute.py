@@ -58,6 +58,18 @@ def recompute_blocks(
         layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept, has_routers))
 
 
+def recompute_modules(modules: Iterable[nn.Module]) -> None:
+    """Keep only the inputs of each call of these in training, and compute the rest again in the backward."""
+    for module in modules:
+        module.forward = partial(_called_again, module, module.forward)
+
+
+def _called_again(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, None, True), **kwargs)
+
+
 def find_op(name: str) -> Any:
     """The op ``NAMESPACE.OP`` or ``NAMESPACE.OP.OVERLOAD`` of torch; None: there is none of that name."""
     found: Any = torch.ops

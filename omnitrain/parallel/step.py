@@ -86,7 +86,7 @@ def accumulate_gradients(
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
-            if routers is not None and (balance := routers.loss(pack, own)) is not None:
+            if routers is not None and (balance := routers.loss()) is not None:
                 terms.append(balance)
             loss = torch.stack(terms).sum()
             if note is not None:

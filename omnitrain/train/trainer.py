@@ -32,6 +32,7 @@ from omnitrain.parallel.applied import AppliedLayout, layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.recorded_routing import RoutingOfRun
 from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
@@ -119,6 +120,8 @@ class Trainer:
         self.layout = self._lay_out()
         self.compiled = compiled or (self.layout.components[FOUNDATION].compiled if self.layout is not None else None)
         self.routers = Routers(self.model, recipe.train.experts)
+        experts = recipe.train.experts
+        self.routing = RoutingOfRun(self.model, experts.record, experts.replay, self.ranks.peers.rank)
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
@@ -277,6 +280,7 @@ class Trainer:
             loss_weights=self.recipe.train.loss_weights,
             observe=self.meter.add,
             note=self.watch.at,
+            around=self.routing.around,
             routers=self.routers,
         )
         if self.compiled is not None:
@@ -297,6 +301,7 @@ class Trainer:
             self.steps_without_targets += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self.routing.end(self.step)
         return loss, norm
 
     def _metrics(self, loss: float, norm: float) -> dict[str, Any]:
@@ -312,7 +317,15 @@ class Trainer:
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
             **({"experts": load} if (load := self.routers.read()) else {}),
+            **self._replayed(),
         }
+
+    def _replayed(self) -> dict[str, dict[str, int]]:
+        """Of all ranks, where decisions of an earlier run are taken."""
+        if self.recipe.train.experts.replay is None:
+            return {}
+        near_ties, others = (round(self.ranks.loss_peers.sum(number)) for number in self.routing.read())
+        return {"replay": {"near_ties": near_ties, "others": others}}
 
     def _save(self) -> Path:
         target = self.folder.store.folder_of(self.step)

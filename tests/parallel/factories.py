@@ -171,19 +171,24 @@ def glm4_moe() -> PreTrainedModel:
     return _family("glm4_moe")
 
 
+def ernie4_5_vl_moe() -> PreTrainedModel:
+    """Experts of text, and others of images, which a sample without images does not call."""
+    return _family("ernie4_5_vl_moe")
+
+
 def qwen3_moe_with_six_experts() -> PreTrainedModel:
     """Three experts per rank at ep 2, which no two ranks share evenly."""
-    return _moe(num_experts=6)
+    return qwen3_moe_with(num_experts=6)
 
 
 def qwen3_moe_with_two_experts() -> PreTrainedModel:
     """One expert per rank at ep 2."""
-    return _moe(num_experts=2)
+    return qwen3_moe_with(num_experts=2)
 
 
 def moe_of_32_experts() -> PreTrainedModel:
     """Eight experts per rank at ep 4."""
-    return _moe(num_experts=32)
+    return qwen3_moe_with(num_experts=32)
 
 
 def moe_with_shared_experts() -> PreTrainedModel:
@@ -197,13 +202,14 @@ def moe_with_shared_experts() -> PreTrainedModel:
 
 def lopsided_moe() -> PreTrainedModel:
     """Nine tenths of all rows go to the first two of four experts, none to the last."""
-    model = _moe(num_experts=4)
+    model = qwen3_moe_with(num_experts=4)
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(_to_the_first)
     return model
 
 
-def _moe(**values: int) -> PreTrainedModel:
+def qwen3_moe_with(**values: int) -> PreTrainedModel:
+    """With other values of its config."""
     config = FAMILIES["qwen3_moe"]()
     for name, value in values.items():
         setattr(config, name, value)
@@ -230,7 +236,7 @@ def misrouted_moe() -> PreTrainedModel:
 
 
 def _tied(apart: float, noise: float) -> PreTrainedModel:
-    model = _moe()
+    model = qwen3_moe_with()
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     for layer in model.model.layers:
         weight = layer.mlp.gate.weight

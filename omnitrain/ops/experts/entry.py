@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from omnitrain.ops.experts.choose import chosen
 from omnitrain.ops.experts.declared import ExpertWeights, num_experts_of
+from omnitrain.ops.experts.grouped import ProductMemory
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
 from omnitrain.ops.experts.tape import once
 from omnitrain.ops.weight_gradients import WeightGradients
@@ -94,13 +96,17 @@ class ExpertSettings:
 
     Attributes:
         dispatcher: brings rows to them; where it does to other ranks, the weights are a part of them on each rank.
-        row_budget: rows that are computed at a time; None: all at once.
+        row_budget: see :class:`omnitrain.ops.experts.grouped.ProductMemory`.
+        recomputes_activation: see there.
+        saving: a context for the products of the rows it is given, such as one that offloads what they save of these.
         delays_weight_gradients: compute those of the matrices last, while rows' gradients are on their way.
         meanwhile: computes something else of the layer while its last results are on their way.
     """
 
     dispatcher: Dispatcher
     row_budget: int | None = None
+    recomputes_activation: bool = False
+    saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
     meanwhile: Callable[[], None] | None = None
 
@@ -144,13 +150,16 @@ def omnitrain_experts(
     """
     settings = _settings(module)
     plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module)))
+    memory = ProductMemory(settings.row_budget, settings.recomputes_activation)
     compute = chosen(module, hidden_states, backend).run
     # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
     journey = settings.dispatcher.depart(hidden_states, plan)
     work = WeightGradients() if settings.delays_weight_gradients else None
     for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.num_chunks, work)):
         rows, ends = journey.arrive(chunk)
-        journey.send_back(chunk, compute(experts, rows, ends, settings.row_budget))
+        with settings.saving(rows) if settings.saving is not None else nullcontext():
+            results = compute(experts, rows, ends, memory)
+        journey.send_back(chunk, results)
     if settings.meanwhile is not None:
         settings.meanwhile()
     return journey.combine(top_k_weights)
