@@ -128,7 +128,7 @@ class RankDispatcher:
 
     Args:
         link: of the experts.
-        chunks: of experts on each rank, at most as many as there are.
+        chunks: of experts on each rank, at most as many as there are. May change between steps, on all ranks alike.
         alike: ranks that hold the same tokens; each sends its part of them. A rank's gradients of what they hold alike
             are its own part of it, as everywhere in tensor parallelism: they add up over these ranks. None: no other
             rank does.
@@ -136,12 +136,12 @@ class RankDispatcher:
 
     def __init__(self, link: Link, chunks: int = 1, alike: dist.ProcessGroup | None = None) -> None:
         self.bytes_sent = 0
-        self.link, self._alike, self._chunks = link, alike, chunks
+        self.link, self.chunks, self._alike = link, chunks, alike
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Travel:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
         share = _share(top_k_index.size(0), self._alike)
-        order = _Order.of(num_experts, self.link.size, self._chunks, top_k_index.device)
+        order = _Order.of(num_experts, self.link.size, self.chunks, top_k_index.device)
         routes = sort_by_expert(order.number[top_k_index[share]], num_experts)
         to_send = routes.counts[order.number].view(self.link.size, -1)
         with spans.waiting("counts"):

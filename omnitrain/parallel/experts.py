@@ -26,6 +26,8 @@ from omnitrain.parallel.shared_experts import Early, shared_experts
 from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import ComponentPlan
 
+_UNMEASURED = 4  # chunks
+
 
 @dataclass(frozen=True)
 class ExpertLayer:
@@ -109,13 +111,20 @@ def spread_experts(
         for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
         alike = tp_mesh.get_group() if tp_mesh.size() > 1 else None
-        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), plan.expert_chunks or 1, alike)
+        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), _chunks(plan, layer.num_experts // mesh.size()), alike)
         set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
-        if (plan.expert_chunks or 1) > 1:
+        if plan.expert_chunks not in (None, 1):
             above = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(above, module)) is not None:
                 set_experts(module, meanwhile=Early(above, shared).compute)
         use_omnitrain_experts(module, layer.backend)
+
+
+def _chunks(plan: ComponentPlan, num_experts: int) -> int:
+    """Of so many experts on a rank; where it is to be measured, a fixed number until somebody does."""
+    if isinstance(plan.expert_chunks, str):
+        return min(_UNMEASURED, num_experts)
+    return plan.expert_chunks or 1
 
 
 def _own_part(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

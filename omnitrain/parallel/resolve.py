@@ -21,7 +21,15 @@ from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
+from omnitrain.recipe.parallel import (
+    AXES,
+    FOUNDATION,
+    Chunks,
+    ComponentPlan,
+    ParallelPlan,
+    Precision,
+    raise_problems,
+)
 
 _MISSING_AXES = {
     "pp": "pipeline parallelism",
@@ -348,7 +356,7 @@ class _Resolving:
             )
         return self._merged.expert_rows
 
-    def _overlap_of_experts(self, ep: int) -> tuple[int | None, bool | None]:
+    def _overlap_of_experts(self, ep: int) -> tuple[Chunks, bool | None]:
         """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
         for field in ("expert_chunks", "delay_wgrad"):
             if getattr(self._own, field) not in (None, 1, False) and ep == 1:
@@ -357,7 +365,7 @@ class _Resolving:
             return None, None
         chunks = self._merged.expert_chunks or 1
         fewest = min(layer.num_experts for layer in self._expert_layers) // ep
-        if chunks > fewest:
+        if not isinstance(chunks, str) and chunks > fewest:
             self._problem(
                 "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
             )

@@ -121,9 +121,14 @@ def _settings(module: nn.Module) -> ExpertSettings:
 _AS_THEY_ARE = ExpertSettings(_Here())
 
 
+def dispatcher_of(module: nn.Module) -> Dispatcher:
+    """Of the experts ``module``."""
+    return _settings(module).dispatcher
+
+
 def bytes_sent(module: nn.Module) -> int:
     """What the experts ``module`` has sent to other ranks in forwards since this was asked last."""
-    dispatcher = _settings(module).dispatcher
+    dispatcher = dispatcher_of(module)
     sent = dispatcher.bytes_sent
     if sent:
         dispatcher.bytes_sent = 0
