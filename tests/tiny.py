@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,9 @@ def tiny_row(task: str, seed: int) -> Row:
     return Row(id=f"{task}/{seed}", source=task, messages=messages, media=media, extra={})
 
 
-def tiny_samples(processor: OmniProcessor, count: int = 14) -> list[Sample]:
-    """Samples of all tasks in turn."""
-    made = [processor.sample(tiny_row(TASKS[i % len(TASKS)], seed=i), index=i) for i in range(count)]
+def tiny_samples(processor: OmniProcessor, count: int = 14, tasks: Sequence[str] = TASKS) -> list[Sample]:
+    """Samples of these tasks in turn."""
+    made = [processor.sample(tiny_row(tasks[i % len(tasks)], seed=i), index=i) for i in range(count)]
     rejected = [sample for sample in made if isinstance(sample, Rejected)]
     assert not rejected, rejected
     return [sample for sample in made if isinstance(sample, Sample)]

@@ -13,10 +13,11 @@ from statistics import median
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.peers import Peers
-from omnitrain.ops.experts import dispatcher_of
+from omnitrain.ops.experts import settings_of
 from omnitrain.parallel.applied import layout_of
 from omnitrain.parallel.expert_exchange import RankDispatcher
 from omnitrain.parallel.experts import expert_layers
+from omnitrain.parallel.token_shares import ShareOfTokens
 from omnitrain.recipe.parallel import AUTO_CHUNKS
 
 ROUNDS = 3
@@ -95,6 +96,8 @@ def _measured_layers(model: OmniModel) -> Iterator[tuple[RankDispatcher, int]]:
         return
     for name, layers in expert_layers(model).items():
         for layer in layers if layout.components[name].plan.expert_chunks == AUTO_CHUNKS else ():
-            dispatcher = dispatcher_of(model.get_submodule(layer.name))
+            dispatcher = settings_of(model.get_submodule(layer.name)).dispatcher
+            if isinstance(dispatcher, ShareOfTokens):
+                dispatcher = dispatcher.inner
             if isinstance(dispatcher, RankDispatcher):
                 yield dispatcher, layer.num_experts // dispatcher.link.size

@@ -17,16 +17,21 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
+from omnitrain.models.left_out import any_layer
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of, use_omnitrain_experts
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
 from omnitrain.parallel.shared_experts import Early, shared_experts
+from omnitrain.parallel.token_shares import ShareOfTokens
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import ComponentPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
-_UNMEASURED = 4  # chunks
+_SPREADS = "ep_dispatch_experts"  # the style in plans of transformers
+
+_UNMEASURED = 4  # chunks, where nobody measures
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,41 @@ def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
     return {name: tuple(layers) for name, layers in found.items()}
 
 
-def chosen_layers(layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None) -> tuple[ExpertLayer, ...]:
-    """Those that ``ep_plan`` names; without one, all of them."""
+def chosen_layers(
+    model: OmniModel, layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None
+) -> tuple[ExpertLayer, ...]:
+    """Those ``layers`` of a component that ``ep_plan`` names; without one, those that the model's own plan names.
+
+    Where that names none of them, all: most models that have a plan spread exactly what they declare as experts.
+    """
     if ep_plan is None:
-        return tuple(layers)
+        own = set(spread_by_transformers(model))
+        return tuple(layer for layer in layers if layer.name in own) or tuple(layers)
     return tuple(layer for layer in layers if any(matches(glob, name) for glob in ep_plan for name in layer.weights))
+
+
+def spread_by_transformers(model: OmniModel) -> list[str]:
+    """Names of the modules that the expert parallel plans of the HF models in ``model`` dispatch tokens to."""
+    found: dict[str, None] = {}
+    for root, part in model.named_modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            said = {name for name, style in (part.ep_plan or {}).items() if style == _SPREADS}
+            own = (name for name, _ in part.named_modules() if any_layer(name) in said)
+            found |= dict.fromkeys(f"{root}.{name}" for name in own)
+    return list(found)
+
+
+def own_plan_problems(
+    model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan
+) -> Iterator[str]:
+    """What the model's own plan spreads, which is taken without globs, but cannot be spread here."""
+    known = {layer.name for own in layers.values() for layer in own}
+    other = [name for name in spread_by_transformers(model) if name not in known]
+    if other and plan.ep_plan is None and known:
+        yield (
+            f"{plan.path_of(FOUNDATION, 'ep')}.ep: the model's own plan also spreads {other[0]}, which does not ask "
+            "transformers' ExpertsInterface; use 1, or name the others in ep_plan"
+        )
 
 
 def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mapping[str, int]) -> Iterator[str]:
@@ -92,16 +127,13 @@ def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None
         use_omnitrain_experts(module, layer.backend)
 
 
-def spread_experts(
-    model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh, plan: ComponentPlan
-) -> None:
+def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, plan: ComponentPlan) -> None:
     """Keep this rank's part of the experts of ``layers``, and let tokens travel to theirs.
 
     Args:
         model: its weights equal on all ranks of ``mesh``; changed in place.
         layers: their numbers of experts are multiples of the mesh's size.
         mesh: ``[ep]``.
-        tp_mesh: ``[tp]``, ranks that hold the same tokens.
         plan: of their component.
     """
     # A shard of a shard is put together in two steps, of which torch warns; it is done when weights are saved.
@@ -110,13 +142,20 @@ def spread_experts(
         module = model.get_submodule(layer.name)
         for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
-        alike = tp_mesh.get_group() if tp_mesh.size() > 1 else None
-        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), _chunks(plan, layer.num_experts // mesh.size()), alike)
+        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), _chunks(plan, layer.num_experts // mesh.size()))
         set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
         if plan.expert_chunks not in (None, 1):
             above = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(above, module)) is not None:
                 set_experts(module, meanwhile=Early(above, shared).compute)
+        use_omnitrain_experts(module, layer.backend)
+
+
+def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: DeviceMesh) -> None:
+    """Let each rank of ``tp_mesh``, all of which hold the same tokens, compute the experts of its share of them."""
+    for layer in layers if tp_mesh.size() > 1 else ():
+        module = model.get_submodule(layer.name)
+        set_experts(module, dispatcher=ShareOfTokens(settings_of(module).dispatcher, tp_mesh.get_group()))
         use_omnitrain_experts(module, layer.backend)
 
 

@@ -33,6 +33,7 @@ from omnitrain.parallel.expert_chunks import ExpertChunks
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.recorded_routing import RoutingOfRun
 from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
@@ -121,6 +122,8 @@ class Trainer:
         self.layout = self._lay_out()
         self.compiled = compiled or (self.layout.components[FOUNDATION].compiled if self.layout is not None else None)
         self.routers = Routers(self.model, recipe.train.experts)
+        experts = recipe.train.experts
+        self.routing = RoutingOfRun(self.model, experts.record, experts.replay, self.ranks.peers.rank)
         self.spans = ExpertSpans(self.model, self.device, recipe.train, self.folder.path / "trace")
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
@@ -301,6 +304,7 @@ class Trainer:
             loss_weights=self.recipe.train.loss_weights,
             observe=self.meter.add,
             note=self.watch.at,
+            around=self.routing.around,
             routers=self.routers,
         )
         if self.compiled is not None:
@@ -321,6 +325,7 @@ class Trainer:
             self.steps_without_targets += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self.routing.end(self.step)
         return loss, norm
 
     def _metrics(self, loss: float, norm: float) -> dict[str, Any]:
@@ -336,6 +341,7 @@ class Trainer:
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
             **self._experts(),
+            **self._replayed(),
         }
 
     def _experts(self) -> dict[str, Any]:
@@ -346,6 +352,13 @@ class Trainer:
             "experts": {name: row | {"exposed": exposed.layers.get(name, 0.0)} for name, row in layers.items()},
             "exposed_communication": {"seconds": exposed.seconds, "share": exposed.share},
         }
+
+    def _replayed(self) -> dict[str, dict[str, int]]:
+        """Of all ranks, where decisions of an earlier run are taken."""
+        if self.recipe.train.experts.replay is None:
+            return {}
+        near_ties, others = (round(self.ranks.loss_peers.sum(number)) for number in self.routing.read())
+        return {"replay": {"near_ties": near_ties, "others": others}}
 
     def _save(self) -> Path:
         target = self.folder.store.folder_of(self.step)

@@ -14,7 +14,7 @@ from tests.parallel import factories
 from tests.parallel.laid_out import gradients, laid_out, total
 from tests.parallel.test_experts import samples_of
 
-STATES = {"dp4.ep4": {"ep_size": 4}, "dp2.sp2.ep4": {"ep_size": 4, "ulysses_size": 2}}
+STATES = {"dp4.ep2": {"ep_size": 2}, "dp4.ep4": {"ep_size": 4}, "dp2.sp2.ep4": {"ep_size": 4, "ulysses_size": 2}}
 PLAIN: dict[str, Any] = {}
 
 
@@ -45,7 +45,7 @@ def check(ranks: RankPool, factory: str, layout: str, plans: list[dict[str, Any]
 
 def test_overlap_changes_no_bit(ranks: RankPool) -> None:
     plans = [{"expert_chunks": 3}, {"expert_chunks": 8, "delay_wgrad": True}]
-    check(ranks, "moe_of_32_experts", "dp4.ep4", plans)
+    check(ranks, "moe_of_32_experts", "dp4.ep2", plans)
 
 
 def test_overlap_with_shared_experts_and_recompute_changes_no_bit(ranks: RankPool) -> None:
@@ -54,6 +54,16 @@ def test_overlap_with_shared_experts_and_recompute_changes_no_bit(ranks: RankPoo
         {"expert_chunks": 4, "delay_wgrad": True, "recompute": "full", "activation_offload": True},
     ]
     check(ranks, "moe_with_shared_experts", "dp2.sp2.ep4", plans)
+
+
+def test_parts_that_are_computed_again_and_tensors_in_host_memory_change_no_bit(ranks: RankPool) -> None:
+    overlap = {"expert_chunks": 4, "delay_wgrad": True}
+    plans = [
+        {**overlap, "recompute": "parts"},
+        {**overlap, "offloaded_tensors": ["dispatched_rows", "mlp_input"]},
+        {**overlap, "recompute": "parts", "offloaded_tensors": ["dispatched_rows", "mlp_input"]},
+    ]
+    check(ranks, "moe_with_shared_experts", "dp4.ep4", plans)
 
 
 @pytest.mark.slow

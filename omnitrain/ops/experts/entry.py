@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from omnitrain.ops.experts.choose import chosen
 from omnitrain.ops.experts.declared import ExpertWeights, num_experts_of
+from omnitrain.ops.experts.grouped import ProductMemory
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
 from omnitrain.ops.experts.spans import NOT_RECORDED, LayerSpans
 from omnitrain.ops.experts.tape import once
@@ -96,7 +98,9 @@ class ExpertSettings:
 
     Attributes:
         dispatcher: brings rows to them; where it does to other ranks, the weights are a part of them on each rank.
-        row_budget: rows that are computed at a time; None: all at once.
+        row_budget: see :class:`omnitrain.ops.experts.grouped.ProductMemory`.
+        recomputes_activation: see there.
+        saving: a context for the products of the rows it is given, such as one that offloads what they save of these.
         delays_weight_gradients: compute those of the matrices last, while rows' gradients are on their way.
         meanwhile: computes something else of the layer while its last results are on their way.
         spans: told what happens when.
@@ -104,6 +108,8 @@ class ExpertSettings:
 
     dispatcher: Dispatcher
     row_budget: int | None = None
+    recomputes_activation: bool = False
+    saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
     meanwhile: Callable[[], None] | None = None
     spans: LayerSpans = NOT_RECORDED
@@ -111,24 +117,20 @@ class ExpertSettings:
 
 def set_experts(module: nn.Module, **settings: Any) -> None:
     """From now on the experts ``module`` are computed with these of :class:`ExpertSettings`; others stay."""
-    setattr(module, _SETTINGS, replace(_settings(module), **settings))
+    setattr(module, _SETTINGS, replace(settings_of(module), **settings))
 
 
-def _settings(module: nn.Module) -> ExpertSettings:
+def settings_of(module: nn.Module) -> ExpertSettings:
+    """How the experts ``module`` are computed."""
     return getattr(module, _SETTINGS, _AS_THEY_ARE)
 
 
 _AS_THEY_ARE = ExpertSettings(_Here())
 
 
-def dispatcher_of(module: nn.Module) -> Dispatcher:
-    """Of the experts ``module``."""
-    return _settings(module).dispatcher
-
-
 def bytes_sent(module: nn.Module) -> int:
     """What the experts ``module`` has sent to other ranks in forwards since this was asked last."""
-    dispatcher = dispatcher_of(module)
+    dispatcher = settings_of(module).dispatcher
     sent = dispatcher.bytes_sent
     if sent:
         dispatcher.bytes_sent = 0
@@ -151,16 +153,19 @@ def omnitrain_experts(
     Returns:
         ``[T, H]`` in the dtype of ``hidden_states``.
     """
-    settings = _settings(module)
+    settings = settings_of(module)
     spans = settings.spans
     plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
+    memory = ProductMemory(settings.row_budget, settings.recomputes_activation)
     compute = chosen(module, hidden_states, backend).run
     # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
     journey = settings.dispatcher.depart(hidden_states, plan, spans)
     work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
     for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.num_chunks, work)):
         rows, ends = journey.arrive(chunk)
-        journey.send_back(chunk, spans.experts(chunk, rows, partial(compute, experts, rows, ends, settings.row_budget)))
+        with settings.saving(rows) if settings.saving is not None else nullcontext():
+            results = spans.experts(chunk, rows, partial(compute, experts, rows, ends, memory))
+        journey.send_back(chunk, results)
     if settings.meanwhile is not None:
         settings.meanwhile()
     return journey.combine(top_k_weights)
