@@ -34,6 +34,7 @@ from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import (
     AXES,
     FOUNDATION,
+    Chunks,
     ComponentPlan,
     OffloadedTensor,
     ParallelPlan,
@@ -425,7 +426,7 @@ class _Resolving:
                 "the backend auto or torch, or remove it",
             )
 
-    def _overlap_of_experts(self, ep: int) -> tuple[int | None, bool | None]:
+    def _overlap_of_experts(self, ep: int) -> tuple[Chunks, bool | None]:
         """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
         for field in ("expert_chunks", "delay_wgrad"):
             if getattr(self._own, field) not in (None, 1, False) and ep == 1:
@@ -434,7 +435,7 @@ class _Resolving:
             return None, None
         chunks = self._merged.expert_chunks or 1
         fewest = min(layer.num_experts for layer in self._expert_layers) // ep
-        if chunks > fewest:
+        if not isinstance(chunks, str) and chunks > fewest:
             self._problem(
                 "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
             )

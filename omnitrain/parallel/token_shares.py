@@ -24,21 +24,21 @@ class ShareOfTokens:
     """
 
     def __init__(self, inner: Dispatcher, alike: dist.ProcessGroup) -> None:
-        self._inner, self._alike = inner, alike
+        self.inner, self._alike = inner, alike
 
     @property
     def bytes_sent(self) -> int:  # noqa: D102
-        return self._inner.bytes_sent
+        return self.inner.bytes_sent
 
     @bytes_sent.setter
     def bytes_sent(self, number: int) -> None:
-        self._inner.bytes_sent = number
+        self.inner.bytes_sent = number
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:  # noqa: D102
-        return self._inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
+        return self.inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
 
     def depart(self, tokens: Tensor, plan: Any, spans: LayerSpans) -> Journey:  # noqa: D102
-        return _JourneyOfShare(self, self._inner.depart(tokens[self._own(len(tokens))], plan, spans))
+        return _JourneyOfShare(self, self.inner.depart(tokens[self._own(len(tokens))], plan, spans))
 
     def combined(self, journey: Journey, weights: Tensor) -> Tensor:
         """The results of all tokens ``[T, H]``, of which ``journey`` has this rank's."""
