@@ -15,6 +15,7 @@ from omnitrain.ops.compile import CompiledBlocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.async_ulysses import DrivenModules
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.tokens import DividedTokens
 from omnitrain.recipe.parallel import ComponentPlan
 
 _ATTRIBUTE = "_applied_layout"
@@ -34,6 +35,7 @@ class AppliedComponent:
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
         driven: its attention modules, where projections shall overlap all-to-alls.
+        tokens: whether tensor parallel ranks have some of its tokens between blocks, where they shall.
         tower: its blocks, where ranks that share a sequence make its calls together.
     """
 
@@ -46,6 +48,7 @@ class AppliedComponent:
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
     driven: DrivenModules | None = None
+    tokens: DividedTokens | None = None
     tower: SharedTower | None = None
 
     @property
@@ -182,4 +185,4 @@ def _mesh(component: AppliedComponent) -> str:
 def _sequence(component: AppliedComponent) -> str:
     degrees = {"ulysses": component.plan.ulysses or 1, "cp": component.plan.cp or 1}
     shared = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    return ", ".join(str(part) for part in (shared, component.driven) if part) or "whole"
+    return ", ".join(str(part) for part in (shared, component.driven, component.tokens) if part) or "whole"

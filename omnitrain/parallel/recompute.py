@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from omnitrain.ops.attention import inside, packed_row
 from omnitrain.ops.experts import RoutingTape, is_experts
 from omnitrain.ops.unread_rows import reading, rows_read
+from omnitrain.parallel.tensor.tokens import dividing, tokens_divided
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -91,7 +92,11 @@ def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
     gradient, or another number of rows on some rank.
     """
     forward: list[MakeContext] = []
-    again: list[MakeContext] = [partial(inside, packed_row()), partial(reading, rows_read())]
+    again: list[MakeContext] = [
+        partial(inside, packed_row()),
+        partial(reading, rows_read()),
+        partial(dividing, tokens_divided()),
+    ]
     if has_routers:
         tape = RoutingTape()
         forward, again = [tape.recording], [*again, tape.replaying]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.models.contract.sequence import SequenceContract, sequence_contract_of
 from omnitrain.models.contract.tower import attached_tower_contract, native_tower_contract
+from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
@@ -176,6 +178,13 @@ def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
     if found.problem:
         kind = type(model.foundation).__name__
         yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+    config = model.foundation.config
+    dropped = [name for name in drawn_in_training(config) if re.search(r"att.*drop", name)]
+    if state.size("cp") > 1 and dropped:
+        yield (
+            f"parallel state: found {state.shape}, but attention around a ring does not honour dropout "
+            f"({', '.join(dropped)} in the foundation's config); set cp to 1, or that to 0"
+        )
     for heads in found.heads:
         if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
             yield f"parallel state: found {state.shape}: {problem}"
@@ -278,7 +287,8 @@ class _Resolving:
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
         compile_ = self._compile(offload)
-        async_ulysses = self._async_ulysses()
+        async_ulysses = self._of_foundation("async_ulysses", "sp", "ulysses")
+        sequence_parallel = self._of_foundation("sequence_parallel", "tp", "tp")
         expert_rows = self._expert_rows()
         expert_chunks, delay_wgrad = self._overlap_of_experts(ep)
         if degrees is None or self.problems:
@@ -301,6 +311,7 @@ class _Resolving:
             lora=self._merged.lora if self._has_adapters else None,
             compile=compile_,
             async_ulysses=async_ulysses,
+            sequence_parallel=sequence_parallel,
             expert_rows=expert_rows,
             expert_chunks=expert_chunks,
             delay_wgrad=delay_wgrad,
@@ -491,10 +502,14 @@ class _Resolving:
             self._problem("parameter_offload", "found true, but the component is replicated; only shards can be")
         return bool(found or (found is None and self._flags.parameter_offload)) and mode != "replicate"
 
-    def _async_ulysses(self) -> bool:
-        if self._own.async_ulysses and self._name != FOUNDATION:
-            self._problem("async_ulysses", f"only the foundation's sequences are exchanged; set it on {FOUNDATION}")
-        return bool(self._merged.async_ulysses) and self._name == FOUNDATION
+    def _of_foundation(self, field: str, axis: str, key: str) -> bool:
+        """A switch that only the foundation has, and that does nothing without an axis."""
+        if getattr(self._own, field) and not self._is_foundation:
+            self._problem(field, f"only the foundation's sequences are shared; set it on {FOUNDATION}")
+        wanted = bool(getattr(self._merged, field)) and self._is_foundation
+        if wanted and self._state.size(axis) == 1:
+            self._problem(field, f"found true with {key} 1, where it does nothing; set {key} above 1, or remove it")
+        return wanted
 
     def _compile(self, offload: bool) -> bool:
         if self._own.compile and self._name != FOUNDATION:

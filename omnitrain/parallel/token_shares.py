@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.experts import Dispatcher, Journey
+from omnitrain.ops.experts import Dispatcher, Journey, LayerSpans
 
 
 class ShareOfTokens:
@@ -34,11 +34,11 @@ class ShareOfTokens:
     def bytes_sent(self, number: int) -> None:
         self._inner.bytes_sent = number
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Any:  # noqa: D102
-        return self._inner.plan(top_k_index[self._own(len(top_k_index))], num_experts)
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:  # noqa: D102
+        return self._inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
 
-    def depart(self, tokens: Tensor, plan: Any) -> Journey:  # noqa: D102
-        return _JourneyOfShare(self, self._inner.depart(tokens[self._own(len(tokens))], plan))
+    def depart(self, tokens: Tensor, plan: Any, spans: LayerSpans) -> Journey:  # noqa: D102
+        return _JourneyOfShare(self, self._inner.depart(tokens[self._own(len(tokens))], plan, spans))
 
     def combined(self, journey: Journey, weights: Tensor) -> Tensor:
         """The results of all tokens ``[T, H]``, of which ``journey`` has this rank's."""

@@ -58,6 +58,11 @@ class ComponentPlan(Strict):
     dp_replicate: Degree = Field(None, description="Copies of the parameters, each with data of its own.")
     dp_shard: Degree = Field(None, description="Ranks over which a copy of the parameters is sharded (FSDP).")
     tp: Degree = Field(None, description="Tensor parallel ranks: each computes a part of every matrix.")
+    sequence_parallel: bool | None = Field(
+        None,
+        description="Between blocks, each `tp` rank has some of the tokens: less memory, and norms are divided, too. "
+        "Of the foundation. A model of which that is not exact keeps all tokens on each.",
+    )
     ulysses: Degree = Field(
         None,
         description="Ranks that share a sequence, and swap it for heads in attention. Of a tower: those that share its "

@@ -46,7 +46,7 @@ def _halve_gradients(module: torch.nn.Module, arguments: object, output: OmniOut
     return replace(output, losses=losses)
 
 
-def _family(name: str, *, vision: Mapping[str, int] | None = None, **values: int) -> PreTrainedModel:
+def _family(name: str, *, vision: Mapping[str, int] | None = None, **values: float) -> PreTrainedModel:
     config = FAMILIES[name]()
     config.update(values)
     if vision:
@@ -99,6 +99,11 @@ def qwen3_omni_moe_thinker() -> PreTrainedModel:
 def qwen3() -> PreTrainedModel:
     """Norms of queries and keys, head by head."""
     return _family("qwen3")
+
+
+def qwen3_with_dropout() -> PreTrainedModel:
+    """Of attention."""
+    return _family("qwen3", attention_dropout=0.1)
 
 
 def qwen3_of_four_heads() -> PreTrainedModel:

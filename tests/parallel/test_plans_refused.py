@@ -23,6 +23,7 @@ from tests.parallel.factories import (
     qwen2_5_vl,
     qwen3_moe_with,
     qwen3_moe_with_six_experts,
+    qwen3_with_dropout,
 )
 
 
@@ -59,6 +60,9 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
             plan(ulysses=2),
             r"image_encoder.ulysses: found 2, but no ranks share .*; set ulysses or cp of the",
         ),
+        (plan("foundation", async_ulysses=True), r"foundation.async_ulysses: found true with ulysses 1, where it does"),
+        (plan("foundation", sequence_parallel=True), r"sequence_parallel: found true with tp 1, .*; set tp above 1"),
+        (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation's sequences are shared"),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"names no weights of experts; the model has none",
@@ -262,3 +266,10 @@ def test_a_tower_that_keeps_items_apart_along_the_batch_is_refused_by_name(
     message = rf"{component}.ulysses: found 2, but .* an item of {component}: .*{why}.*; remove it \(`place: group`"
     with pytest.raises(UserError, match=message):
         resolve(model, plan(component, ulysses=2), sp=2)
+
+
+def test_a_ring_is_refused_to_a_model_that_drops_attention_before_it_runs() -> None:
+    model = build_omni_model(foundation=qwen3_with_dropout())
+    with pytest.raises(UserError, match=r"a ring does not honour dropout \(attention_dropout in .*; set cp to 1"):
+        resolve(model, ot.ParallelPlan(), cp=2)
+    resolve(model, ot.ParallelPlan(), sp=2)
