@@ -142,11 +142,11 @@ class RankDispatcher:
             to_get = self.link.exchange_counts(to_send)
         return Travel(routes, _legs(to_send, to_get, order))
 
-    def depart(self, tokens: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
+    def depart(self, tokens: Tensor, weights: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
         """See :class:`omnitrain.ops.experts.Dispatcher`."""
         if not is_replaying():
             self.bytes_sent += plan.rows_to_others(self.link.rank) * tokens.size(1) * tokens.element_size()
-        return Trip(self.link, plan, tokens, spans)
+        return Trip(self.link, plan, tokens, weights, spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,9 +209,9 @@ class Trip:
     What is on its way hangs here, not on the layer: forwards of several micro-batches may wait for their backwards.
     """
 
-    def __init__(self, link: Link, travel: Travel, tokens: Tensor, spans: LayerSpans) -> None:
+    def __init__(self, link: Link, travel: Travel, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
         self.num_chunks = len(travel.legs)
-        self._travel, self._cargo = travel, _Cargo(link, travel, spans)
+        self._travel, self._cargo, self._weights = travel, _Cargo(link, travel, spans), weights
         self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens)
         self._results: list[Tensor] = []
 
@@ -221,8 +221,8 @@ class Trip:
     def send_back(self, chunk: int, results: Tensor) -> None:  # noqa: D102
         self._results.append(_SendBack.apply(self._cargo, chunk, results))
 
-    def combine(self, weights: Tensor) -> Tensor:  # noqa: D102
-        combined: Tensor = _Combine.apply(self._cargo, weights, *self._results)
+    def combine(self) -> Tensor:  # noqa: D102
+        combined: Tensor = _Combine.apply(self._cargo, self._weights, *self._results)
         return combined
 
 
