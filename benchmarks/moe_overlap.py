@@ -41,6 +41,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.ops.experts import ExpertWeights, set_experts
 from omnitrain.ops.experts.grouped import grouped_experts
+from omnitrain.ops.experts.spans import NOT_RECORDED
 from omnitrain.parallel.expert_exchange import GroupLink, Link, RankDispatcher
 from omnitrain.parallel.experts import ExpertLayer, spread_experts
 from omnitrain.parallel.state import init_parallel_state
@@ -99,7 +100,7 @@ class Layer:
         self.gradient = torch.randn(tokens, sizes.hidden, generator=generator)
         self.index = torch.rand(tokens, sizes.experts, generator=generator).topk(TOP_K, dim=-1).indices
         self.weights = torch.rand(tokens, TOP_K, generator=generator, requires_grad=True)
-        self.travel: Any = RankDispatcher(self.link).plan(self.index, sizes.experts)
+        self.travel: Any = RankDispatcher(self.link).plan(self.index, sizes.experts, NOT_RECORDED)
 
     def _fresh(self) -> nn.ModuleDict:
         sizes = self.sizes
@@ -114,7 +115,7 @@ class Layer:
         model: Any = self._fresh()
         names = tuple(name for name, _ in model.named_parameters())
         layer = ExpertLayer("experts", names, self.sizes.experts, "auto")
-        spread_experts(model, [layer], self.state.ep_mesh, self.state.tp_mesh, ComponentPlan())
+        spread_experts(model, [layer], self.state.ep_mesh, ComponentPlan())
         return model["experts"]
 
     def _spread_by_transformers(self) -> nn.Module:

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.experts import (
     LayerSpans,
     Routes,
@@ -105,12 +104,10 @@ class Travel:
     """The ways of one layer's rows.
 
     Attributes:
-        share: which of the tokens this rank sends: all, or its part of those that tensor parallel ranks hold alike.
         routes: this rank's tokens to rows sorted by the chunk of their experts, then by rank, then by expert.
         legs: of each chunk.
     """
 
-    share: slice
     routes: Routes
     legs: tuple[Leg, ...]
 
@@ -129,36 +126,26 @@ class RankDispatcher:
     Args:
         link: of the experts.
         chunks: of experts on each rank, at most as many as there are.
-        alike: ranks that hold the same tokens; each sends its part of them. A rank's gradients of what they hold alike
-            are its own part of it, as everywhere in tensor parallelism: they add up over these ranks. None: no other
-            rank does.
     """
 
-    def __init__(self, link: Link, chunks: int = 1, alike: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, link: Link, chunks: int = 1) -> None:
         self.bytes_sent = 0
-        self.link, self._alike, self._chunks = link, alike, chunks
+        self.link, self._chunks = link, chunks
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Travel:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
-        share = _share(top_k_index.size(0), self._alike)
         order = _Order.of(num_experts, self.link.size, self._chunks, top_k_index.device)
-        routes = sort_by_expert(order.number[top_k_index[share]], num_experts)
+        routes = sort_by_expert(order.number[top_k_index], num_experts)
         to_send = routes.counts[order.number].view(self.link.size, -1)
         with spans.waiting("counts"):
             to_get = self.link.exchange_counts(to_send)
-        return Travel(share, routes, _legs(to_send, to_get, order))
+        return Travel(routes, _legs(to_send, to_get, order))
 
     def depart(self, tokens: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
         """See :class:`omnitrain.ops.experts.Dispatcher`."""
         if not is_replaying():
             self.bytes_sent += plan.rows_to_others(self.link.rank) * tokens.size(1) * tokens.element_size()
-        return Trip(self, plan, tokens, spans)
-
-    def whole(self, own: Tensor, num_tokens: int) -> Tensor:
-        """All of the tokens, from the parts of them that the ranks sent."""
-        if self._alike is None:
-            return own
-        return gather_rows(own, _shares(num_tokens, dist.get_world_size(self._alike)), self._alike)
+        return Trip(self.link, plan, tokens, spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,31 +200,16 @@ def _starts(lengths: Tensor) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
-def _shares(num_tokens: int, ranks: int) -> list[int]:
-    """How many of the tokens that ``ranks`` hold alike each of them sends."""
-    each, left = divmod(num_tokens, ranks)
-    return [each + (rank < left) for rank in range(ranks)]
-
-
-def _share(num_tokens: int, alike: dist.ProcessGroup | None) -> slice:
-    """This rank's run of them."""
-    if alike is None:
-        return slice(num_tokens)
-    stops = list(accumulate(_shares(num_tokens, dist.get_world_size(alike)), initial=0))
-    return slice(*stops[dist.get_rank(alike) :][:2])
-
-
 class Trip:
     """A :class:`omnitrain.ops.experts.Journey` between ranks.
 
     What is on its way hangs here, not on the layer: forwards of several micro-batches may wait for their backwards.
     """
 
-    def __init__(self, dispatcher: RankDispatcher, travel: Travel, tokens: Tensor, spans: LayerSpans) -> None:
+    def __init__(self, link: Link, travel: Travel, tokens: Tensor, spans: LayerSpans) -> None:
         self.num_chunks = len(travel.legs)
-        self._dispatcher, self._travel = dispatcher, travel
-        self._cargo = _Cargo(dispatcher.link, travel, spans)
-        self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens[travel.share])
+        self._travel, self._cargo = travel, _Cargo(link, travel, spans)
+        self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens)
         self._results: list[Tensor] = []
 
     def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
@@ -247,8 +219,8 @@ class Trip:
         self._results.append(_SendBack.apply(self._cargo, chunk, results))
 
     def combine(self, weights: Tensor) -> Tensor:  # noqa: D102
-        own = _Combine.apply(self._cargo, weights[self._travel.share], *self._results)
-        return self._dispatcher.whole(own, weights.size(0))
+        combined: Tensor = _Combine.apply(self._cargo, weights, *self._results)
+        return combined
 
 
 class _Cargo:

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from omnitrain.models.left_out import any_layer
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of, use_omnitrain_experts
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
 from omnitrain.parallel.shared_experts import Early, shared_experts
+from omnitrain.parallel.token_shares import ShareOfTokens
 from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
@@ -124,16 +125,13 @@ def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None
         use_omnitrain_experts(module, layer.backend)
 
 
-def spread_experts(
-    model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh, plan: ComponentPlan
-) -> None:
+def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, plan: ComponentPlan) -> None:
     """Keep this rank's part of the experts of ``layers``, and let tokens travel to theirs.
 
     Args:
         model: its weights equal on all ranks of ``mesh``; changed in place.
         layers: their numbers of experts are multiples of the mesh's size.
         mesh: ``[ep]``.
-        tp_mesh: ``[tp]``, ranks that hold the same tokens.
         plan: of their component.
     """
     # A shard of a shard is put together in two steps, of which torch warns; it is done when weights are saved.
@@ -142,13 +140,20 @@ def spread_experts(
         module = model.get_submodule(layer.name)
         for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
-        alike = tp_mesh.get_group() if tp_mesh.size() > 1 else None
-        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), plan.expert_chunks or 1, alike)
+        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), plan.expert_chunks or 1)
         set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
         if (plan.expert_chunks or 1) > 1:
             above = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(above, module)) is not None:
                 set_experts(module, meanwhile=Early(above, shared).compute)
+        use_omnitrain_experts(module, layer.backend)
+
+
+def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: DeviceMesh) -> None:
+    """Let each rank of ``tp_mesh``, all of which hold the same tokens, compute the experts of its share of them."""
+    for layer in layers if tp_mesh.size() > 1 else ():
+        module = model.get_submodule(layer.name)
+        set_experts(module, dispatcher=ShareOfTokens(settings_of(module).dispatcher, tp_mesh.get_group()))
         use_omnitrain_experts(module, layer.backend)
 
 

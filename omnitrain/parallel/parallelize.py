@@ -23,7 +23,7 @@ from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
-from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, spread_experts
+from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
@@ -172,8 +172,9 @@ def _spread_experts(
         if plans[name].expert_rows is not None:
             bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:
-            spread_experts(model, chosen, state.ep_mesh, state.tp_mesh, plans[name])
+            spread_experts(model, chosen, state.ep_mesh, plans[name])
             spread[name] = tuple(layer.name for layer in chosen)
+        share_tokens(model, layers, state.tp_mesh)
     return spread
 
 

@@ -321,8 +321,9 @@ def _state(shape: MeshShape, dp_mode: DpMode) -> ParallelState:
 
 
 class _Groups(dict[str, dist.ProcessGroup]):
-    """This rank's process group by axis or product; axes with the same groups share one.
+    """This rank's process group by axis or product; axes with the same groups share one, but for those of experts.
 
+    What a group does on CUDA it does in one order: rows of experts would queue behind the gathering of parameters.
     All ranks must ask for the same axes in the same order.
     """
 
@@ -334,6 +335,8 @@ class _Groups(dict[str, dist.ProcessGroup]):
     def __missing__(self, axis: str) -> dist.ProcessGroup:
         partition = self._shape.groups(axis)
         key = _key(partition)
+        if axis == "ep" and partition.shape[1] > 1:
+            return self.setdefault(axis, _own_group(partition, axis))
         if key not in self._made:
             self._made[key] = _own_group(partition, axis)
         return self.setdefault(axis, self._made[key])

@@ -17,7 +17,7 @@ SIZES = {
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
     "gpu_train": ["--rounds=1", "--steps=1", "--tiny"],
     "gpu_moe": ["--rounds=1", "--steps=1", "--tiny"],
-    "long_context": ["--tokens=64", "--budgets=2", "--near=9"],
+    "long_context": ["--rounds=1", "--budgets=1.5", "--lengths=4"],
     "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
     "moe_overlap": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.errors import UserError
-from omnitrain.ops.experts import experts_report, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts import experts_report, grouped, set_experts, use_omnitrain_experts
 
 HIDDEN, INNER = 16, 24
 CLASSES = {
@@ -95,6 +96,24 @@ def test_weights_of_another_dtype_are_not_rounded() -> None:
     output = experts(hidden, index, weights.float() * (1 + 2**-12))
     doubled = experts(hidden.repeat(2, 1), index.repeat(2, 1), torch.cat([weights, weights]).float() * (1 + 2**-12))
     assert output.dtype == torch.bfloat16 and torch.equal(doubled[: len(output)], output)
+
+
+def test_widths_that_torch_has_no_grouped_product_for_are_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, widths = grouped.F.grouped_mm, []
+
+    def checked(left: Tensor, right: Tensor, **given: Any) -> Tensor:
+        for operand in (left, right):
+            assert max(operand.stride()[-2:]) * operand.element_size() % 16 == 0 and 1 in operand.stride()[-2:]
+        widths.append(left.size(1))
+        return product(left, right, **given)
+
+    monkeypatch.setattr(grouped.F, "grouped_mm", checked)
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 13)
+    monkeypatch.setattr(sys.modules[__name__], "INNER", 7)
+    for kind in ("plain", "biases, transposed, interleaved"):
+        experts = layer(kind)
+        assert error(trained(experts, "omnitrain", inputs()), trained(experts, "eager", inputs())) < 2e-6
+    assert len(widths) == 2 * 6 and set(widths) >= {8, 16}
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:

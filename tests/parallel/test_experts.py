@@ -129,6 +129,23 @@ def products_by_bound() -> tuple[int, int]:
     return products(), products(expert_rows=4)
 
 
+def rows_computed(tp: int) -> tuple[int, int]:
+    """Rows of the experts of a layer in a forward, and the tokens of the pack."""
+    model = laid_out(state={"tp_size": tp}, model=build_omni_model(foundation=factories.qwen3_moe()).train())
+    pack = Pack.from_samples(samples_of(factories.qwen3_moe())[:3])
+    rows: list[int] = []
+    experts = dict(experts_in(model))["foundation.model.layers.1.mlp.experts"]
+    experts.act_fn.register_forward_hook(lambda _, arguments, output: rows.append(len(output)))
+    model(pack)
+    return sum(rows), pack.num_tokens
+
+
+def test_tensor_parallel_ranks_share_the_tokens_of_experts(ranks: RankPool) -> None:
+    (first, tokens), (second, _) = ranks.run(rows_computed, 2, timeout_s=60, world=2)
+    assert tokens % 2 == 1 and (first, second) == (tokens + 1, tokens - 1)  # two experts of each
+    check(ranks, "qwen3_moe", text_samples(3), ["tp2.accum2.recompute"])
+
+
 def exchanges(recompute: str) -> tuple[int, int, int]:
     """All-to-alls of a forward and of its backward; bytes that it says it sent in forwards."""
     model, pack = laid_out_moe(ep=2, recompute=recompute)

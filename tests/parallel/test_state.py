@@ -87,9 +87,11 @@ def number_of_groups(degrees: dict[str, Any]) -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-@pytest.mark.parametrize(("degrees", "number"), [({}, 2), ({"ulysses_size": 2}, 4), ({"dp_replicate_size": 2}, 4)])
+@pytest.mark.parametrize(
+    ("degrees", "number"), [({}, 2), ({"ulysses_size": 2}, 4), ({"dp_replicate_size": 2}, 4), ({"ep_size": 4}, 3)]
+)
 def test_axes_with_the_same_groups_share_them(ranks: RankPool, degrees: dict[str, Any], number: int) -> None:
-    """All ranks, single ranks, and pairs of neighbours and of others."""
+    """All ranks, single ranks, and pairs of neighbours and of others; those of experts stay by themselves."""
     assert ranks.run(number_of_groups, degrees, timeout_s=30) == [number] * 4
 
 

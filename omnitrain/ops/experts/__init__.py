@@ -8,7 +8,7 @@ compute them, go back, and are added per token (``routes``; over ranks: a :class
 
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
 from omnitrain.ops.experts.declared import ExpertWeights, chunk_borders, experts_in, is_experts, matrix_names
-from omnitrain.ops.experts.entry import Dispatcher, Journey, bytes_sent, set_experts
+from omnitrain.ops.experts.entry import Dispatcher, Journey, bytes_sent, set_experts, settings_of
 from omnitrain.ops.experts.lora import add_expert_adapter, parameter_names
 from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import (
@@ -48,6 +48,7 @@ __all__ = [
     "matrix_names",
     "parameter_names",
     "set_experts",
+    "settings_of",
     "sort_by_expert",
     "take_rows",
     "token_gradients",

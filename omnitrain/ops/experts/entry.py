@@ -117,10 +117,11 @@ class ExpertSettings:
 
 def set_experts(module: nn.Module, **settings: Any) -> None:
     """From now on the experts ``module`` are computed with these of :class:`ExpertSettings`; others stay."""
-    setattr(module, _SETTINGS, replace(_settings(module), **settings))
+    setattr(module, _SETTINGS, replace(settings_of(module), **settings))
 
 
-def _settings(module: nn.Module) -> ExpertSettings:
+def settings_of(module: nn.Module) -> ExpertSettings:
+    """How the experts ``module`` are computed."""
     return getattr(module, _SETTINGS, _AS_THEY_ARE)
 
 
@@ -129,7 +130,7 @@ _AS_THEY_ARE = ExpertSettings(_Here())
 
 def bytes_sent(module: nn.Module) -> int:
     """What the experts ``module`` has sent to other ranks in forwards since this was asked last."""
-    dispatcher = _settings(module).dispatcher
+    dispatcher = settings_of(module).dispatcher
     sent = dispatcher.bytes_sent
     if sent:
         dispatcher.bytes_sent = 0
@@ -152,7 +153,7 @@ def omnitrain_experts(
     Returns:
         ``[T, H]`` in the dtype of ``hidden_states``.
     """
-    settings = _settings(module)
+    settings = settings_of(module)
     spans = settings.spans
     plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
     memory = ProductMemory(settings.row_budget, settings.recomputes_activation)

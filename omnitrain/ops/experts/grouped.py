@@ -15,10 +15,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.experts.declared import ExpertWeights
-from omnitrain.ops.experts.lora import ExpertAdapter, aligned
+from omnitrain.ops.experts.lora import ExpertAdapter
 from omnitrain.ops.weight_gradients import Later
 
 Before = Callable[[Tensor], Tensor]
+
+_ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,9 @@ def _adapted(
     """``product`` of ``rows`` and frozen matrices, with what is trained beside them; added in the wider dtype."""
     if adapter is None:
         return product
-    own = aligned(adapter)
-    thin = grouped_linear(rows, own.a, None, ends, transposed=False, before=before)
-    delta = grouped_linear(thin, own.b, None, ends, transposed=False)
-    return (product + own.scale * delta).to(product.dtype)
+    thin = grouped_linear(rows, adapter.a, None, ends, transposed=False, before=before)
+    delta = grouped_linear(thin, adapter.b, None, ends, transposed=False)
+    return (product + adapter.scale * delta).to(product.dtype)
 
 
 def grouped_linear(
@@ -129,7 +130,7 @@ class _GroupedProduct(torch.autograd.Function):
         factor = (rows if before is None else before(rows)).to(weight.dtype)
         ctx.save_for_backward(factor if before is None else rows, weight, ends)
         ctx.dtype, ctx.transposed, ctx.later, ctx.before = rows.dtype, transposed, later, before
-        return F.grouped_mm(factor, weight if transposed else weight.transpose(-2, -1), offs=ends)
+        return _of_rows(factor, weight if transposed else weight.transpose(-2, -1), ends)
 
     @staticmethod
     @once_differentiable
@@ -143,15 +144,36 @@ class _GroupedProduct(torch.autograd.Function):
         gradient = gradient.contiguous()  # grouped_mm takes no other
         of_rows = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_rows = F.grouped_mm(gradient, weight.transpose(-2, -1) if ctx.transposed else weight, offs=ends)
+            of_rows = _of_rows(gradient, weight.transpose(-2, -1) if ctx.transposed else weight, ends)
             if ctx.before is not None:
                 (of_rows,) = torch.autograd.grad(factor, rows, of_rows)
         if ctx.needs_input_grad[1]:
             factor = factor.detach()
             left, right = (factor, gradient) if ctx.transposed else (gradient, factor)
-            make = partial(F.grouped_mm, left.t(), right, offs=ends)
+            make = partial(_of_experts, left, right, ends)
             of_weight = make() if ctx.later is None else ctx.later(make)
         return None if of_rows is None else of_rows.to(ctx.dtype), of_weight, None, None, None, None
+
+
+def _of_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """``[S, in]`` times each row's matrix of ``[E, in, out]`` -> ``[S, out]``."""
+    width, missing_in, missing_out = matrices.size(2), _missing(matrices, 1), _missing(matrices, 2)
+    if missing_in or missing_out:
+        matrices = F.pad(matrices, (0, missing_out, 0, missing_in))
+        rows = F.pad(rows, (0, missing_in))
+    return F.grouped_mm(rows, matrices, offs=ends)[:, :width]
+
+
+def _of_experts(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """``[S, M]`` and ``[S, N]`` -> ``[E, M, N]``: sums of outer products over each expert's rows."""
+    height, width = left.size(1), right.size(1)
+    left, right = (F.pad(rows, (0, _missing(rows, 1))) if _missing(rows, 1) else rows for rows in (left, right))
+    return F.grouped_mm(left.t(), right, offs=ends)[:, :height, :width]
+
+
+def _missing(tensor: Tensor, dim: int) -> int:
+    """What a width lacks to be read by grouped products: torch has kernels for multiples of 16 bytes alone."""
+    return -tensor.size(dim) % (_ALIGNMENT // tensor.element_size())
 
 
 class _AddBias(torch.autograd.Function):

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SCALES = "_lora_scales"
-_ALIGNMENT = 16  # bytes of a row that grouped products ask for
 
 
 @dataclass(frozen=True)
@@ -52,12 +50,3 @@ def adapter_scales(module: nn.Module) -> dict[str, float]:
 def adapter_names(module: nn.Module) -> Iterator[str]:
     """Names of the adapters beside the parameters of experts; each has an expert per entry of its dim 0."""
     return (name for weight in adapter_scales(module) for name in parameter_names(weight))
-
-
-def aligned(adapter: ExpertAdapter) -> ExpertAdapter:
-    """The same product with ranks of zeros up to what grouped products can read."""
-    multiple = _ALIGNMENT // adapter.a.element_size()
-    missing = -adapter.a.size(1) % multiple
-    if missing == 0:
-        return adapter
-    return ExpertAdapter(F.pad(adapter.a, (0, 0, 0, missing)), F.pad(adapter.b, (0, missing)), adapter.scale)
