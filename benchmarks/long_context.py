@@ -16,12 +16,12 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
 import torch
-from harness import Result, parser, report, start
+from harness import Result, parser, peak_of, report, start
 from omni_step import OmniStep
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedModel
@@ -82,13 +82,7 @@ def peak_on_rank(tokens: int, ranks: int) -> int:
             for _ in range(2):  # how long buffers on their way are held differs a little from step to step
                 step.run([pack])
         step.close()
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    (measured,) = [event for event in events if event.name() == "measured steps"]
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    live = accumulate(size for _, size in changes)
-    return max(
-        size for (at, _), size in zip(changes, live, strict=True) if measured.start_ns() <= at <= measured.end_ns()
-    )
+    return peak_of(profiled, "measured steps")
 
 
 class Peaks:

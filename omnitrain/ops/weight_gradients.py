@@ -12,7 +12,7 @@ The products are the same ones on the same operands, so nothing changes, not eve
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,10 +26,15 @@ Later = Callable[[MakeGradient], None]
 
 
 class WeightGradients:
-    """Those of one backward, by keys of the caller's; they hold on to their operands until :meth:`made`."""
+    """Those of one backward, by keys of the caller's; they hold on to their operands until :meth:`made`.
 
-    def __init__(self) -> None:
+    Args:
+        around: makes a context in which they are computed.
+    """
+
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self._waiting: list[tuple[Any, MakeGradient]] = []
+        self._around = around
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,9 +51,10 @@ class WeightGradients:
         """Compute what waits; nothing waits afterwards."""
         gradients: dict[Any, Tensor] = {}
         waiting, self._waiting = self._waiting, []
-        for key, make in waiting:
-            gradient = make()
-            gradients[key] = gradients[key] + gradient if key in gradients else gradient
+        with self._around():
+            for key, make in waiting:
+                gradient = make()
+                gradients[key] = gradients[key] + gradient if key in gradients else gradient
         return gradients
 
     def accumulate(self) -> None:

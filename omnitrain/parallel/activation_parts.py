@@ -66,12 +66,13 @@ class _InputOffload:
     def __init__(self, offload: ActivationOffload, layer: nn.Module) -> None:
         self._offload = offload
         self._open: list[ExitStack] = []
-        layer.register_forward_pre_hook(self._enter)
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         layer.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         with ExitStack() as stack:
-            stack.enter_context(self._offload.saving_only(args[0]))
+            stack.enter_context(self._offload.saving_only(first))
             self._open.append(stack.pop_all())
 
     def _leave(self, *_: Any) -> None:

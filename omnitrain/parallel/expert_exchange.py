@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.experts import (
+    LayerSpans,
     Routes,
     chunk_borders,
     is_replaying,
@@ -137,19 +138,21 @@ class RankDispatcher:
         self.bytes_sent = 0
         self.link, self._alike, self._chunks = link, alike, chunks
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Travel:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Travel:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
         share = _share(top_k_index.size(0), self._alike)
         order = _Order.of(num_experts, self.link.size, self._chunks, top_k_index.device)
         routes = sort_by_expert(order.number[top_k_index[share]], num_experts)
         to_send = routes.counts[order.number].view(self.link.size, -1)
-        return Travel(share, routes, _legs(to_send, self.link.exchange_counts(to_send), order))
+        with spans.waiting("counts"):
+            to_get = self.link.exchange_counts(to_send)
+        return Travel(share, routes, _legs(to_send, to_get, order))
 
-    def depart(self, tokens: Tensor, plan: Travel) -> Trip:
+    def depart(self, tokens: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
         """See :class:`omnitrain.ops.experts.Dispatcher`."""
         if not is_replaying():
             self.bytes_sent += plan.rows_to_others(self.link.rank) * tokens.size(1) * tokens.element_size()
-        return Trip(self, plan, tokens)
+        return Trip(self, plan, tokens, spans)
 
     def whole(self, own: Tensor, num_tokens: int) -> Tensor:
         """All of the tokens, from the parts of them that the ranks sent."""
@@ -230,10 +233,10 @@ class Trip:
     What is on its way hangs here, not on the layer: forwards of several micro-batches may wait for their backwards.
     """
 
-    def __init__(self, dispatcher: RankDispatcher, travel: Travel, tokens: Tensor) -> None:
+    def __init__(self, dispatcher: RankDispatcher, travel: Travel, tokens: Tensor, spans: LayerSpans) -> None:
         self.num_chunks = len(travel.legs)
         self._dispatcher, self._travel = dispatcher, travel
-        self._cargo = _Cargo(dispatcher.link, travel)
+        self._cargo = _Cargo(dispatcher.link, travel, spans)
         self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens[travel.share])
         self._results: list[Tensor] = []
 
@@ -251,9 +254,9 @@ class Trip:
 class _Cargo:
     """What is on its way, in a forward and then in its backward: of each chunk at most one exchange at a time."""
 
-    def __init__(self, link: Link, travel: Travel) -> None:
+    def __init__(self, link: Link, travel: Travel, spans: LayerSpans) -> None:
         self.travel = travel
-        self._link = link
+        self._link, self._spans = link, spans
         stops = list(accumulate((sum(leg.sent) for leg in travel.legs), initial=0))
         self._places = [slice(start, stop) for start, stop in pairwise(stops)]
         self._of_tokens: Tensor | None = None
@@ -267,20 +270,23 @@ class _Cargo:
         """``[rows sent, H]`` of the rows of all tokens ``[S, H]``."""
         return rows[self._places[chunk]]
 
-    def to_experts(self, chunk: int, rows: Tensor) -> None:
+    def to_experts(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
         """Send ``[rows sent, H]``; what comes is ``[rows received, H]``."""
         leg = self.travel.legs[chunk]
-        self._start(chunk, rows.new_empty(sum(leg.received), rows.size(1)), rows, leg.received, leg.sent)
+        out = rows.new_empty(sum(leg.received), rows.size(1))
+        wait = self._link.start(out, rows, leg.received, leg.sent)
+        name = "combine" if backward else "dispatch"
+        self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
 
-    def to_tokens(self, chunk: int, rows: Tensor) -> None:
+    def to_tokens(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
         """Send ``[rows received, H]``; what comes is ``[rows sent, H]``, the chunk's part of the rows of all tokens."""
         leg = self.travel.legs[chunk]
         if self._of_tokens is None:
             self._of_tokens = rows.new_empty(self._places[-1].stop, rows.size(1))
-        self._start(chunk, self._of_tokens[self._places[chunk]], rows, leg.sent, leg.received)
-
-    def _start(self, chunk: int, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> None:
-        self._coming[chunk] = out, self._link.start(out, rows, received, sent)
+        out = self._of_tokens[self._places[chunk]]
+        wait = self._link.start(out, rows, leg.sent, leg.received)
+        name = "dispatch" if backward else "combine"
+        self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
 
     def landed(self, chunk: int) -> Tensor:
         """What comes for a chunk, there."""
@@ -329,7 +335,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        ctx.cargo.to_tokens(ctx.chunk, gradient.index_select(0, ctx.cargo.travel.legs[ctx.chunk].by_sender))
+        cargo: _Cargo = ctx.cargo
+        cargo.to_tokens(ctx.chunk, gradient.index_select(0, cargo.travel.legs[ctx.chunk].by_sender), backward=True)
         return None, None, _under_way(len(gradient), gradient)
 
 
@@ -368,5 +375,5 @@ class _Combine(torch.autograd.Function):
         legs = cargo.travel.legs
         if any(ctx.needs_input_grad[2:]):
             for chunk in reversed(range(len(legs))):  # the last one is asked first
-                cargo.to_experts(chunk, cargo.of_chunk(chunk, of_rows))
+                cargo.to_experts(chunk, cargo.of_chunk(chunk, of_rows), backward=True)
         return None, of_weights, *(_under_way(sum(leg.sent), of_rows) for leg in legs)

@@ -79,7 +79,7 @@ class Early:
             self._result = self._forward(self._hidden)
 
     def _enter(self, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        self._hidden = arguments[0]
+        self._hidden = arguments[0] if arguments else None
 
     def _leave(self, *_: Any) -> None:
         self._hidden = self._result = None

@@ -277,6 +277,16 @@ class ExpertsBalance(Strict):
         return self
 
 
+class Trace(Strict):
+    """What is written down of single steps."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="Optimizer steps, from 1, of which every rank writes a Chrome trace to `trace/`: when its experts "
+        "computed, what was on its way, and when they waited for it.",
+    )
+
+
 class Train(Strict):
     """The loop."""
 
@@ -302,6 +312,7 @@ class Train(Strict):
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of experts.")
+    trace: Trace = Field(default_factory=Trace, description="Steps that are written down in detail.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",

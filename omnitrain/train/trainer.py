@@ -50,6 +50,7 @@ from omnitrain.train.display import (
     show_scores,
 )
 from omnitrain.train.evaluate import Evaluation, evaluate, load_scorer
+from omnitrain.train.expert_spans import ExpertSpans
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.memory import measure_kept_memory
@@ -122,6 +123,7 @@ class Trainer:
         self.routers = Routers(self.model, recipe.train.experts)
         experts = recipe.train.experts
         self.routing = RoutingOfRun(self.model, experts.record, experts.replay, self.ranks.peers.rank)
+        self.spans = ExpertSpans(self.model, self.device, recipe.train, self.folder.path / "trace")
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
@@ -202,7 +204,9 @@ class Trainer:
             metrics = self.ranks.first(self._open_folder)
             interrupted = False
             while self.step < train.steps and not interrupted:
-                loss, norm = self.train_step(first.pop() if first else self._next_batch(steps))
+                batch = first.pop() if first else self._next_batch(steps)
+                with self.spans.step(self.step + 1, self.ranks.peers.rank):
+                    loss, norm = self.train_step(batch)
                 self.data_state = self.loader.state()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
@@ -316,8 +320,17 @@ class Trainer:
             "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
-            **({"experts": load} if (load := self.routers.read()) else {}),
+            **self._experts(),
             **self._replayed(),
+        }
+
+    def _experts(self) -> dict[str, Any]:
+        if not (layers := self.routers.read()):
+            return {}
+        exposed = self.spans.exposed(self.ranks.peers)
+        return {
+            "experts": {name: row | {"exposed": exposed.layers.get(name, 0.0)} for name, row in layers.items()},
+            "exposed_communication": {"seconds": exposed.seconds, "share": exposed.share},
         }
 
     def _replayed(self) -> dict[str, dict[str, int]]:

@@ -20,6 +20,7 @@ from omnitrain.ops.experts.routes import (
     weighted_sum_gradients,
     weighted_sums,
 )
+from omnitrain.ops.experts.spans import LayerSpans
 from omnitrain.ops.experts.tape import RoutingTape, is_replaying
 from omnitrain.ops.experts.use import backend_of, use_omnitrain_experts
 
@@ -30,6 +31,7 @@ __all__ = [
     "ExpertWeights",
     "ExpertsRow",
     "Journey",
+    "LayerSpans",
     "Recording",
     "Replayed",
     "Routes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from omnitrain.ops.experts.choose import chosen
 from omnitrain.ops.experts.declared import ExpertWeights, num_experts_of
 from omnitrain.ops.experts.grouped import ProductMemory
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.spans import NOT_RECORDED, LayerSpans
 from omnitrain.ops.experts.tape import once
 from omnitrain.ops.weight_gradients import WeightGradients
 
@@ -51,11 +53,11 @@ class Dispatcher(Protocol):
 
     bytes_sent: int
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Any:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:
         """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
         ...
 
-    def depart(self, tokens: Tensor, plan: Any) -> Journey:
+    def depart(self, tokens: Tensor, plan: Any, spans: LayerSpans) -> Journey:
         """Send a row of each of the tokens ``[T, H]`` to each of its experts. All of a journey is differentiable."""
         ...
 
@@ -65,10 +67,10 @@ class _Here:
 
     bytes_sent = 0
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Routes:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Routes:
         return sort_by_expert(top_k_index, num_experts)
 
-    def depart(self, tokens: Tensor, plan: Routes) -> _Stay:
+    def depart(self, tokens: Tensor, plan: Routes, spans: LayerSpans) -> _Stay:
         return _Stay(tokens, plan)
 
 
@@ -101,6 +103,7 @@ class ExpertSettings:
         saving: a context for the products of the rows it is given, such as one that offloads what they save of these.
         delays_weight_gradients: compute those of the matrices last, while rows' gradients are on their way.
         meanwhile: computes something else of the layer while its last results are on their way.
+        spans: told what happens when.
     """
 
     dispatcher: Dispatcher
@@ -109,6 +112,7 @@ class ExpertSettings:
     saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
     meanwhile: Callable[[], None] | None = None
+    spans: LayerSpans = NOT_RECORDED
 
 
 def set_experts(module: nn.Module, **settings: Any) -> None:
@@ -149,16 +153,17 @@ def omnitrain_experts(
         ``[T, H]`` in the dtype of ``hidden_states``.
     """
     settings = _settings(module)
-    plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module)))
+    spans = settings.spans
+    plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
     memory = ProductMemory(settings.row_budget, settings.recomputes_activation)
     compute = chosen(module, hidden_states, backend).run
     # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
-    journey = settings.dispatcher.depart(hidden_states, plan)
-    work = WeightGradients() if settings.delays_weight_gradients else None
+    journey = settings.dispatcher.depart(hidden_states, plan, spans)
+    work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
     for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.num_chunks, work)):
         rows, ends = journey.arrive(chunk)
         with settings.saving(rows) if settings.saving is not None else nullcontext():
-            results = compute(experts, rows, ends, memory)
+            results = spans.experts(chunk, rows, partial(compute, experts, rows, ends, memory))
         journey.send_back(chunk, results)
     if settings.meanwhile is not None:
         settings.meanwhile()
