@@ -48,9 +48,11 @@ class LayerSpans:
 
     def experts(self, chunk: int, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What ``compute`` makes of ``rows``. Its backward begins with the gradient of that, and ends with theirs."""
+        if not self._recorder.is_on:
+            return compute()
         with self._during("compute", "experts", chunk):
             results = compute()
-        if self._recorder.is_on and rows.requires_grad and results.requires_grad:
+        if rows.requires_grad and results.requires_grad:
             what, begun = self._what("compute", "experts", chunk, backward=True), list[Mark]()
             results.register_hook(lambda _: begun.append(self._recorder.mark()))
             rows.register_hook(lambda _: self._recorder.add(what, begun.pop(), self._recorder.mark()))
