@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
+from omnitrain.parallel.deepep import deepep_problem
 from omnitrain.parallel.experts import (
     ExpertLayer,
     chosen_layers,
@@ -292,6 +293,7 @@ class _Resolving:
         sequence_parallel = self._of_foundation("sequence_parallel", "tp", "tp")
         expert_rows = self._expert_rows()
         expert_chunks, delay_wgrad = self._overlap_of_experts(ep)
+        expert_dispatcher = self._expert_dispatcher(ep, precision)
         if degrees is None or self.problems:
             return None
         mode, dp_replicate, dp_shard = degrees
@@ -316,6 +318,7 @@ class _Resolving:
             expert_rows=expert_rows,
             expert_chunks=expert_chunks,
             delay_wgrad=delay_wgrad,
+            expert_dispatcher=expert_dispatcher,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
 
@@ -440,6 +443,22 @@ class _Resolving:
                 "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
             )
         return chunks, bool(self._merged.delay_wgrad)
+
+    def _expert_dispatcher(self, ep: int, precision: Precision) -> Literal["torch", "deepep", "auto"] | None:
+        """What moves rows of experts; ``auto`` is left to a trial where DeepEP may work."""
+        asked = self._merged.expert_dispatcher
+        if ep == 1:
+            if self._own.expert_dispatcher is not None:
+                self._problem("expert_dispatcher", f"found {asked} with ep 1, where no row travels; remove it")
+            return None
+        if asked in (None, "torch"):
+            return "torch"
+        problem = deepep_problem(self._state.device_type, precision.compute)
+        if not problem and self._merged.expert_chunks not in (None, 1):
+            problem = "DeepEP sends all rows at once, and expert_chunks asks for several parts"
+        if problem and asked == "deepep":
+            self._problem("expert_dispatcher", f"found deepep, but {problem}; use torch, or auto to fall back on it")
+        return "torch" if problem else asked
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()

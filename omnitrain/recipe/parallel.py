@@ -125,6 +125,11 @@ class ComponentPlan(Strict):
         "compute, rows of the others are on their way. 1: everything one after the other. `auto`: what the run's first "
         "steps show to be fastest. Unset: 1.",
     )
+    expert_dispatcher: Literal["torch", "deepep", "auto"] | None = Field(
+        None,
+        description="What moves rows of experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be "
+        "installed; `auto`: DeepEP where an exchange by it works at the start, else `torch`. Unset: `torch`.",
+    )
     delay_wgrad: bool | None = Field(
         None,
         description="Under `ep`, gradients of the experts' weights are computed while those of rows travel back.",
