@@ -17,20 +17,15 @@ Sides take turns within the same ranks:
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import Result, in_turn, parser, report, settle, start
+from slow_link import bytes_on_the_wire, limit, may_limit, run_ranks, seconds
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -49,39 +44,6 @@ FORMULA = (
     "bytes_ratio = bytes sent per rank and layer in a forward / (4 T H itemsize (sp - 1) / sp^2)"
 )
 RANKS, HEAD_DIM, ITEMSIZE = 2, 64, 4
-BUCKET_BITS = 4_000_000  # that pass at once; a packet must fit
-
-
-@contextmanager
-def own_loopback() -> Iterator[list[str]]:
-    """The words before a command that runs it in a network namespace, where the loopback can be limited."""
-    name = f"omnitrain_{os.getpid()}"
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    try:
-        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up", "mtu", "9000"], check=True)
-        yield ["ip", "netns", "exec", name]
-    finally:
-        subprocess.run(["ip", "netns", "del", name], check=True)
-
-
-def may_limit() -> bool:
-    """Whether a network namespace can be made and limited here."""
-    try:
-        with own_loopback() as inside:
-            return subprocess.run([*inside, "tc", "qdisc", "show"], check=False, capture_output=True).returncode == 0
-    except (OSError, subprocess.CalledProcessError):
-        return False
-
-
-def limit(bits_per_second: float) -> None:
-    """Limit the sum of all ranks' traffic; called inside the namespace."""
-    bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{BUCKET_BITS // 8}b", "latency", "400ms"]
-    subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *bucket], check=True)
-
-
-def bytes_on_the_wire() -> int:
-    """That the loopback has sent so far, headers included."""
-    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
 class Layer:
@@ -146,16 +108,6 @@ class Layer:
                     part(self.hidden)
 
 
-def seconds(run: Callable[[], Any], steps: int) -> float:
-    """Per repetition, from barrier to barrier."""
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(steps):
-        run()
-    dist.barrier()
-    return (time.perf_counter() - began) / steps
-
-
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
     """Bytes that this rank hands to all-to-alls, with what it keeps for itself."""
@@ -213,31 +165,6 @@ def run_rank(tokens: int, hidden: int, rounds: int, steps: int, rate: float | No
     }
 
 
-def run_ranks(arguments: list[str], is_limited: bool) -> dict[str, Any]:
-    """Start the ranks, each on a core, and return what the first one measured."""
-    cores = sorted(os.sched_getaffinity(0))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with own_loopback() if is_limited else nullcontext([]) as prefix:
-        ranks = []
-        for rank in range(RANKS):
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(RANKS),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-            }
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            command = [*prefix, "taskset", "-c", str(cores[rank % len(cores)])]
-            command += [sys.executable, __file__, "--as-rank", *arguments]
-            ranks.append(subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True))
-        outputs = [process.communicate()[0] for process in ranks]
-    if failed := [rank for rank, process in enumerate(ranks) if process.returncode]:
-        sys.exit(f"ranks {failed} failed")
-    return json.loads(outputs[0].splitlines()[-1])
-
-
 def main() -> None:
     """See the top of this file."""
     options = parser(__doc__ or "", rounds=7, steps=1)
@@ -256,7 +183,7 @@ def main() -> None:
     if rate != 0 and not is_limited:
         print("the loopback cannot be limited here, and is left as it is")
         arguments.append("--rate=0")
-    found = run_ranks(arguments, is_limited)
+    found = run_ranks(__file__, arguments, ranks=RANKS, is_limited=is_limited)
     rounds = found["rounds"]
     per_round = [dict(zip(rounds, values, strict=True)) for values in zip(*rounds.values(), strict=True)]
     figures = {

@@ -49,7 +49,7 @@ _GRID_VIT: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 _DEEPSTACK_VIT = _GRID_VIT | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
-_WINDOW_VIT = _GRID_VIT | {"window_size": 16, "fullatt_block_indexes": [1]}
+WINDOW_VIT = _GRID_VIT | {"window_size": 16, "fullatt_block_indexes": [1]}
 _VISION_TOKENS = {
     "image_token_id": 190,
     "video_token_id": 191,
@@ -89,7 +89,7 @@ def _qwen2_5_omni_thinker() -> PreTrainedConfig:
     return AutoConfig.for_model(
         "qwen2_5_omni_thinker",
         text_config=_TEXT | {"rope_parameters": rope},
-        vision_config=_WINDOW_VIT,
+        vision_config=WINDOW_VIT,
         audio_config=_AUDIO,
         position_id_per_seconds=25,
         **_OMNI_TOKENS,
@@ -151,11 +151,29 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl": _vision(
         "qwen2_5_vl",
         {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
-        _WINDOW_VIT | {"tokens_per_second": 2},
+        WINDOW_VIT | {"tokens_per_second": 2},
         **_VISION_TOKENS,
     ),
     "qwen3_vl": _vision("qwen3_vl", _HEAD | _MROPE, _DEEPSTACK_VIT, **_VISION_TOKENS),
     "qwen3_vl_moe": _vision("qwen3_vl_moe", _HEAD | _MROPE | _EXPERTS, _DEEPSTACK_VIT, **_VISION_TOKENS),
+    "ernie4_5_vl_moe": _vision(
+        "ernie4_5_vl_moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_intermediate_size": [32, 16],
+            "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": {"rope_type": "default", "mrope_section": [3, 3, 2], "rope_theta": 1e4},
+        },
+        _VIT | {"spatial_merge_size": 2, "num_heads": 2},
+        image_start_token_id=192,
+        image_end_token_id=193,
+        image_token_id=190,
+        video_start_token_id=194,
+        video_end_token_id=195,
+        video_token_id=191,
+    ),
     "qwen3_5": _vision(
         "qwen3_5", _HEAD | _MROPE | _LINEAR, _GRID_VIT | {"num_position_embeddings": 64}, **_VISION_TOKENS
     ),

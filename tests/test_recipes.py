@@ -107,13 +107,27 @@ def steps_on_a_rank(name: str, overrides: list[str]) -> int:
 def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
-    layout = ["train.micro_batches=2", "parallel.default.ulysses=2", "parallel.default.ep=2"]
+    layout = [
+        "train.micro_batches=2",
+        "parallel.default.ulysses=2",
+        "parallel.default.ep=2",
+        "parallel.default.expert_chunks=2",
+    ]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
     assert ranks.run(steps_on_a_rank, "long_experts", overrides, timeout_s=120, world=4) == [2] * 4
     (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
     assert all(layer["load"] >= 1 and layer["bytes"] > 0 for layer in line["experts"].values())
 
 
+def test_rows_and_calls_of_the_tower_lie_on_several_ranks(
+    ranks: RankPool, tiny: dict[str, str], tmp_path: Path
+) -> None:
+    parts = [f"model.foundation={tiny['llama']}", f"model.encoders.image_encoder.tower={tiny['qwen2_5_vl']}"]
+    layout = ["parallel.default.ulysses=2", "parallel.components.image_encoder.ulysses=2"]
+    overrides = [*parts, *layout, f"data.train=[{{path: {tiny['images']}}}]", f"output_dir={tmp_path / 'run'}"]
+    assert ranks.run(steps_on_a_rank, "long_documents", overrides, timeout_s=120, world=4) == [2] * 4
+
+
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
-    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts"}
+    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents"}
     assert set(list_recipes()) == run_here | {"quickstart"}

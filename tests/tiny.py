@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ FOUNDATION = {
     "head_dim": 8,
     "tie_word_embeddings": True,
 }
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 16,
@@ -176,9 +178,9 @@ def tiny_row(task: str, seed: int) -> Row:
     return Row(id=f"{task}/{seed}", source=task, messages=messages, media=media, extra={})
 
 
-def tiny_samples(processor: OmniProcessor, count: int = 14) -> list[Sample]:
-    """Samples of all tasks in turn."""
-    made = [processor.sample(tiny_row(TASKS[i % len(TASKS)], seed=i), index=i) for i in range(count)]
+def tiny_samples(processor: OmniProcessor, count: int = 14, tasks: Sequence[str] = TASKS) -> list[Sample]:
+    """Samples of these tasks in turn."""
+    made = [processor.sample(tiny_row(tasks[i % len(tasks)], seed=i), index=i) for i in range(count)]
     rejected = [sample for sample in made if isinstance(sample, Rejected)]
     assert not rejected, rejected
     return [sample for sample in made if isinstance(sample, Sample)]
@@ -225,5 +227,16 @@ def tiny_recipe(folder: Path, rows: int = 28, **train: Any) -> Path:
         "train": {"steps": 4, "cpu_threads": 1, "log_every": 1, "optimizer": {"warmup_steps": 1}} | train,
     }
     path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path
+
+
+def tiny_moe_recipe(folder: Path) -> Path:
+    """The same over text alone, two packs per step, of a language model with eight experts per layer."""
+    path = tiny_recipe(folder, micro_batches=2)
+    recipe = yaml.safe_load(path.read_text())
+    config = {key: value for key, value in FOUNDATION.items() if key != "head_dim"} | EXPERTS
+    recipe["model"] = {"foundation": {"config": config}, "tokenizer": recipe["model"]["tokenizer"]}
+    write_parquet(Path(recipe["data"]["train"][0]["path"]), [tiny_row("text", seed) for seed in range(28)])
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     return path

@@ -8,6 +8,7 @@ their results enter its loss with a factor of zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,7 @@ class Share:
             its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
         part: the tokens of the pack that this rank runs the foundation over; None: all of them.
         cut: components whose exchange returns only the rows for these tokens.
+        together: component -> makes the context in which all ranks that share the pack make its calls together.
     """
 
     calls: Mapping[str, int] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Share:
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
     part: RowPart | None = None
     cut: Collection[str] = ()
+    together: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
         minimal: list[_Made] = []
         for name in names:  # in one order on all ranks, with data or without
             calls = share.work[name] if name in share.work else own_calls(model, pack, name)
-            made[name] = [_encoded(model, name, call) for call in calls]
+            with share.together.get(component, nullcontext)():
+                made[name] = [_encoded(model, name, call) for call in calls]
             minimal += [_minimal(model, name) for _ in range(share.calls.get(name, 0) - len(calls))]
         idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
         if component in share.exchanges:

@@ -20,6 +20,7 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
+from omnitrain.models.left_out import call_what_is_left_out
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
 from omnitrain.models.native.text_run import StopRunError, first_block
 from omnitrain.models.part import cut_pack, here
@@ -89,6 +90,7 @@ class FoundationRunner:
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
+        call_what_is_left_out(model, [kind for kind in self.contract.left_out if not kind.problem])
 
     def skip_unread_rows(self) -> Counter[str]:
         """From now on, what the contract calls row-local computes only rows that a loss reads.

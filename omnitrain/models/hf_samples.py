@@ -12,6 +12,7 @@ from omnitrain.data.pack import IGNORED
 from omnitrain.data.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.native import Discovery
+from omnitrain.models.native.placeholders import MODALITY_CODES
 
 IDLE = "idle"  # source and id of samples that stand in for none
 
@@ -26,8 +27,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         index: position of the sample, and its id.
 
     Raises:
-        UserError: a required argument is missing, labels are not the ids, media without placeholders, or media that
-            the model does not read.
+        UserError: a required argument is missing, labels are not the ids, media without placeholders, media that
+            the model does not read, or media of modalities that share a placeholder.
     """
     for name in ("input_ids", "labels"):
         if name not in arguments:
@@ -42,7 +43,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     }
     _require_read(native, arguments, index)
     given = {modality: arrays for modality, arrays in features.items() if arrays}
-    spans = [_span(modality, native.ports[modality].token_id, arrays, ids) for modality, arrays in given.items()]
+    places = _places(native, list(given), ids, index)
+    spans = [_span(modality, native.ports[modality].token_id, given[modality], at) for modality, at in places.items()]
     extras = native.extras(ids, trained)
     token_inputs = {name: np.asarray(arguments.get(name, values)).reshape(-1) for name, values in extras.items()}
     media = {name: array for arrays in given.values() for name, array in arrays.items()}
@@ -75,8 +77,21 @@ def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -
         raise UserError(f"sample {index}: {', '.join(unread)} would not be read; the model reads {takes}{reasons}")
 
 
-def _span(modality: str, token: int, features: dict[str, np.ndarray], ids: np.ndarray) -> MediaSpan:
-    where = np.flatnonzero(ids == token)
+def _places(native: Discovery, modalities: Sequence[str], ids: np.ndarray, index: int) -> dict[str, np.ndarray]:
+    """Modality -> ``[rows]`` int64, its tokens. Those of videos may be images', too; marks around them tell."""
+    tokens = [native.ports[modality].token_id for modality in modalities]
+    if len(set(tokens)) == len(tokens):
+        return {modality: np.flatnonzero(ids == token) for modality, token in zip(modalities, tokens, strict=True)}
+    if native.extras.video_marks is None:
+        raise UserError(
+            f"sample {index} has features of {' and '.join(modalities)}, whose rows have the same token in this model: "
+            "which are whose cannot be told; give media of one of them, or a Sample, whose spans say it"
+        )
+    types = native.extras.modalities(ids)
+    return {modality: np.flatnonzero(types == MODALITY_CODES[modality]) for modality in modalities}
+
+
+def _span(modality: str, token: int, features: dict[str, np.ndarray], where: np.ndarray) -> MediaSpan:
     if not len(where):
         raise UserError(f"a sample has {modality} features ({', '.join(features)}) and no token {token} for their rows")
     item = MediaItem(features, len(where))

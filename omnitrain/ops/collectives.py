@@ -55,6 +55,16 @@ def gather_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) ->
     return rows
 
 
+def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum of all ranks' tensors: the transpose of :func:`gather_rows`, with the same arguments.
+
+    Returns:
+        ``[counts of this rank, ...]``, added up in fp32.
+    """
+    rows: Tensor = _ScatterRows.apply(whole, list(counts), group)
+    return rows
+
+
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[ranks, ...]`` of each rank's ``[...]``; without a graph."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
@@ -102,19 +112,38 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.counts, ctx.group = counts, group
-        padded = own.new_zeros(max(counts), *own.shape[1:])
-        padded[: len(own)] = own
-        return torch.cat([rows[:count] for rows, count in zip(gathered(padded, group), counts, strict=True)])
+        return _gathered_rows(own, counts, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ranks, own = len(ctx.counts), ctx.counts[ctx.group.rank()]
-        parts = gradient.new_empty(ranks * own, *gradient.shape[1:])
-        dist.all_to_all_single(parts, gradient.contiguous(), [own] * ranks, ctx.counts, group=ctx.group)
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        summed = parts.view(ranks, own, *gradient.shape[1:]).sum(0, dtype=wide)
-        return summed.to(gradient.dtype), None, None
+        return _summed_rows(gradient, ctx.counts, ctx.group), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _summed_rows(whole, counts, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered_rows(gradient, ctx.counts, ctx.group), None, None
+
+
+def _gathered_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    padded = own.new_zeros(max(counts), *own.shape[1:])
+    padded[: len(own)] = own
+    return torch.cat([rows[:count] for rows, count in zip(gathered(padded, group), counts, strict=True)])
+
+
+def _summed_rows(whole: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+    ranks, own = len(counts), counts[group.rank()]
+    parts = whole.new_empty(ranks * own, *whole.shape[1:])
+    dist.all_to_all_single(parts, whole.contiguous(), [own] * ranks, counts, group=group)
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    return parts.view(ranks, own, *whole.shape[1:]).sum(0, dtype=wide).to(whole.dtype)
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ class ActivationOffload:
         self.num_bytes = 0
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: weakref.ref[_Block] | None = None
+        self._last: weakref.ref[_Call] | None = None
         self._open: list[ExitStack] = []
 
     def attach(self, block: nn.Module) -> None:
@@ -48,7 +48,20 @@ class ActivationOffload:
     @contextmanager
     def saving(self, block: nn.Module) -> Iterator[None]:
         """What is saved inside goes to host memory; parameters of ``block`` do not."""
-        call = _Block(self, {_storage(tensor) for tensor in block.parameters()}, self._last)
+        parameters = {_storage(tensor) for tensor in block.parameters()}
+        with self._saved(lambda storage: storage not in parameters):
+            yield
+
+    @contextmanager
+    def saving_only(self, tensor: Tensor) -> Iterator[None]:
+        """Of what is saved inside, what has the memory of ``tensor`` goes to host memory."""
+        wanted = _storage(tensor)
+        with self._saved(lambda storage: storage == wanted):
+            yield
+
+    @contextmanager
+    def _saved(self, is_wanted: Callable[[int], bool]) -> Iterator[None]:
+        call = _Call(self, is_wanted, self._last)
         self._last = weakref.ref(call)
         with saved_tensors_hooks(call.pack, call.unpack):
             yield
@@ -83,12 +96,14 @@ class ActivationOffload:
         return tensor, event
 
 
-class _Block:
-    """One call of a block: the tensors it saved, and the call before it."""
+class _Call:
+    """One call of something: the tensors it saved, and the call before it."""
 
-    def __init__(self, offload: ActivationOffload, parameters: set[int], previous: weakref.ref[_Block] | None) -> None:
+    def __init__(
+        self, offload: ActivationOffload, is_wanted: Callable[[int], bool], previous: weakref.ref[_Call] | None
+    ) -> None:
         self.offload = offload
-        self._parameters = parameters
+        self._is_wanted = is_wanted
         self._previous = previous
         self._saved: list[weakref.ref[_Saved]] = []
         self._seen: dict[tuple[Any, ...], tuple[Tensor, _Saved]] = {}  # keeps tensors alive, so that places are theirs
@@ -96,7 +111,7 @@ class _Block:
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         storage = _storage(tensor)
-        if storage in self._parameters or not self.offload.is_taken(tensor):
+        if not self._is_wanted(storage) or not self.offload.is_taken(tensor):
             return tensor
         place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if place not in self._seen:
@@ -115,7 +130,7 @@ class _Block:
         return packed.tensor()
 
     def close(self) -> None:
-        """The block has saved all that it saves."""
+        """It has saved all that it saves."""
         self._seen.clear()
 
     def fetch(self) -> None:
@@ -131,13 +146,13 @@ class _Block:
 class _Saved:
     """A tensor in host memory, as long as autograd wants it."""
 
-    def __init__(self, block: _Block, host: Tensor) -> None:
-        self.block = block  # lives as long as one of its tensors is wanted
+    def __init__(self, call: _Call, host: Tensor) -> None:
+        self._call = call  # lives as long as one of its tensors is wanted
         self._host = host
         self._ready: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def fetch(self) -> None:
-        self._ready = self.block.offload.back(self._host)
+        self._ready = self._call.offload.back(self._host)
 
     def tensor(self) -> Tensor:
         assert self._ready is not None

@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.shared_tower import SharedTower
 from omnitrain.ops.compile import CompiledBlocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.async_ulysses import DrivenModules
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.tokens import DividedTokens
 from omnitrain.recipe.parallel import ComponentPlan
 
 _ATTRIBUTE = "_applied_layout"
@@ -33,6 +35,8 @@ class AppliedComponent:
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
         driven: its attention modules, where projections shall overlap all-to-alls.
+        tokens: whether tensor parallel ranks have some of its tokens between blocks, where they shall.
+        tower: its blocks, where ranks that share a sequence make its calls together.
     """
 
     name: str
@@ -44,6 +48,8 @@ class AppliedComponent:
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
     driven: DrivenModules | None = None
+    tokens: DividedTokens | None = None
+    tower: SharedTower | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -147,13 +153,15 @@ def _unit(model: OmniModel, name: str) -> FSDPModule:
 def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutRow:
     plan = component.plan
     assert plan.precision is not None
-    offload = {
+    offload: dict[str, bool | None] = {
         "activations": plan.activation_offload,
+        **{tensor.replace("_", " "): True for tensor in plan.offloaded_tensors or ()},
         "parameters": plan.parameter_offload,
         "optimizer": plan.optimizer_offload,
     }
     found = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     ops = f" ({len(plan.saved_ops)} ops kept)" if plan.saved_ops is not None else ""
+    ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
     return LayoutRow(
         name=component.name,
         mode=plan.mode or "",
@@ -177,4 +185,4 @@ def _mesh(component: AppliedComponent) -> str:
 def _sequence(component: AppliedComponent) -> str:
     degrees = {"ulysses": component.plan.ulysses or 1, "cp": component.plan.cp or 1}
     shared = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    return ", ".join(str(part) for part in (shared, component.driven) if part) or "whole"
+    return ", ".join(str(part) for part in (shared, component.driven, component.tokens) if part) or "whole"

@@ -89,12 +89,14 @@ class OwnHeadsShard:
 
 def drive(module: nn.Module, manner: Manner) -> None:
     """Make ``module`` run by :func:`run_driven` wherever its mask says that ranks exchange rows for heads."""
-    plain = module.forward
-    signature = inspect.signature(plain)
+    signature = inspect.signature(module.forward)
+    own = vars(module).get("forward")  # that of an operation put in from outside
+    function = type(module).forward if own is None else own.__func__
 
     @torch.compiler.disable  # what is on its way between ranks cannot be traced
     @wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = MethodType(function, self)  # of a deep copy, its own
         shard = _shard_in((args, kwargs))
         if shard is None or shard.split.sp == 1:
             return plain(*args, **kwargs)

@@ -13,31 +13,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
+from omnitrain.models.left_out import any_layer
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.experts import (
-    Routes,
-    backend_of,
-    combine_rows,
-    experts_in,
-    is_replaying,
-    set_dispatcher,
-    set_row_budget,
-    sort_by_expert,
-    take_rows,
-    use_omnitrain_experts,
-)
+from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
+from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
+from omnitrain.parallel.shared_experts import Early, shared_experts
 from omnitrain.recipe.globs import matches
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+
+_SPREADS = "ep_dispatch_experts"  # the style in plans of transformers
 
 
 @dataclass(frozen=True)
@@ -67,11 +58,41 @@ def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
     return {name: tuple(layers) for name, layers in found.items()}
 
 
-def chosen_layers(layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None) -> tuple[ExpertLayer, ...]:
-    """Those that ``ep_plan`` names; without one, all of them."""
+def chosen_layers(
+    model: OmniModel, layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None
+) -> tuple[ExpertLayer, ...]:
+    """Those ``layers`` of a component that ``ep_plan`` names; without one, those that the model's own plan names.
+
+    Where that names none of them, all: most models that have a plan spread exactly what they declare as experts.
+    """
     if ep_plan is None:
-        return tuple(layers)
+        own = set(spread_by_transformers(model))
+        return tuple(layer for layer in layers if layer.name in own) or tuple(layers)
     return tuple(layer for layer in layers if any(matches(glob, name) for glob in ep_plan for name in layer.weights))
+
+
+def spread_by_transformers(model: OmniModel) -> list[str]:
+    """Names of the modules that the expert parallel plans of the HF models in ``model`` dispatch tokens to."""
+    found: dict[str, None] = {}
+    for root, part in model.named_modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            said = {name for name, style in (part.ep_plan or {}).items() if style == _SPREADS}
+            own = (name for name, _ in part.named_modules() if any_layer(name) in said)
+            found |= dict.fromkeys(f"{root}.{name}" for name in own)
+    return list(found)
+
+
+def own_plan_problems(
+    model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan
+) -> Iterator[str]:
+    """What the model's own plan spreads, which is taken without globs, but cannot be spread here."""
+    known = {layer.name for own in layers.values() for layer in own}
+    other = [name for name in spread_by_transformers(model) if name not in known]
+    if other and plan.ep_plan is None and known:
+        yield (
+            f"{plan.path_of(FOUNDATION, 'ep')}.ep: the model's own plan also spreads {other[0]}, which does not ask "
+            "transformers' ExpertsInterface; use 1, or name the others in ep_plan"
+        )
 
 
 def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mapping[str, int]) -> Iterator[str]:
@@ -99,11 +120,13 @@ def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None
     """Let the experts of ``layers`` compute so many rows at a time."""
     for layer in layers:
         module = model.get_submodule(layer.name)
-        set_row_budget(module, rows)
+        set_experts(module, row_budget=rows)
         use_omnitrain_experts(module, layer.backend)
 
 
-def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+def spread_experts(
+    model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, tp_mesh: DeviceMesh, plan: ComponentPlan
+) -> None:
     """Keep this rank's part of the experts of ``layers``, and let tokens travel to theirs.
 
     Args:
@@ -111,6 +134,7 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
         layers: their numbers of experts are multiples of the mesh's size.
         mesh: ``[ep]``.
         tp_mesh: ``[tp]``, ranks that hold the same tokens.
+        plan: of their component.
     """
     # A shard of a shard is put together in two steps, of which torch warns; it is done when weights are saved.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -118,7 +142,13 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
         module = model.get_submodule(layer.name)
         for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
-        set_dispatcher(module, RankDispatcher(mesh.get_group(), tp_mesh.get_group()))
+        alike = tp_mesh.get_group() if tp_mesh.size() > 1 else None
+        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), plan.expert_chunks or 1, alike)
+        set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
+        if (plan.expert_chunks or 1) > 1:
+            above = model.get_submodule(layer.name.rpartition(".")[0])
+            if (shared := shared_experts(above, module)) is not None:
+                set_experts(module, meanwhile=Early(above, shared).compute)
         use_omnitrain_experts(module, layer.backend)
 
 
@@ -126,121 +156,3 @@ def _own_part(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """No rank sends another anything: all have the same weights. The rest of them is freed."""
     part = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     return nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False), requires_grad=weight.requires_grad)
-
-
-@dataclass(frozen=True, eq=False)
-class Travel:
-    """The ways of one layer's rows.
-
-    Attributes:
-        share: which of the tokens this rank sends: all, or its part of those that tensor parallel ranks hold alike.
-        routes: this rank's tokens to rows sorted by expert, and so by the rank that has it.
-        sent: rows that go to each rank.
-        received: rows that come from each rank.
-        arrived: rows as they come, by sender, to rows sorted by this rank's experts.
-        returning: the inverse.
-    """
-
-    share: slice
-    routes: Routes
-    sent: list[int]
-    received: list[int]
-    arrived: Routes
-    returning: Routes
-
-
-class RankDispatcher:
-    """All-to-alls of rows among the ranks of ``group``, each of which has an equal part of the experts, in order.
-
-    Every rank takes part in every call, with any number of tokens. Planning waits for the device once; the other steps
-    do not.
-
-    Args:
-        group: of the experts.
-        alike: ranks that hold the same tokens; each sends its part of them. A rank's gradients of what they hold alike
-            are its own part of it, as everywhere in tensor parallelism: they add up over these ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, alike: dist.ProcessGroup) -> None:
-        self.group, self.alike = group, alike
-        self.bytes_sent = 0
-        self._rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Travel:
-        """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
-        share = _share(top_k_index.size(0), self.alike)
-        routes = sort_by_expert(top_k_index[share], num_experts)
-        to_send = routes.counts.view(self.size, -1)
-        to_get = torch.empty_like(to_send)
-        dist.all_to_all_single(to_get, to_send, group=self.group)
-        sent, received = torch.stack([to_send.sum(1), to_get.sum(1)]).tolist()
-        own = torch.arange(to_get.size(1), device=to_get.device).repeat(self.size)
-        of_row = own.repeat_interleave(to_get.view(-1), output_size=sum(received))
-        arrived = sort_by_expert(of_row.unsqueeze(-1), to_get.size(1))
-        returning = Routes(arrived.row_of_slot.view(-1), arrived.token_of_row.unsqueeze(-1), arrived.ends)
-        return Travel(share, routes, sent, received, arrived, returning)
-
-    def dispatch(self, tokens: Tensor, plan: Travel) -> tuple[Tensor, Tensor]:
-        """Rows of the tokens that chose this rank's experts, sorted by these, and where each expert's end."""
-        rows = self._exchanged(take_rows(tokens[plan.share], plan.routes), plan.sent, plan.received)
-        return take_rows(rows, plan.arrived), plan.arrived.ends
-
-    def combine(self, rows: Tensor, weights: Tensor, plan: Travel) -> Tensor:
-        """The way back, and the weighted sum where the tokens are."""
-        results = self._exchanged(take_rows(rows, plan.returning), plan.received, plan.sent)
-        own = combine_rows(results, weights[plan.share], plan.routes)
-        if dist.get_world_size(self.alike) == 1:
-            return own
-        return gather_rows(own, _shares(weights.size(0), dist.get_world_size(self.alike)), self.alike)
-
-    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        if not is_replaying():
-            self.bytes_sent += (sum(sent) - sent[self._rank]) * rows.size(1) * rows.element_size()
-        return exchange_rows(rows, sent, received, self.group)
-
-
-def _shares(num_tokens: int, ranks: int) -> list[int]:
-    """How many of the tokens that ``ranks`` hold alike each of them sends."""
-    each, left = divmod(num_tokens, ranks)
-    return [each + (rank < left) for rank in range(ranks)]
-
-
-def _share(num_tokens: int, alike: dist.ProcessGroup) -> slice:
-    """This rank's run of them."""
-    stops = list(accumulate(_shares(num_tokens, dist.get_world_size(alike)), initial=0))
-    return slice(*stops[dist.get_rank(alike) :][:2])
-
-
-def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows to the ranks of ``group`` in order, and theirs from them; gradients go the way back.
-
-    Args:
-        rows: ``[sum of sent, H]``.
-        sent: rows for each rank.
-        received: rows from each rank.
-        group: all of its ranks call this, forward and backward.
-
-    Returns:
-        ``[sum of received, H]``.
-    """
-    moved: Tensor = _ExchangeRows.apply(rows, sent, received, group)
-    return moved
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.ways = sent, received, group
-        return _moved(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, group = ctx.ways
-        return _moved(gradients[0], received, sent, group), None, None, None
-
-
-def _moved(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), rows.size(1))
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out

@@ -126,7 +126,7 @@ class _Routing:
 
     def everywhere(self) -> Replayed:
         """What the replay changed, added up over the ranks that have tokens of their own."""
-        totals = [sum(getattr(changed, name) for changed in self._changed) for name in ("near_ties", "others")]
+        totals = [sum(int(getattr(changed, name)) for changed in self._changed) for name in ("near_ties", "others")]
         return Replayed(*(round(_summed(self._model, total)) for total in totals))
 
 

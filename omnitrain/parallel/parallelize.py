@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,22 +13,27 @@ from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.compile import CompiledBlocks, compile_blocks
+from omnitrain.models.shared_tower import SharedTower
+from omnitrain.ops.compile import compile_blocks
+from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
-from omnitrain.parallel.async_ulysses import DrivenModules, drive_foundation
+from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, spread_experts
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
+from omnitrain.parallel.sequence import part_of_call
 from omnitrain.parallel.shard import Sharding, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
 from omnitrain.parallel.tensor.apply import cut_tensors
-from omnitrain.parallel.tensor.plan import tensor_plan
-from omnitrain.parallel.tensor.trial import require_same_math
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
+from omnitrain.parallel.tensor.tokens import DividedTokens, divide_tokens
+from omnitrain.parallel.tensor.trial import require_same_math, try_tokens
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
 from omnitrain.parallel.weights import load_weights, require_equal_weights, require_weights
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -84,6 +91,7 @@ def build_parallelize_model(
     elif adapters_of(omni):
         raise UserError("the model has LoRA adapters, and weights_path would replace what is below them; load it first")
     require_same_math(omni.foundation, tensors.styles, state)
+    tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
     _freeze(omni, plans)
     if weights_path is not None:
@@ -94,10 +102,13 @@ def build_parallelize_model(
         omni.to(init_device)
     _set_precision(omni, plans)
     require_equal_weights(omni)
-    cut_tensors(omni, tensors.styles, state.tp_mesh)
+    ends = () if tokens is None else tokens.ends_in(tensors.styles)
+    cut_tensors(omni, tensors.styles, state.tp_mesh, ends)
+    if tokens is not None and not tokens.problem:
+        divide_tokens(omni.foundation, [omni.get_submodule(name) for name in ends], state.tp_mesh.get_group())
     experts = _spread_experts(omni, plans, plan, state)
-    is_driven = plans[FOUNDATION].async_ulysses and state.size("sp") > 1
-    driven = drive_foundation(omni, state.size("sp")) if is_driven else None
+    driven = drive_foundation(omni, state.size("sp")) if plans[FOUNDATION].async_ulysses else None
+    towers = _share_towers(omni, plans, state)
     units = find_units(omni, experts)
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None
@@ -105,7 +116,8 @@ def build_parallelize_model(
     parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
     shard(omni, units, how)
-    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, compiled, driven))
+    done = {"compiled": compiled, "driven": driven, "tokens": tokens}
+    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, towers, done))
     return omni
 
 
@@ -115,6 +127,19 @@ def _as_omni(model: PreTrainedModel) -> OmniModel:
     if layout_of(model) is not None:
         raise UserError("the model is parallelized already; build a new one for another layout")
     return model
+
+
+def _divided_tokens(
+    model: OmniModel, plan: ComponentPlan, tensors: TensorPlan, state: ParallelState
+) -> DividedTokens | None:
+    """What becomes of the tokens between blocks; None: nobody wants them divided."""
+    if not plan.sequence_parallel:
+        return None
+    if plan.compile:
+        return DividedTokens("its blocks are compiled")
+    if drawn := drawn_in_training(model.foundation.config):  # ranks would draw apart, which must draw alike
+        return DividedTokens(f"it draws at random in training ({', '.join(drawn)})")
+    return try_tokens(model.foundation, tensors.styles, state)
 
 
 def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
@@ -143,13 +168,22 @@ def _spread_experts(
     """Component -> names of its modules of experts that are now spread over ranks."""
     spread = {}
     for name, layers in expert_layers(model).items():
-        chosen = chosen_layers(layers, plan.ep_plan)
+        chosen = chosen_layers(model, layers, plan.ep_plan)
         if plans[name].expert_rows is not None:
             bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:
-            spread_experts(model, chosen, state.ep_mesh, state.tp_mesh)
+            spread_experts(model, chosen, state.ep_mesh, state.tp_mesh, plans[name])
             spread[name] = tuple(layer.name for layer in chosen)
     return spread
+
+
+def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
+    """The components whose calls are made by all ranks of a sequence together."""
+    return {
+        name: SharedTower(model, parameters.values(), partial(part_of_call, state))
+        for name, parameters in model.components.items()
+        if name != FOUNDATION and (plans[name].ulysses or 1) > 1
+    }
 
 
 def _keep_activations(
@@ -159,12 +193,16 @@ def _keep_activations(
     offloads: dict[str, ActivationOffload] = {}
     for name, plan in plans.items():
         blocks = [model.get_submodule(block) for block in units[name].blocks]
-        if plan.activation_offload:
+        if plan.activation_offload or plan.offloaded_tensors:
             offloads[name] = ActivationOffload(torch.device(state.device_type))
         offload = offloads.get(name)
-        if plan.recompute != "none":
+        if plan.recompute == "parts":
+            recompute_parts(model, units[name].blocks, plan.recomputed_parts or ())
+        elif plan.recompute != "none":
             recompute_blocks(blocks, plan.saved_ops, around=offload.saving if offload else None)
-        elif offload is not None:
+        if offload is not None and plan.offloaded_tensors:
+            offload_tensors(model, units[name].blocks, plan.offloaded_tensors, offload)
+        elif offload is not None and plan.recompute in ("none", "parts"):
             for block in blocks:
                 offload.attach(block)
     return offloads
@@ -206,8 +244,8 @@ def _layout(
     units: Mapping[str, ComponentUnits],
     parameters: Mapping[str, tuple[str, ...]],
     activations: Mapping[str, ActivationOffload],
-    compiled: CompiledBlocks | None,
-    driven: DrivenModules | None,
+    towers: Mapping[str, SharedTower],
+    of_foundation: Mapping[str, Any],
 ) -> AppliedLayout:
     own = dict(model.named_parameters())
     return AppliedLayout(
@@ -221,8 +259,8 @@ def _layout(
                 parameters=parameters[name],
                 is_trained=any(own[path].requires_grad for path in parameters[name]),
                 activations=activations.get(name),
-                compiled=compiled if name == FOUNDATION else None,
-                driven=driven if name == FOUNDATION else None,
+                tower=towers.get(name),
+                **(of_foundation if name == FOUNDATION else {}),
             )
             for name, plan in plans.items()
         },

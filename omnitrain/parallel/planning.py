@@ -59,6 +59,7 @@ def topology_of(model: OmniModel, places: Mapping[str, Place] | None = None) -> 
             place=planned.get(name, "local"),
             num_replicas=copies[name],
             is_trained=trained[name],
+            is_shared=layout is not None and layout.components[name].tower is not None,
         )
         for name in (*model.ports, FOUNDATION)
     ]

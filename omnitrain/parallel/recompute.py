@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from omnitrain.ops.attention import inside, packed_row
 from omnitrain.ops.experts import RoutingTape, is_experts
 from omnitrain.ops.unread_rows import reading, rows_read
+from omnitrain.parallel.tensor.tokens import dividing, tokens_divided
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -57,6 +58,18 @@ def recompute_blocks(
         layer._gradient_checkpointing_func = partial(_checkpointed, context, partial(_contexts, kept, has_routers))
 
 
+def recompute_modules(modules: Iterable[nn.Module]) -> None:
+    """Keep only the inputs of each call of these in training, and compute the rest again in the backward."""
+    for module in modules:
+        module.forward = partial(_called_again, module, module.forward)
+
+
+def _called_again(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, None, True), **kwargs)
+
+
 def find_op(name: str) -> Any:
     """The op ``NAMESPACE.OP`` or ``NAMESPACE.OP.OVERLOAD`` of torch; None: there is none of that name."""
     found: Any = torch.ops
@@ -79,7 +92,11 @@ def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
     gradient, or another number of rows on some rank.
     """
     forward: list[MakeContext] = []
-    again: list[MakeContext] = [partial(inside, packed_row()), partial(reading, rows_read())]
+    again: list[MakeContext] = [
+        partial(inside, packed_row()),
+        partial(reading, rows_read()),
+        partial(dividing, tokens_divided()),
+    ]
     if has_routers:
         tape = RoutingTape()
         forward, again = [tape.recording], [*again, tape.replaying]

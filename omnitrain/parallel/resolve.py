@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.models.contract.sequence import sequence_contract_of
+from omnitrain.models.contract.sequence import SequenceContract, sequence_contract_of
+from omnitrain.models.contract.tower import attached_tower_contract, native_tower_contract
+from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
-from omnitrain.parallel.experts import ExpertLayer, chosen_layers, ep_plan_problems, expert_layers
+from omnitrain.parallel.experts import (
+    ExpertLayer,
+    chosen_layers,
+    ep_plan_problems,
+    expert_layers,
+    own_plan_problems,
+)
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.state import ParallelState
@@ -21,7 +31,16 @@ from omnitrain.parallel.ulysses import head_problem
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, Precision, raise_problems
+from omnitrain.recipe.parallel import (
+    AXES,
+    FOUNDATION,
+    ComponentPlan,
+    OffloadedTensor,
+    ParallelPlan,
+    Precision,
+    RecomputedPart,
+    raise_problems,
+)
 
 _MISSING_AXES = {
     "pp": "pipeline parallelism",
@@ -70,12 +89,14 @@ def resolve_plans(
     unfit = list(lora_problems(adapters_of(model) | adapters, layers, plan, state))
     problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
     problems += _sequence_problems(model, plan, state)
+    problems += _left_out_problems(model, state)
+    problems += _tower_problems(model, plan, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
-    problems += _dense_problems(model, layers, plan, state)
+    problems += _spread_problems(model, layers, plan, state)
     plans = {}
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
-        spread = chosen_layers(layers[name], plan.ep_plan)
+        spread = chosen_layers(model, layers[name], plan.ep_plan)
         resolving = _Resolving(
             name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread, name in adapters
         )
@@ -133,11 +154,16 @@ def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
                 yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
 
 
-def _dense_problems(
+def _spread_problems(
     model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
 ) -> Iterator[str]:
-    """A model without experts has nothing to spread."""
-    if state.size("ep") > 1 and not any(layers.values()):
+    """A model without experts has nothing to spread, and one rank nowhere to."""
+    if state.size("ep") == 1:
+        if plan.ep_plan:
+            yield "ep_plan: found with ep 1, which spreads nothing; set ep above 1, or remove it"
+        return
+    yield from own_plan_problems(model, layers, plan)
+    if not any(layers.values()):
         yield (
             f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
             f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
@@ -145,23 +171,68 @@ def _dense_problems(
 
 
 def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """Ranks share the sequence of the foundation alone, if that may lie on several ranks and its heads divide."""
-    for name, own in plan.components.items():
-        for axis in ("ulysses", "cp"):
-            if name != FOUNDATION and (getattr(own, axis) or 1) > 1:
-                yield (
-                    f"components.{name}.{axis}: found {getattr(own, axis)}, but only the foundation's sequence is "
-                    "shared; remove it (`place: group` shares the media among these ranks)"
-                )
+    """Ranks share the foundation's sequence if that may lie on several ranks and its heads divide."""
     if state.size("sequence") == 1:
         return
     found = sequence_contract_of(model.foundation, model.runner.contract)
     if found.problem:
         kind = type(model.foundation).__name__
         yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+    config = model.foundation.config
+    dropped = [name for name in drawn_in_training(config) if re.search(r"att.*drop", name)]
+    if state.size("cp") > 1 and dropped:
+        yield (
+            f"parallel state: found {state.shape}, but attention around a ring does not honour dropout "
+            f"({', '.join(dropped)} in the foundation's config); set cp to 1, or that to 0"
+        )
     for heads in found.heads:
         if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
             yield f"parallel state: found {state.shape}: {problem}"
+
+
+def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
+    """Ranks must call the same modules, whatever their samples are."""
+    for found in model.runner.contract.left_out if state.size("loss") > 1 else ():
+        if found.problem:
+            yield (
+                f"parallel state: found {state.shape}, but only some samples call {found.module} of "
+                f"{type(model.foundation).__name__}, and other ranks would wait for it: {found.problem}; use one rank"
+            )
+
+
+def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """The ranks that share the foundation's sequence may share each call of a tower, too, if it permits that."""
+    ranks = state.size("sequence")
+    for name, own in plan.components.items():
+        if name == FOUNDATION or name not in model.components:
+            continue
+        path, instead = f"components.{name}", "remove it (`place: group` shares whole items among these ranks)"
+        if (own.cp or 1) > 1:
+            yield f"{path}.cp: found {own.cp}, but only the foundation has a ring; {instead}"
+        if (own.ulysses or 1) == 1:
+            continue
+        found = f"{path}.ulysses: found {own.ulysses}"
+        if own.ulysses != ranks:
+            allowed = f"use 1 or {ranks}" if ranks > 1 else "set ulysses or cp of the foundation, or remove it"
+            yield f"{found}, but {_counted(ranks)} a sequence of the foundation ({state.shape}); {allowed}"
+        elif own.place in ("local", "world"):
+            yield f"{found} with `place: {own.place}`; the ranks that share a sequence share each item: remove one"
+        elif (contract := _tower_contract(model, name)).problem:
+            yield f"{found}, but ranks cannot share an item of {name}: {contract.problem}; {instead}"
+        else:
+            yield from (f"{found}: {problem}" for n in contract.heads if (problem := head_problem(n, ranks)))
+
+
+def _counted(ranks: int) -> str:
+    return "no ranks share" if ranks == 1 else f"{ranks} ranks share"
+
+
+def _tower_contract(model: OmniModel, component: str) -> SequenceContract:
+    if component in model.encoder_names:
+        return attached_tower_contract(model.encoders[component])
+    if component in model.decoder_names:
+        return SequenceContract("it is a decoder")
+    return native_tower_contract(model.foundation, model.runner.contract, component)
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
@@ -211,13 +282,15 @@ class _Resolving:
     def plan(self) -> ComponentPlan | None:
         degrees = self._degrees()
         ep = self._ep(degrees)
-        recompute, saved_ops = self._recompute()
+        recompute = self._recompute()
         precision = self._precision()
         parameter_offload = self._parameter_offload(degrees[0] if degrees else None)
         offload = self._only_blocks("activation_offload", bool(self._merged.activation_offload))
         compile_ = self._compile(offload)
-        async_ulysses = self._async_ulysses()
+        async_ulysses = self._of_foundation("async_ulysses", "sp", "ulysses")
+        sequence_parallel = self._of_foundation("sequence_parallel", "tp", "tp")
         expert_rows = self._expert_rows()
+        expert_chunks, delay_wgrad = self._overlap_of_experts(ep)
         if degrees is None or self.problems:
             return None
         mode, dp_replicate, dp_shard = degrees
@@ -229,8 +302,8 @@ class _Resolving:
             ep=ep,
             **self._sequence_degrees(),
             precision=precision,
-            recompute=recompute,
-            saved_ops=saved_ops,
+            **recompute,
+            offloaded_tensors=self._offloaded_tensors(),
             activation_offload=offload,
             parameter_offload=parameter_offload,
             optimizer_offload=bool(self._merged.optimizer_offload) and not self._is_frozen,
@@ -238,14 +311,17 @@ class _Resolving:
             lora=self._merged.lora if self._has_adapters else None,
             compile=compile_,
             async_ulysses=async_ulysses,
+            sequence_parallel=sequence_parallel,
             expert_rows=expert_rows,
+            expert_chunks=expert_chunks,
+            delay_wgrad=delay_wgrad,
             place=self._merged.place or ("group" if self._state.size("sequence") > 1 else "local"),
         )
 
     def _sequence_degrees(self) -> dict[str, int]:
-        """Of the foundation those of the state; other components lie beside it, whole for each of its parts."""
+        """Of the foundation those of the state; other components are whole for each of its parts, or say otherwise."""
         found = {axis: self._state.size(_STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
-        return found if self._is_foundation else dict.fromkeys(found, 1)
+        return found if self._is_foundation else dict.fromkeys(found, 1) | {"ulysses": self._own.ulysses or 1}
 
     @property
     def _is_foundation(self) -> bool:
@@ -337,13 +413,32 @@ class _Resolving:
             self._problem("expert_rows", f"found {self._own.expert_rows}, but the component has no experts; remove it")
         if not self._expert_layers or self._merged.expert_rows is None:
             return None
+        self._require_own_products("expert_rows", self._merged.expert_rows)
+        return self._merged.expert_rows
+
+    def _require_own_products(self, field: str, found: object) -> None:
+        """What no products but ours can do."""
         for backend in sorted({layer.backend for layer in self._expert_layers} - {AUTO, "torch"}):
             self._problem(
-                "expert_rows",
-                f"found {self._merged.expert_rows}, but experts backend {backend} computes all rows at once; use the "
-                "backend auto or torch, or remove it",
+                field,
+                f"found {found}, but experts backend {backend} computes all rows at once and keeps what it keeps; use "
+                "the backend auto or torch, or remove it",
             )
-        return self._merged.expert_rows
+
+    def _overlap_of_experts(self, ep: int) -> tuple[int | None, bool | None]:
+        """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
+        for field in ("expert_chunks", "delay_wgrad"):
+            if getattr(self._own, field) not in (None, 1, False) and ep == 1:
+                self._problem(field, f"found {getattr(self._own, field)} with ep 1, where no row travels; remove it")
+        if ep == 1:
+            return None, None
+        chunks = self._merged.expert_chunks or 1
+        fewest = min(layer.num_experts for layer in self._expert_layers) // ep
+        if chunks > fewest:
+            self._problem(
+                "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
+            )
+        return chunks, bool(self._merged.delay_wgrad)
 
     def _precision(self) -> Precision:
         given = self._merged.precision or Precision()
@@ -353,21 +448,45 @@ class _Resolving:
         low = "bfloat16" if self._flags.mixed_precision else param
         return Precision(param=param, compute=given.compute or low, reduce=given.reduce or "float32")
 
-    def _recompute(self) -> tuple[str, list[str] | None]:
+    def _recompute(self) -> dict[str, Any]:
+        """What is computed again, by field."""
         found = self._merged.recompute
         if self._flags.recompute and found == "none":
             self._problem("recompute", "found none, but enable_gradient_checkpointing is True; set it in one place")
         wanted = found or ("full" if self._flags.recompute else "none")
         if wanted == "none" or not self._only_blocks("recompute", True):
-            return "none", None
-        if wanted == "full":
-            return wanted, None
+            return {"recompute": "none"}
+        if wanted == "selective":
+            return {"recompute": wanted, "saved_ops": self._saved_ops()}
+        if wanted == "parts":
+            return {"recompute": wanted, "recomputed_parts": self._recomputed_parts()}
+        return {"recompute": wanted}
+
+    def _saved_ops(self) -> list[str]:
         if self._merged.saved_ops is None:
-            return wanted, [op for op in SAVED_OPS if find_op(op) is not None]
+            return [op for op in SAVED_OPS if find_op(op) is not None]
         for op in self._merged.saved_ops:
             if find_op(op) is None:
                 self._problem("saved_ops", f"torch has no op {op!r}; expected one such as {', '.join(SAVED_OPS[:3])}")
-        return wanted, self._merged.saved_ops
+        return self._merged.saved_ops
+
+    def _recomputed_parts(self) -> list[RecomputedPart]:
+        possible: list[RecomputedPart] = ["attention", "router", "expert_activation"]
+        if not self._expert_layers:
+            possible = ["attention"]
+        wanted = self._merged.recomputed_parts if self._merged.recomputed_parts is not None else possible
+        for part in self._own.recomputed_parts or ():
+            if part not in possible:
+                self._problem("recomputed_parts", f"found {part}, but the component has no experts; remove it")
+        if "expert_activation" in wanted:
+            self._require_own_products("recomputed_parts", "expert_activation")
+        return [part for part in wanted if part in possible]
+
+    def _offloaded_tensors(self) -> list[OffloadedTensor] | None:
+        if self._own.offloaded_tensors and not self._expert_layers:
+            found = ", ".join(self._own.offloaded_tensors)
+            self._problem("offloaded_tensors", f"found {found}, but the component has no experts; remove it")
+        return self._merged.offloaded_tensors if self._expert_layers else None
 
     def _only_blocks(self, field: str, wanted: bool) -> bool:
         """``wanted``, as far as the component has blocks; to ask one without blocks for it by name is a mistake."""
@@ -383,10 +502,14 @@ class _Resolving:
             self._problem("parameter_offload", "found true, but the component is replicated; only shards can be")
         return bool(found or (found is None and self._flags.parameter_offload)) and mode != "replicate"
 
-    def _async_ulysses(self) -> bool:
-        if self._own.async_ulysses and self._name != FOUNDATION:
-            self._problem("async_ulysses", f"only the foundation's sequences are exchanged; set it on {FOUNDATION}")
-        return bool(self._merged.async_ulysses) and self._name == FOUNDATION
+    def _of_foundation(self, field: str, axis: str, key: str) -> bool:
+        """A switch that only the foundation has, and that does nothing without an axis."""
+        if getattr(self._own, field) and not self._is_foundation:
+            self._problem(field, f"only the foundation's sequences are shared; set it on {FOUNDATION}")
+        wanted = bool(getattr(self._merged, field)) and self._is_foundation
+        if wanted and self._state.size(axis) == 1:
+            self._problem(field, f"found true with {key} 1, where it does nothing; set {key} above 1, or remove it")
+        return wanted
 
     def _compile(self, offload: bool) -> bool:
         if self._own.compile and self._name != FOUNDATION:

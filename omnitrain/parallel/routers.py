@@ -31,6 +31,7 @@ from omnitrain.ops.experts.balance import (
 from omnitrain.ops.experts.declared import num_experts_of
 from omnitrain.parallel.applied import layout_of
 from omnitrain.parallel.experts import expert_layers
+from omnitrain.parallel.sequence import SequencePart
 from omnitrain.recipe import ExpertsBalance
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -102,7 +103,8 @@ class Routers:
         self._counts_tokens = state is None or state.place("sequence") == 0  # ranks of a sequence have the same packs
         own = expert_layers(model)[FOUNDATION]  # what other components take are no tokens of samples
         self._layers = [self._watched(layer.name, model.get_submodule(layer.name)) for layer in own]
-        self._rows: _Rows | None = None
+        self._rows: _Rows | None = None  # in a forward
+        self._watched_rows: _Rows | None = None  # in or behind one
         self._num_tokens = 0.0
         self._num_micro_batches = 1.0
         self._load: dict[str, Tensor] = {}
@@ -131,7 +133,7 @@ class Routers:
             lambda _, arguments, kwargs: self._note_index(layer, arguments), with_kwargs=True
         )
         if self._balance.loss != "none" or self._balance.z_weight:
-            router, place = _router(self._model, parent)
+            router, place = router_beside(self._model, parent)
             router.register_forward_hook(lambda _, arguments, output: self._note_scores(layer, output[place]))
         return layer
 
@@ -158,43 +160,55 @@ class Routers:
     @contextmanager
     def watched(self, pack: Pack, share: Share) -> Iterator[None]:
         """The forward of a micro-batch."""
-        self._rows = _rows(pack, share)
+        self._rows = self._watched_rows = _rows(pack, share)
         try:
             yield
         finally:
             self._rows = None
 
-    def loss(self, pack: Pack, share: Share) -> Tensor | None:
+    def loss(self) -> Tensor | None:
         """What a micro-batch adds to the total loss; None: nothing. Behind its forward, before its backward."""
-        asked, rows = self._balance, _rows(pack, share)
-        if asked.loss == "none" and not asked.z_weight:
+        asked, rows = self._balance, self._watched_rows
+        if rows is None or (asked.loss == "none" and not asked.z_weight):
             return None
-        terms = []
+        scores, index = self._taken(rows)
+        per_token = [asked.weight * own for own in self._balance_of(scores, index, rows)]
+        if asked.z_weight:
+            per_token += [asked.z_weight * z_loss(own) for own in scores]
+        terms = [torch.stack(per_token).sum() / (self._num_tokens * len(self._layers))] if per_token else []
+        if asked.loss == "micro_batch" and len(rows.valid):
+            terms.append(asked.weight * micro_batch_balance(scores, index) / self._num_micro_batches)
+        return torch.stack(terms).sum() if terms else None
+
+    def _taken(self, rows: _Rows) -> tuple[list[Tensor], list[Tensor]]:
+        """Per layer scores ``[v, E]`` and choices ``[v, k]`` of the tokens of samples, which it then forgets."""
+        scores, index = [], []
         for layer in self._layers:
             if layer.scores is None or layer.index is None:
                 raise UserError(
                     f"train.experts: {layer.name} did not get every token of a row, which its balance needs; use "
                     "loss: none and z_weight: 0"
                 )
-            scores, index = layer.scores[rows.valid], layer.index[rows.valid]
-            if asked.loss == "sample":
-                counts = counts_per_sample(index, rows.sample, rows.num_samples, layer.num_experts)
-                if rows.is_part:
-                    dist.all_reduce(counts, group=self._sequence)
-                terms.append(asked.weight * sample_balance(scores, counts, rows.sample))
-            elif asked.loss == "previous_step":
-                terms.append(asked.weight * fraction_balance(scores, layer.fractions.to(scores.device)))
-            if asked.z_weight:
-                terms.append(asked.z_weight * z_loss(scores))
-        total = torch.stack(terms).sum() / (self._num_tokens * len(self._layers)) if terms else None
-        if asked.loss == "micro_batch" and len(rows.valid):
-            chosen = [(layer.scores[rows.valid], layer.index[rows.valid]) for layer in self._layers]  # type: ignore[index]
-            own = micro_batch_balance([scores for scores, _ in chosen], [index for _, index in chosen])
-            own = asked.weight * own / self._num_micro_batches
-            total = own if total is None else total + own
-        for layer in self._layers:
+            scores.append(layer.scores[rows.valid])
+            index.append(layer.index[rows.valid])
             layer.scores = layer.index = None
-        return total
+        return scores, index
+
+    def _balance_of(self, scores: list[Tensor], index: list[Tensor], rows: _Rows) -> Iterator[Tensor]:
+        """The sum over tokens of each layer's balance, where that is what was asked for."""
+        if self._balance.loss == "previous_step":
+            for layer, own in zip(self._layers, scores, strict=True):
+                yield fraction_balance(own, layer.fractions.to(own.device))
+        elif self._balance.loss == "sample":
+            per_layer = [
+                counts_per_sample(own, rows.sample, rows.num_samples, layer.num_experts)
+                for layer, own in zip(self._layers, index, strict=True)
+            ]
+            counts = torch.cat(per_layer, dim=1)
+            if rows.is_part:
+                dist.all_reduce(counts, group=self._sequence)
+            for own, of_samples in zip(scores, counts.split([c.size(1) for c in per_layer], dim=1), strict=True):
+                yield sample_balance(own, of_samples, rows.sample)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -269,14 +283,16 @@ def _is_real(pack: Pack) -> Tensor:
 
 def _rows(pack: Pack, share: Share) -> _Rows:
     sample, part = _sample_of_row(pack), share.part
-    here = torch.arange(len(sample)) if part is None else part.rows.cpu()
+    assert part is None or isinstance(part, SequencePart)
+    # On the host, which knows all of it: no device is waited for.
+    here = torch.arange(len(sample)) if part is None else torch.from_numpy(part.split.rows[part.place])
     valid = here < len(sample)  # a row that was filled up has more
     valid[valid.clone()] = _is_real(pack)[here[valid]]
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
     return _Rows(rows.to(device), sample[here[rows]].to(device), len(pack.info.ids), len(here), part is not None)
 
 
-def _router(model: nn.Module, parent: str) -> tuple[nn.Module, int]:
+def router_beside(model: nn.Module, parent: str) -> tuple[nn.Module, int]:
     """The router below ``parent``, and where in its output its scores are, as the model declares to transformers."""
     recorders = [
         recorder

@@ -35,6 +35,24 @@ def part_of(state: ParallelState, num_tokens: int, device: torch.device) -> Sequ
     return SequencePart(split, state.place("sequence"), shard, state.sequence_group, device)
 
 
+def part_of_call(state: ParallelState, num_rows: int, device: torch.device) -> SequencePart | None:
+    """What this rank has of the rows of a tower's call, which all ranks that share a sequence make; None: all of them.
+
+    A tower attends within items, in both directions, and has no ring: the ranks of one take part as the others do.
+
+    Args:
+        state: of the foundation.
+        num_rows: of the call; too few for its ranks are not dealt.
+        device: of the rows.
+    """
+    ranks = state.size("sequence")
+    if num_rows < fewest_tokens(ranks):
+        return None
+    split = split_sequence(num_rows, sp=ranks)
+    shard = UlyssesShard(split, state.sequence_group)
+    return SequencePart(split, state.place("sequence"), shard, state.sequence_group, device)
+
+
 @dataclass(frozen=True, eq=False)
 class SequencePart:
     """A :class:`~omnitrain.ops.attention.RowPart` of a row that ``split`` deals to the ranks of ``group``.

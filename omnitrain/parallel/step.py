@@ -86,7 +86,7 @@ def accumulate_gradients(
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
-            if routers is not None and (balance := routers.loss(pack, own)) is not None:
+            if routers is not None and (balance := routers.loss()) is not None:
                 terms.append(balance)
             loss = torch.stack(terms).sum()
             if note is not None:
@@ -139,7 +139,9 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
     there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part, cut=cut)
+    towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
+    together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
+    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part, cut=cut, together=together)
 
 
 def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:

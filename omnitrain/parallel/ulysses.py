@@ -86,17 +86,18 @@ class UlyssesShard:
     Attributes:
         split: of the row.
         sp_group: the ranks that exchange rows for heads.
-        cp_group: the ranks that attend around a ring.
+        cp_group: the ranks that attend around a ring; None: there is none.
     """
 
     split: SequenceSplit
     sp_group: dist.ProcessGroup
-    cp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup | None = None
 
     @cached_property
     def rows_of_ranks(self) -> list[int]:
         """Rows of each rank of ``sp_group``."""
-        return [len(rows) for rows in self.split.rows_of_ring(dist.get_rank(self.cp_group))]
+        cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
+        return [len(rows) for rows in self.split.rows_of_ring(cp_rank)]
 
     @cached_property
     def rank(self) -> int:
@@ -130,7 +131,9 @@ class UlyssesShard:
     def attend_own_heads(self, call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
         """From states of this rank's heads and all rows of its ``sp_group``: ``[1, these rows, own heads, E]``."""
         own = of_own_heads(call, heads, self.rank)
-        return compute(own) if self.split.cp == 1 else ring_attention(own, self.split, self.cp_group, compute)
+        if self.cp_group is None or self.split.cp == 1:
+            return compute(own)
+        return ring_attention(own, self.split, self.cp_group, compute)
 
     def gather_tables(self, table: Tensor, dim: int) -> Tensor:
         """All rows of its ``sp_group`` of a tensor without gradients that has this rank's rows along ``dim``.

@@ -297,7 +297,7 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
         weight_error=weights[1],
         peak_memory_mb=outcome.peak_memory_mb,
         collectives=outcome.collectives,
-        near_ties=outcome.replayed.near_ties,
+        near_ties=int(outcome.replayed.near_ties),
     )
 
 

@@ -84,12 +84,13 @@ def _line(
     calls = plan.calls[micro_batch, entrances]
     own = plan.own_calls[micro_batch][entrances][:, list(component.ranks)]
     routes = plan.routes(component.name, micro_batch)
+    travels = (routes.producer != routes.consumer) & plan.topology.moves(component.name)
     return ComponentLine(
         micro_batch=micro_batch,
         component=component.name,
         calls=int(calls.sum()),
         items=len(np.unique(routes.item)),
-        travelling=len(np.unique(routes.item[routes.producer != routes.consumer])),
+        travelling=len(np.unique(routes.item[travels])),
         minimal_ranks=int((own < calls[:, None]).any(axis=0).sum()),
         imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
         reduces=reduces,

@@ -82,7 +82,7 @@ class StepPlan:
         calls: ``[M, E]`` int64, calls of each entrance; the same on all ranks of its component.
         own_calls: ``[M, E, ranks]`` int64, those for which a rank has data; in its others the input is minimal.
         owner: ``[items]`` int64, rank that drew the item.
-        producer: ``[items]`` int64, rank that encodes it.
+        producer: ``[items]`` int64, rank that encodes it; of a component that is shared, with those of its data group.
         slot: ``[items]`` int64, ``micro-batch * ports + port``.
         rows: ``[items]`` int64.
         cost: ``[items]`` int64.
@@ -124,7 +124,7 @@ class StepPlan:
         calls = []
         for entrance in self.topology.entrances_of(component):
             own = int(self.own_calls[micro_batch, entrance, rank])
-            items = self._items_by_call(rank, micro_batch, entrance, own)
+            items = self._items_by_call(self._producer_for(rank, component), micro_batch, entrance, own)
             calls += [Call(entrance, index, made, is_minimal=False) for index, made in enumerate(items)]
             calls += [
                 Call(entrance, index, (), is_minimal=True) for index in range(own, self.calls[micro_batch, entrance])
@@ -146,7 +146,7 @@ class StepPlan:
 
     def has_exchange(self, component: str, micro_batch: int, rank: int) -> bool:
         """Whether ``rank`` takes part in an exchange: with ``place: world`` all ranks, else those of its data group."""
-        if not self.topology.ports_of(component):
+        if not self.topology.ports_of(component) or not self.topology.moves(component):
             return False
         routes = self.routes(component, micro_batch)
         travels = routes.producer != routes.consumer
@@ -170,13 +170,17 @@ class StepPlan:
         )
 
     def loads(self, component: str) -> np.ndarray:
-        """``[M, ranks of the component]`` int64: cost of what each of them encodes."""
+        """``[M, ranks of the component]`` int64: cost of what each of them encodes; of what several share, its part."""
         micro_batch, port = np.divmod(self.slot, max(1, len(self.topology.ports)))
         ports = self.topology.ports_of(component)
         own = (port >= ports.start) & (port < ports.stop)
         cell = micro_batch[own] * self.topology.world_size + self.producer[own]
         sums = _sums(cell, self.cost[own], self.num_micro_batches * self.topology.world_size)
-        return sums.reshape(self.num_micro_batches, -1)[:, list(self.topology.component(component).ranks)]
+        loads = sums.reshape(self.num_micro_batches, -1)
+        if self.topology.component(component).is_shared:
+            for group in self.topology.data_groups:
+                loads[:, group] = -(-loads[:, group].sum(axis=1, keepdims=True) // len(group))
+        return loads[:, list(self.topology.component(component).ranks)]
 
     def digest(self) -> str:
         """Equal for equal plans: what ranks compare to be sure that they agree."""
@@ -190,6 +194,12 @@ class StepPlan:
         from omnitrain.plan.show import step_text
 
         return step_text(self)
+
+    def _producer_for(self, rank: int, component: str) -> int:
+        """Whose items ``rank`` encodes."""
+        if not self.topology.component(component).is_shared:
+            return rank
+        return self.topology.data_groups[self.topology.group_of[rank]][0]
 
     def _items(self, component: str, micro_batch: int) -> np.ndarray:
         """Items of a component in a micro-batch."""
@@ -272,7 +282,7 @@ def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
     micro_batch, port = np.divmod(np.arange(len(tables.counts) * len(topology.ports)), max(1, len(topology.ports)))
     for component in topology.components:
         ports = topology.ports_of(component.name)
-        if component.place == "local" or not ports:
+        if component.place == "local" or component.is_shared or not ports:
             continue
         chosen = np.flatnonzero(((port >= ports.start) & (port < ports.stop))[tables.slot])
         workers, group = _workers(topology, component)
@@ -306,7 +316,13 @@ def _work(
     number = np.cumsum(opens_call)  # of the call among all
     call = number - number[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
     encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * ports * ranks)
-    return work, call, cell, encodes.reshape(len(tables.counts), ports, ranks)
+    encodes = encodes.reshape(len(tables.counts), ports, ranks)
+    owners = [group[0] for group in topology.data_groups]
+    for component in topology.components:
+        if component.is_shared:
+            own = topology.ports_of(component.name)
+            encodes[:, own] = encodes[:, own][:, :, owners][:, :, topology.group_of]
+    return work, call, cell, encodes
 
 
 def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:

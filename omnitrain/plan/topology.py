@@ -40,6 +40,7 @@ class PlannedComponent:
         place: who encodes an item: its owner, the ranks that hold its sample, or all ranks of the component.
         num_replicas: copies of its parameters among its ranks; each copy is sharded over ``len(ranks) / num_replicas``.
         is_trained: it has parameters that get a gradient.
+        is_shared: the ranks that hold a sample encode each of its items together, so that none moves.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PlannedComponent:
     place: Place = "local"
     num_replicas: int = 1
     is_trained: bool = True
+    is_shared: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -127,7 +129,8 @@ class Topology:
 
     def moves(self, component: str) -> bool:
         """Whether an item of the component may be encoded by another rank than one that needs its rows."""
-        return self.component(component).place != "local" or any(len(group) > 1 for group in self.data_groups)
+        found = self.component(component)
+        return not found.is_shared and (found.place != "local" or any(len(group) > 1 for group in self.data_groups))
 
     def component(self, name: str) -> PlannedComponent:
         """The component of that name."""

@@ -20,9 +20,11 @@ FOUNDATION = "foundation"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep")
 
 # Fields that make sense only together: a component that sets one of them takes none of the others from the default.
-_TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops"))
+_TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops", "recomputed_parts"))
 
 Degree = Annotated[int | None, Field(ge=1)]
+RecomputedPart = Literal["attention", "router", "expert_activation"]
+OffloadedTensor = Literal["dispatched_rows", "mlp_input"]
 DType = Literal["float32", "bfloat16"]  # float16 would need losses scaled
 
 
@@ -56,7 +58,16 @@ class ComponentPlan(Strict):
     dp_replicate: Degree = Field(None, description="Copies of the parameters, each with data of its own.")
     dp_shard: Degree = Field(None, description="Ranks over which a copy of the parameters is sharded (FSDP).")
     tp: Degree = Field(None, description="Tensor parallel ranks: each computes a part of every matrix.")
-    ulysses: Degree = Field(None, description="Ranks that share a sequence, and swap it for heads in attention.")
+    sequence_parallel: bool | None = Field(
+        None,
+        description="Between blocks, each `tp` rank has some of the tokens: less memory, and norms are divided, too. "
+        "Of the foundation. A model of which that is not exact keeps all tokens on each.",
+    )
+    ulysses: Degree = Field(
+        None,
+        description="Ranks that share a sequence, and swap it for heads in attention. Of a tower: those that share its "
+        "row (`cp` x `ulysses` of the foundation) share each of its calls, too.",
+    )
     cp: Degree = Field(None, description="Ranks that share a sequence, and pass keys and values on in a ring.")
     async_ulysses: bool | None = Field(
         None,
@@ -71,10 +82,20 @@ class ComponentPlan(Strict):
         "`dp_shard` ranks; `replicate`: whole on every rank.",
     )
     precision: Precision | None = Field(None, description="Number formats.")
-    recompute: Literal["none", "full", "selective"] | None = Field(
+    recompute: Literal["none", "full", "selective", "parts"] | None = Field(
         None,
         description="Activations computed again in the backward: `none`; `full`: blocks as a whole; `selective`: "
-        "all but the outputs of `saved_ops`.",
+        "all but the outputs of `saved_ops`; `parts`: `recomputed_parts` alone.",
+    )
+    recomputed_parts: list[RecomputedPart] | None = Field(
+        None,
+        description="What `parts` computes again of each block: `attention`, `router`, `expert_activation` (between "
+        "the two products of experts). No row travels to experts twice. Unset: all three.",
+    )
+    offloaded_tensors: list[OffloadedTensor] | None = Field(
+        None,
+        description="What of layers of experts waits for the backward in CPU memory: `dispatched_rows`, as they came "
+        "to this rank's experts; `mlp_input`, the output of the norm before.",
     )
     saved_ops: list[str] | None = Field(
         None,
@@ -96,6 +117,15 @@ class ComponentPlan(Strict):
         description="Rows (tokens times experts of each) that a layer's experts compute at a time. Of more, inputs and "
         "results alone wait for the backward, which computes the rest again. Unset: all at once.",
     )
+    expert_chunks: Degree = Field(
+        None,
+        description="Chunks of a rank's experts whose rows travel by themselves under `ep`: while the experts of one "
+        "compute, rows of the others are on their way. 1: everything one after the other. Unset: 1.",
+    )
+    delay_wgrad: bool | None = Field(
+        None,
+        description="Under `ep`, gradients of the experts' weights are computed while those of rows travel back.",
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ComponentPlan:
@@ -112,13 +142,22 @@ class ComponentPlan(Strict):
             yield "dp_shard", f"found {shards} with `mode: replicate`, which shards nothing; use `mode: hsdp`"
         if self.mode == "replicate" and self.parameter_offload:
             yield "parameter_offload", "found true with `mode: replicate`; only shards can be offloaded; use `fsdp2`"
-        if self.compile and self.recompute in ("full", "selective"):
+        if self.compile and self.recompute in ("full", "selective", "parts"):
             yield (
                 "compile",
                 f"found true with `recompute: {self.recompute}`, under which torch compiles nothing; use one",
             )
         if self.saved_ops is not None and self.recompute != "selective":
             yield "saved_ops", f"set with `recompute: {self.recompute}`; only `selective` keeps outputs of some ops"
+        if self.recomputed_parts is not None and self.recompute != "parts":
+            yield "recomputed_parts", f"set with `recompute: {self.recompute}`; only `parts` computes parts again"
+        if self.offloaded_tensors and self.activation_offload:
+            yield "offloaded_tensors", "set with `activation_offload: true`, which takes all that blocks save; use one"
+        if self.offloaded_tensors and self.recompute in ("full", "selective"):
+            yield (
+                "offloaded_tensors",
+                f"set with `recompute: {self.recompute}`, which does not keep them; use `parts` or `none`",
+            )
         for op in self.saved_ops or ():
             if not re.fullmatch(r"\w+\.\w+(\.\w+)?", op):
                 yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
@@ -185,7 +224,7 @@ class ParallelPlan(Strict):
     )
     ep_plan: dict[str, ShardDim] | None = Field(
         None,
-        description="Glob of parameter names -> dimension that counts the experts. Unset: all fused experts, at 0.",
+        description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own, or all.",
     )
 
     def of(self, component: str) -> ComponentPlan:

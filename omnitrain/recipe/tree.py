@@ -248,7 +248,7 @@ def _compile_shorthand(value: Any) -> Any:
 
 
 class ExpertsBalance(Strict):
-    """What keeps the routers of a mixture-of-experts model balanced. A dense model refuses all of it."""
+    """The routers of a mixture-of-experts model: what keeps them balanced, and whose decisions they take."""
 
     loss: Literal["none", "sample", "previous_step", "micro_batch"] = Field(
         "none",
@@ -263,6 +263,27 @@ class ExpertsBalance(Strict):
         ge=0,
         description="How far the bias by which a router chooses moves per step, towards experts with fewer tokens. "
         "For routers that have one, such as DeepSeek-V3's.",
+    )
+    record: str | None = Field(None, description="Folder to which the experts of each sample's tokens are written.")
+    replay: str | None = Field(
+        None,
+        description="Folder of an earlier `record`: tokens of samples in it go to the experts written there.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ExpertsBalance:
+        if self.record is not None and self.replay is not None:
+            raise ValueError("`record` and `replay` exclude each other: what is taken is known already; remove one")
+        return self
+
+
+class Trace(Strict):
+    """What is written down of single steps."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="Optimizer steps, from 1, of which every rank writes a Chrome trace to `trace/`: when its experts "
+        "computed, what was on its way, and when they waited for it.",
     )
 
 
@@ -290,7 +311,8 @@ class Train(Strict):
         600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
-    experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Balance of experts.")
+    experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of experts.")
+    trace: Trace = Field(default_factory=Trace, description="Steps that are written down in detail.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",

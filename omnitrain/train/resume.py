@@ -29,6 +29,7 @@ _MAY_CHANGE = (
     "train.keep_checkpoints",
     "train.stop_seconds",
     "train.stall_seconds",
+    "train.trace",
 )
 
 

@@ -32,6 +32,7 @@ from omnitrain.parallel.applied import AppliedLayout, layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.recorded_routing import RoutingOfRun
 from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Recipe
@@ -49,6 +50,7 @@ from omnitrain.train.display import (
     show_scores,
 )
 from omnitrain.train.evaluate import Evaluation, evaluate, load_scorer
+from omnitrain.train.expert_spans import ExpertSpans
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.memory import measure_kept_memory
@@ -119,6 +121,9 @@ class Trainer:
         self.layout = self._lay_out()
         self.compiled = compiled or (self.layout.components[FOUNDATION].compiled if self.layout is not None else None)
         self.routers = Routers(self.model, recipe.train.experts)
+        experts = recipe.train.experts
+        self.routing = RoutingOfRun(self.model, experts.record, experts.replay, self.ranks.peers.rank)
+        self.spans = ExpertSpans(self.model, self.device, recipe.train, self.folder.path / "trace")
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
@@ -199,7 +204,9 @@ class Trainer:
             metrics = self.ranks.first(self._open_folder)
             interrupted = False
             while self.step < train.steps and not interrupted:
-                loss, norm = self.train_step(first.pop() if first else self._next_batch(steps))
+                batch = first.pop() if first else self._next_batch(steps)
+                with self.spans.step(self.step + 1, self.ranks.peers.rank):
+                    loss, norm = self.train_step(batch)
                 self.data_state = self.loader.state()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
@@ -277,6 +284,7 @@ class Trainer:
             loss_weights=self.recipe.train.loss_weights,
             observe=self.meter.add,
             note=self.watch.at,
+            around=self.routing.around,
             routers=self.routers,
         )
         if self.compiled is not None:
@@ -297,6 +305,7 @@ class Trainer:
             self.steps_without_targets += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self.routing.end(self.step)
         return loss, norm
 
     def _metrics(self, loss: float, norm: float) -> dict[str, Any]:
@@ -311,8 +320,25 @@ class Trainer:
             "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
             "steps_without_targets": self.steps_without_targets,
             "recompiles": self.compiled.recompiles if self.compiled else 0,
-            **({"experts": load} if (load := self.routers.read()) else {}),
+            **self._experts(),
+            **self._replayed(),
         }
+
+    def _experts(self) -> dict[str, Any]:
+        if not (layers := self.routers.read()):
+            return {}
+        exposed = self.spans.exposed(self.ranks.peers)
+        return {
+            "experts": {name: row | {"exposed": exposed.layers.get(name, 0.0)} for name, row in layers.items()},
+            "exposed_communication": {"seconds": exposed.seconds, "share": exposed.share},
+        }
+
+    def _replayed(self) -> dict[str, dict[str, int]]:
+        """Of all ranks, where decisions of an earlier run are taken."""
+        if self.recipe.train.experts.replay is None:
+            return {}
+        near_ties, others = (round(self.ranks.loss_peers.sum(number)) for number in self.routing.read())
+        return {"replay": {"near_ties": near_ties, "others": others}}
 
     def _save(self) -> Path:
         target = self.folder.store.folder_of(self.step)

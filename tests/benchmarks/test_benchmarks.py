@@ -8,7 +8,7 @@ import pytest
 from omnitrain.train.display import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"harness", "omni_step", "repo_samples"}
+SHARED = {"harness", "omni_step", "repo_samples", "slow_link"}
 SIZES = {
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],

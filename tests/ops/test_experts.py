@@ -19,7 +19,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.errors import UserError
-from omnitrain.ops.experts import experts_report, set_row_budget, use_omnitrain_experts
+from omnitrain.ops.experts import experts_report, set_experts, use_omnitrain_experts
 
 HIDDEN, INNER = 16, 24
 CLASSES = {
@@ -113,7 +113,7 @@ def test_no_tokens_at_all_still_have_a_backward() -> None:
 def test_a_row_budget_changes_no_result_and_bounds_what_waits_for_the_backward(kind: str) -> None:
     experts, given = layer(kind), inputs(400)
     expected, whole = trained(experts, "omnitrain", given), saved_bytes(experts, given)
-    set_row_budget(experts, 64)  # of 1200 rows
+    set_experts(experts, row_budget=64)  # of 1200 rows
     assert error(trained(experts, "omnitrain", given), expected) < 2e-6
     rows = 1200 * HIDDEN * 4
     assert saved_bytes(experts, given) < 4 * rows < whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,13 +16,21 @@ from omnitrain.models.native import peaked_
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.recipe.lora import Lora
-from tests.families import FAMILIES
+from tests.families import FAMILIES, WINDOW_VIT
 from tests.tiny import tiny_model
 
 
 def any_to_any() -> OmniModel:
     """All modalities, in and out."""
     return tiny_model()
+
+
+def grid_tower() -> OmniModel:
+    """An attached tower with windows; images are all that is read."""
+    tower = {"config": WINDOW_VIT | {"model_type": "qwen2_5_vl_vision", "patch_size": 2, "window_size": 8}}
+    processor = {"size": {"shortest_edge": 16, "longest_edge": 256}}
+    encoder = {"tower": tower, "projector": {"kind": "mlp"}, "processor": processor}
+    return tiny_model(encoders={"image_encoder": encoder}, decoders={})
 
 
 def averaging() -> OmniModel:
@@ -37,9 +46,11 @@ def _halve_gradients(module: torch.nn.Module, arguments: object, output: OmniOut
     return replace(output, losses=losses)
 
 
-def _family(name: str, **values: int) -> PreTrainedModel:
+def _family(name: str, *, vision: Mapping[str, int] | None = None, **values: float) -> PreTrainedModel:
     config = FAMILIES[name]()
     config.update(values)
+    if vision:
+        config.vision_config.update(vision)
     model = foundation_class(config)(config)
     peaked_(model)
     return model
@@ -48,6 +59,16 @@ def _family(name: str, **values: int) -> PreTrainedModel:
 def qwen3_vl() -> PreTrainedModel:
     """Deepstack."""
     return _family("qwen3_vl")
+
+
+def deepstack_of_four_heads() -> PreTrainedModel:
+    """A tower with side features, whose heads four ranks can share."""
+    return _family("qwen3_vl", vision={"num_heads": 4})
+
+
+def windows_of_four_heads() -> PreTrainedModel:
+    """A tower with windows, whose heads four ranks can share."""
+    return _family("qwen2_5_vl", vision={"num_heads": 4})
 
 
 def gemma3() -> PreTrainedModel:
@@ -78,6 +99,11 @@ def qwen3_omni_moe_thinker() -> PreTrainedModel:
 def qwen3() -> PreTrainedModel:
     """Norms of queries and keys, head by head."""
     return _family("qwen3")
+
+
+def qwen3_with_dropout() -> PreTrainedModel:
+    """Of attention."""
+    return _family("qwen3", attention_dropout=0.1)
 
 
 def qwen3_of_four_heads() -> PreTrainedModel:
@@ -145,25 +171,45 @@ def glm4_moe() -> PreTrainedModel:
     return _family("glm4_moe")
 
 
+def ernie4_5_vl_moe() -> PreTrainedModel:
+    """Experts of text, and others of images, which a sample without images does not call."""
+    return _family("ernie4_5_vl_moe")
+
+
 def qwen3_moe_with_six_experts() -> PreTrainedModel:
     """Three experts per rank at ep 2, which no two ranks share evenly."""
-    return _moe(num_experts=6)
+    return qwen3_moe_with(num_experts=6)
 
 
 def qwen3_moe_with_two_experts() -> PreTrainedModel:
     """One expert per rank at ep 2."""
-    return _moe(num_experts=2)
+    return qwen3_moe_with(num_experts=2)
+
+
+def moe_of_32_experts() -> PreTrainedModel:
+    """Eight experts per rank at ep 4."""
+    return qwen3_moe_with(num_experts=32)
+
+
+def moe_with_shared_experts() -> PreTrainedModel:
+    """Eight experts per rank at ep 4 beside ones that every token has."""
+    config = FAMILIES["glm4_moe"]()
+    config.n_routed_experts = 32
+    model = foundation_class(config)(config)
+    peaked_(model)
+    return model
 
 
 def lopsided_moe() -> PreTrainedModel:
     """Nine tenths of all rows go to the first two of four experts, none to the last."""
-    model = _moe(num_experts=4)
+    model = qwen3_moe_with(num_experts=4)
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(_to_the_first)
     return model
 
 
-def _moe(**values: int) -> PreTrainedModel:
+def qwen3_moe_with(**values: int) -> PreTrainedModel:
+    """With other values of its config."""
     config = FAMILIES["qwen3_moe"]()
     for name, value in values.items():
         setattr(config, name, value)
@@ -190,7 +236,7 @@ def misrouted_moe() -> PreTrainedModel:
 
 
 def _tied(apart: float, noise: float) -> PreTrainedModel:
-    model = _moe()
+    model = qwen3_moe_with()
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     for layer in model.model.layers:
         weight = layer.mlp.gate.weight

@@ -1,5 +1,6 @@
 """Async Ulysses: attention modules of transformers, driven so that projections and all-to-alls overlap."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -137,3 +138,15 @@ def test_projections_that_were_changed_and_key_heads_that_ranks_share_are_left_a
     handle.remove()
     attention.v_proj.forward = attention.v_proj.forward
     assert why_not_driven(attention, manner, 2) == "v_proj has another forward"
+
+
+def test_a_deep_copy_of_a_driven_module_computes_with_its_own_weights() -> None:
+    omni = tiny("qwen3")
+    attention = omni.foundation.model.layers[0].self_attn
+    drive(attention, next(iter(manners_of(omni.foundation, omni.runner.contract).values())))
+    other = copy.deepcopy(attention)
+    other.o_proj.weight.data.zero_()
+    hidden = torch.randn(1, 5, 32)
+    tables = omni.foundation.model.rotary_emb(hidden, torch.arange(5)[None])
+    outputs = [module(hidden, position_embeddings=tables, attention_mask=None)[0] for module in (attention, other)]
+    assert [bool(output.any()) for output in outputs] == [True, False]

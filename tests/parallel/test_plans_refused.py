@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,20 @@ import torch
 import omnitrain as ot
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.contract.findings import LeftOut
 from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
-from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers
+from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, spread_by_transformers
 from omnitrain.parallel.resolve import CallFlags, resolve_plans
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.mesh import fit_mesh
-from tests.parallel.factories import any_to_any, qwen3_moe_with_six_experts
+from tests.parallel.factories import (
+    any_to_any,
+    ernie4_5_vl_moe,
+    qwen2_5_vl,
+    qwen3_moe_with,
+    qwen3_moe_with_six_experts,
+    qwen3_with_dropout,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +56,13 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
         (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
         (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
-        (plan(ulysses=2), r"components.image_encoder.ulysses: found 2, but only the foundation's sequence is shared"),
+        (
+            plan(ulysses=2),
+            r"image_encoder.ulysses: found 2, but no ranks share .*; set ulysses or cp of the",
+        ),
+        (plan("foundation", async_ulysses=True), r"foundation.async_ulysses: found true with ulysses 1, where it does"),
+        (plan("foundation", sequence_parallel=True), r"sequence_parallel: found true with tp 1, .*; set tp above 1"),
+        (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation's sequences are shared"),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"names no weights of experts; the model has none",
@@ -68,6 +83,15 @@ def test_experts_of_a_dense_model_cannot_be_spread(model: ot.OmniModel) -> None:
         resolve(model, plan("foundation", ep=2), ep=2)
 
 
+def test_a_module_that_only_some_ranks_could_call_is_refused(
+    model: ot.OmniModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = LeftOut("model.extra", "model", problem="it takes `scale`")
+    monkeypatch.setattr(model.runner, "contract", replace(model.runner.contract, left_out=(found,)))
+    with pytest.raises(UserError, match=r"only some samples call model.extra .* it takes `scale`; use one rank"):
+        resolve(model, ot.ParallelPlan())
+
+
 @pytest.fixture(scope="module")
 def moe() -> ot.OmniModel:
     return build_omni_model(foundation=qwen3_moe_with_six_experts())
@@ -84,6 +108,7 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
         ({"default": {"ep": 4}}, 1, r"default.ep: found 4, but the parallel state has 1; use 1(\n|$)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
+        ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, which spreads nothing; set ep above 1, or"),
         ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
     ],
 )
@@ -92,6 +117,15 @@ def test_experts_that_cannot_be_spread_so_are_refused_with_what_would(
 ) -> None:
     with pytest.raises(UserError, match=message):
         resolve(moe, ot.ParallelPlan(**refused), ep=ep)
+
+
+@pytest.mark.parametrize(("experts", "allowed"), [(3, "1, 3"), (1, "1")])
+def test_experts_that_ranks_cannot_share_evenly_are_refused_with_what_they_could(experts: int, allowed: str) -> None:
+    model = build_omni_model(foundation=qwen3_moe_with(num_experts=experts, num_experts_per_tok=1))
+    with pytest.raises(
+        UserError, match=rf"default.ep: found 2, .* the {experts} experts of {EXPERTS}; {allowed} would"
+    ):
+        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(ep=2)), ep=2)
 
 
 def test_a_named_backend_stays_under_a_plan_and_one_that_computes_all_rows_at_once_takes_no_bound() -> None:
@@ -105,10 +139,24 @@ def test_a_named_backend_stays_under_a_plan_and_one_that_computes_all_rows_at_on
 
 def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> None:
     layers = expert_layers(moe)["foundation"]
-    chosen = chosen_layers(layers, {"layers.1.mlp.experts.*": 0})
+    chosen = chosen_layers(moe, layers, {"layers.1.mlp.experts.*": 0})
     assert [layer.name for layer in chosen] == ["foundation.model.layers.1.mlp.experts"]
-    assert chosen_layers(layers, None) == layers and len(layers) == 2
+    assert chosen_layers(moe, layers, None) == layers and len(layers) == 2
     assert resolve(moe, ot.ParallelPlan(ep_plan={"layers.1.mlp.experts.*": 0}), ep=2)["foundation"].ep == 2
+
+
+def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_omni_model(foundation=ernie4_5_vl_moe())
+    layers = expert_layers(model)["foundation"]
+    vision, text = "model.language_model.layers.*.mlp.vision_moe", "model.language_model.layers.*.mlp.text_moe.experts"
+    assert set(spread_by_transformers(model)) == {layer.name for layer in layers} and len(layers) == 2
+    for part in (model.foundation.model, model.foundation.model.language_model):
+        monkeypatch.setattr(part, "_ep_plan", {})
+    monkeypatch.setattr(model.foundation, "_ep_plan", {text: "ep_dispatch_experts"})
+    assert [layer.name.split(".")[-2] for layer in chosen_layers(model, layers, None)] == ["text_moe"]
+    monkeypatch.setattr(model.foundation, "_ep_plan", {vision: "ep_dispatch_experts"})
+    with pytest.raises(UserError, match=r"the model's own plan also spreads .*layers.1.mlp.vision_moe, which"):
+        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(ep=2)), ep=2)
 
 
 @pytest.mark.parametrize(
@@ -181,3 +229,47 @@ def test_fields_come_from_the_plan_then_the_default_then_the_state_then_the_call
     assert (image.parameter_offload, audio.parameter_offload) == (False, True)
     assert found["foundation"].precision == ot.Precision(param="float32", compute="bfloat16", reduce="float32")
     assert torch.bfloat16 is getattr(torch, found["foundation"].precision.compute)
+
+
+@pytest.fixture(scope="module")
+def two_heads() -> ot.OmniModel:
+    return build_omni_model(foundation=qwen2_5_vl())
+
+
+@pytest.mark.parametrize(
+    ("refused", "degrees", "message"),
+    [
+        (plan(ulysses=2), {"sp": 4}, r"ulysses: found 2, but 4 ranks share .*; use 1 or 4"),
+        (plan(ulysses=4), {"sp": 4}, r"ulysses: found 4: 4 ranks cannot share 2 heads equally; 1, 2 can"),
+        (plan(ulysses=2, place="world"), {"sp": 2}, r"found 2 with `place: world`; .* share each item: remove one"),
+        (plan(cp=2), {"sp": 2}, r"image_encoder.cp: found 2, but only the foundation has a ring; .*`place: group`"),
+    ],
+)
+def test_a_tower_is_shared_by_the_ranks_that_share_its_row_or_not_at_all(
+    two_heads: ot.OmniModel, refused: ot.ParallelPlan, degrees: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(two_heads, refused, **degrees)
+
+
+@pytest.mark.parametrize(
+    ("component", "why"),
+    [
+        ("image_encoder", "do not take all items as one row"),
+        ("audio_encoder", "do not take all items as one row"),
+        ("image_decoder", "is a decoder"),
+    ],
+)
+def test_a_tower_that_keeps_items_apart_along_the_batch_is_refused_by_name(
+    model: ot.OmniModel, component: str, why: str
+) -> None:
+    message = rf"{component}.ulysses: found 2, but .* an item of {component}: .*{why}.*; remove it \(`place: group`"
+    with pytest.raises(UserError, match=message):
+        resolve(model, plan(component, ulysses=2), sp=2)
+
+
+def test_a_ring_is_refused_to_a_model_that_drops_attention_before_it_runs() -> None:
+    model = build_omni_model(foundation=qwen3_with_dropout())
+    with pytest.raises(UserError, match=r"a ring does not honour dropout \(attention_dropout in .*; set cp to 1"):
+        resolve(model, ot.ParallelPlan(), cp=2)
+    resolve(model, ot.ParallelPlan(), sp=2)

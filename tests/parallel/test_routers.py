@@ -24,7 +24,7 @@ from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import ExpertsBalance, parse_layout
 from tests.parallel import factories
-from tests.parallel.laid_out import full, laid_out
+from tests.parallel.laid_out import counted, full, laid_out
 from tests.parallel.test_experts import text_samples
 
 ROUTER = "foundation.model.layers.1.mlp.gate.weight"
@@ -94,6 +94,21 @@ def test_balance_is_the_same_on_any_layout_and_a_recompute_counts_nothing(ranks:
             assert load["load"] == expected["load"][name]["load"] > 1
             assert load["entropy"] == pytest.approx(expected["load"][name]["entropy"]) and 0 < load["entropy"] < 1
             assert (load["bytes"] > 0) == (".ep" in layout)
+
+
+def sums(loss: str) -> int:
+    """All-reduces of a micro-batch whose row two ranks share."""
+    model = laid_out(state={"ulysses_size": 2}, model=build_omni_model(foundation=factories.qwen3_moe()).train())
+    routers = Routers(model, ExpertsBalance(loss=loss))
+    planned = step_planner(model)([Pack.from_samples(to_samples(discover(factories.qwen3_moe()), text_samples(2)))])
+    with counted() as calls:
+        accumulate_gradients(model, planned, routers=routers)
+    return calls["c10d.allreduce_"]
+
+
+def test_choices_of_all_layers_are_added_up_over_a_shared_row_at_once(ranks: RankPool) -> None:
+    samples, shares = (ranks.run(sums, loss, timeout_s=60, world=2)[0] for loss in ("sample", "previous_step"))
+    assert samples == shares + 1
 
 
 def moved_parameter() -> list[tuple[torch.Tensor, torch.Tensor]]:

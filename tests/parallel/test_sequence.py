@@ -22,6 +22,7 @@ from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.verify import verify
 from tests.parallel import factories
 from tests.parallel.laid_out import laid_out, samples
+from tests.tiny import tiny_processor, tiny_samples
 
 FAMILIES = (
     "any_to_any",
@@ -43,6 +44,9 @@ def samples_of(name: str) -> list[Sample]:
     if name == "any_to_any":
         return samples()
     foundation = getattr(factories, name)()
+    if isinstance(foundation, ot.OmniModel):
+        tasks = ("text", "image_to_text", "video_to_text", "images_to_text")
+        return tiny_samples(tiny_processor(foundation), len(tasks), tasks)
     native = build_omni_model(foundation=foundation).runner.native
     return [probe.sample for probe in probe_samples(foundation, native)]
 

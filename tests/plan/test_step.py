@@ -15,6 +15,7 @@ from omnitrain.plan import (
     Topology,
     implied_collectives,
 )
+from omnitrain.plan.show import component_lines
 from tests.plan.random_steps import plan_of, random_facts, random_topology
 
 SEEDS = range(25)
@@ -168,6 +169,19 @@ def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_ru
     assert plan.calls_of(0, "encoder", 1) == plan.calls_of(1, "encoder", 1) == ()
     assert plan.calls_of(1, "foundation", 1)[0].is_minimal
     assert (plan.last_active("encoder"), plan.last_active("foundation")) == (0, 1)
+
+
+def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() -> None:
+    everyone = tuple(range(4))
+    shared = PlannedComponent("encoder", everyone, (Port("image"),), place="group", is_shared=True)
+    topology = Topology(4, (shared,), ("text",), ((0, 1), (2, 3)))
+    plan = plan_of(topology, [RankFacts((drew(7, 4),)), RankFacts(), RankFacts((drew(),)), RankFacts()])
+    calls = [plan.calls_of(rank, "encoder", 0) for rank in everyone]
+    assert calls[0] == calls[1] and calls[0][0].items == (0, 1)
+    assert [call.is_minimal for own in calls for call in own] == [False, False, True, True]
+    assert not any(plan.has_exchange("encoder", 0, rank) for rank in everyone)
+    assert plan.loads("encoder").tolist() == [[6, 6, 0, 0]]
+    assert [(line.travelling, line.minimal_ranks) for line in component_lines(plan)] == [(0, 2)]
 
 
 def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> None:

@@ -13,8 +13,9 @@ from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 Key = tuple[str | int, ...]
 
-# The keys in these are names that the user makes up, or arguments of a processor that only its folder knows.
-FREE_NAMES = ("model.encoders", "model.decoders", "data.processor_arguments.images_kwargs")
+# The keys in these are names that the user makes up, or that only a folder knows: a processor's arguments, components
+# inside of a model.
+FREE_NAMES = ("model.encoders", "model.decoders", "data.processor_arguments.images_kwargs", "parallel.components")
 SHIPPED = list_recipes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.contract.cache import contract_path, read_contract, write_contract
 from omnitrain.models.contract.findings import Contract
+from omnitrain.models.contract.left_out import left_out_modules
 from omnitrain.models.contract.measure import (
     TOLERANCE,
     gradient_fact,
@@ -81,7 +83,8 @@ def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> 
 
 
 def _checked(trial: Trial) -> Contract:
-    for check in (_modalities, _attention, _head, _items, _side_features, _packing, _own_loss, _last_rows, _gradients):
+    outputs = (_modalities, _attention, _head, _items, _side_features, _packing, _left_out, _own_loss)
+    for check in (*outputs, _last_rows, _gradients):
         check(trial)
         if trial.contract.refusals:
             break
@@ -166,6 +169,23 @@ def _packing(trial: Trial) -> None:
         trial.note("packing", "fallback", fact)
     else:
         trial.note("packing", "passed", "packed samples equal each alone")
+
+
+def _left_out(trial: Trial) -> None:
+    """What some samples leave out is called on nothing for them, so that all ranks call the same."""
+    found = attempt(partial(left_out_modules, trial))
+    if isinstance(found, Failure) or not found:
+        return
+    trial.use(left_out=found)
+    if isinstance(failed := attempt(partial(logit_error, trial)), Failure):
+        found = tuple(replace(kind, problem=kind.problem or f"called on nothing, it fails: {failed}") for kind in found)
+        trial.use(left_out=found)
+    names = ", ".join(kind.module for kind in found)
+    problems = dict.fromkeys(kind.problem for kind in found if kind.problem)
+    if problems:
+        trial.note("left out", "fallback", f"some samples leave out {names}; {'; '.join(problems)}: one rank only")
+    else:
+        trial.note("left out", "passed", f"some samples leave out {names}; there they are called on nothing")
 
 
 def _own_loss(trial: Trial) -> None:

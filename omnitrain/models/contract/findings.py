@@ -25,6 +25,23 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A module with parameters that a forward calls for some samples only.
+
+    Attributes:
+        module: its name, with ``*`` for places in module lists.
+        parent: of the nearest module around it that every forward calls.
+        takes: sizes of its arguments where there is nothing for it.
+        problem: why it cannot be called on nothing; empty: it can.
+    """
+
+    module: str
+    parent: str
+    takes: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Contract:
     """How a foundation has to be run so that training it is exact.
 
@@ -36,6 +53,7 @@ class Contract:
         by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
         row_local: modules of which a row reaches the same row of the last hidden states only; items of a module list
             are named by their place from its end.
+        left_out: modules that some samples leave out, in the order of a forward that leaves nothing out.
         without_gradient: parameters of the twin that no loss reaches.
         findings: every check with what it measured.
     """
@@ -46,6 +64,7 @@ class Contract:
     segmented: tuple[str, ...] = ()
     by_sample: tuple[str, ...] = ()
     row_local: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
     without_gradient: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
@@ -71,4 +90,8 @@ class Contract:
     def from_json(cls, values: dict[str, Any]) -> Contract:
         """What :meth:`to_json` wrote."""
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, (list, tuple))}
-        return cls(**values | lists | {"findings": tuple(Finding(**finding) for finding in values["findings"])})
+        lists["findings"] = tuple(Finding(**finding) for finding in values["findings"])
+        lists["left_out"] = tuple(
+            LeftOut(**found | {"takes": tuple(map(tuple, found["takes"]))}) for found in values["left_out"]
+        )
+        return cls(**values | lists)

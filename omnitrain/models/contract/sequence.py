@@ -8,7 +8,6 @@ must be those of the whole row: a model that counts its tokens, or looks at its 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +21,13 @@ from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.contract.measure import TOLERANCE
 from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.recorded import Recorded, Replayed, worst
 from omnitrain.models.contract.trial import Failure, attempt, relative
 from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.kernels import torch_kernels
 from omnitrain.models.native import NativeRows, discover
 from omnitrain.models.part import cut_pack, here
-from omnitrain.ops.attention.call import Call
 from omnitrain.plan.sequence import split_sequence
 
 _SPLITS = ({"sp": 3}, {"sp": 1, "cp": 2})
@@ -93,21 +92,12 @@ def _measured(model_class: type[PreTrainedModel], twin: PreTrainedConfig, contra
     return SequenceContract("", tuple(sorted(heads)))
 
 
-class _Whole:
-    """A pack that was run as a whole, and all that crossed from token to token in it.
-
-    As a :class:`~omnitrain.ops.attention.RowPart` it is all of the row.
-    """
-
-    num_ranks = 1
+class _Whole(Recorded):
+    """A pack that was run as a whole."""
 
     def __init__(self, pack: Pack, media: EncodedMedia) -> None:
-        self.pack, self.media, self.num_tokens = pack, media, pack.num_tokens
-        self.rows = torch.arange(pack.num_tokens)
-        self.num_rows, self.attention = pack.num_tokens, self
-        self.heads: set[int] = set()
-        self.attended: list[tuple[Call, Tensor]] = []
-        self.gathered: list[Tensor] = []
+        super().__init__(pack.num_tokens)
+        self.pack, self.media = pack, media
         self.logits = torch.empty(0)
 
     @classmethod
@@ -117,52 +107,11 @@ class _Whole:
         whole.logits = _logits(runner, pack, whole.media, whole)
         return whole
 
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
-        self.heads.add(call.query.size(1))
-        self.attended.append((call, compute(call)))
-        return self.attended[-1][1]
-
-    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        output = compute(tensors, slice(0, tensors[0].size(1)))
-        self.gathered += [*tensors, output]
-        return output
-
-    def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        self.gathered.append(tensor)
-        return tensor
-
     def error_of(self, runner: FoundationRunner, rows: Tensor) -> float:
         """The largest difference of logits of these tokens, and of what they hand to attention, relative."""
-        part = _Part(self, rows)
+        part = Replayed(self, rows)
         logits = _logits(runner, self.pack, self.media, part)
-        return float(torch.tensor([relative(logits, self.logits[rows]), *part.errors]).max())  # NaN, where one is
-
-
-class _Part:
-    """Some tokens of a row that was run as a whole."""
-
-    num_ranks = 1
-
-    def __init__(self, whole: _Whole, rows: Tensor) -> None:
-        self.rows, self.num_tokens, self.num_rows, self.attention = rows, whole.num_tokens, len(rows), self
-        self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
-        self.errors = [0.0]
-
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
-        expected, output = next(self._attended)
-        for name in ("query", "key", "value"):
-            self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.rows]))
-        return output[:, self.rows]
-
-    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        for tensor in tensors:
-            self.gather(tensor, 0)
-        return next(self._gathered)[self.rows]
-
-    def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        whole = next(self._gathered)
-        self.errors.append(relative(tensor, whole.index_select(dim, self.rows)))
-        return whole
+        return worst([relative(logits, self.logits[rows]), *part.errors])
 
 
 def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> Tensor:

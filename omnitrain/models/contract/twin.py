@@ -70,11 +70,20 @@ def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
     _cut_experts(text)
     _cut_thresholds(text)
     for node in _nodes(small):
-        for name, value in vars(node).items():
-            if isinstance(value, float) and any(word in name for word in _RANDOM):
-                setattr(node, name, 0.0)
+        for name in _drawn(node):
+            setattr(node, name, 0.0)
     _cut_vocabulary(small)
     return small
+
+
+def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
+    """What of a language model's config has it drop or change activations at random in training, by name."""
+    text = config.get_text_config(decoder=True)
+    return tuple(name for name in _drawn(text) if getattr(text, name))
+
+
+def _drawn(node: PreTrainedConfig) -> list[str]:
+    return [k for k, value in vars(node).items() if isinstance(value, float) and any(word in k for word in _RANDOM)]
 
 
 def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

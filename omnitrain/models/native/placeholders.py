@@ -86,10 +86,11 @@ class TokenExtras:
         """
         if not self.names:
             return {}
-        types = self._answers(ids, answer) if self.marks_answer else self._modalities(ids)
+        types = self._answers(ids, answer) if self.marks_answer else self.modalities(ids)
         return dict.fromkeys(self.names, types)
 
-    def _modalities(self, ids: _Ids) -> _Ids:
+    def modalities(self, ids: _Ids) -> _Ids:
+        """``[T]`` int64, of :data:`MODALITY_CODES`: whose placeholder each of ``ids`` ``[T]`` is; 0: nobody's."""
         types = np.zeros(ids.shape, dtype=np.int64)
         for modality in ("audio", "video", "image"):
             if modality in self.tokens:

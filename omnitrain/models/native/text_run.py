@@ -43,11 +43,16 @@ def text_core(model: PreTrainedModel) -> nn.Module:
 
 def first_block(model: PreTrainedModel) -> nn.Module:
     """The first layer of the text decoder."""
+    return text_blocks(model)[0]
+
+
+def text_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of the text decoder."""
     decoder = separate_decoder(model)
     if decoder is not None:
-        return max(_stacks(decoder), key=len)[0]
+        return max(_stacks(decoder), key=len)
     towers = {id(inner) for tower in _towers(model) for inner in tower.modules()}
-    return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)[0]
+    return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)
 
 
 def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:

@@ -16,6 +16,7 @@ from omnitrain.ops.attention.mask_functions import describe, is_causal, pattern_
 from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec
 from omnitrain.ops.attention.packing import PackedRow, packed_row
 from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
+from omnitrain.ops.attention.sharded import shard_of
 from omnitrain.ops.unread_rows import rows_read_of
 
 # Layers that learnt from the context alone that their row is packed, and so need it in a recomputation, too.
@@ -115,7 +116,8 @@ def omnitrain_attention(
         softcap=kwargs.get("softcap"),
         position_bias=kwargs.get("position_bias"),
         sinks=kwargs.get("s_aux"),
-        read=rows_read_of(module) if spec.shard is None else None,  # ranks of a shard exchange queries first
+        # Ranks of a shard exchange queries first.
+        read=rows_read_of(module, query.size(2)) if spec.shard is None else None,
     )
 
     def compute(whole: Call) -> torch.Tensor:
@@ -133,11 +135,12 @@ def _spec(
 ) -> MaskSpec | None:
     """The spec of a packed row whose mask is not one yet; None: the input is not packed."""
     row = packed_row()
-    if kwargs.get("cu_seq_lens_q") is not None:
-        borders = _borders(module, kwargs)
-        if row is None or row.part is None or row.borders != borders:
-            _check_fit(module, query, key, borders[-1])
-            return _spec_of_layer(module, borders, mask, kwargs)
+    if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
+        borders, shard = _borders(module, kwargs), shard_of(cu_seqlens)
+        if shard is not None or row is None or row.part is None or row.borders != borders:
+            _check_fit(module, query, key, borders[-1] if shard is None else shard.num_rows)
+            spec = _spec_of_layer(module, borders, mask, kwargs)
+            return spec if shard is None else spec.on(shard)
     if row is None or not _is_row(module, query, key, row, mask):
         _check_recomputation(module)
         return None

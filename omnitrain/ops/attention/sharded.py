@@ -1,4 +1,4 @@
-"""Attention over a row of which each rank has a part: what a mask says of it, and what computes it."""
+"""Attention over a row of which each rank has a part: what a mask or borders say of it, and what computes it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.ops.attention.call import Call
 
@@ -30,3 +31,25 @@ class SequenceShard(Protocol):
             ``[1, own rows, H, E]``.
         """
         ...
+
+
+# Tensor of borders -> what of their row is on this rank.
+_shards = WeakTensorKeyDictionary()
+
+
+def borders_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
+    """A copy of the borders of a row; layers that are given it as ``cu_seq_lens_q`` attend from a part of the row.
+
+    Args:
+        cu_seqlens: ``[segments + 1]`` int32 or int64, of the whole row.
+        shard: the part.
+    """
+    own = cu_seqlens.clone()
+    _shards[own] = shard
+    return own
+
+
+def shard_of(cu_seqlens: torch.Tensor) -> SequenceShard | None:
+    """The part that :func:`borders_on` named; None: these are the borders of a row that is all there."""
+    found: SequenceShard | None = _shards.get(cu_seqlens)
+    return found

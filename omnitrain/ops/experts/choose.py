@@ -13,18 +13,18 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from omnitrain.errors import UserError
 from omnitrain.ops.backends import Backend, choose
 from omnitrain.ops.experts.declared import ExpertWeights
-from omnitrain.ops.experts.grouped import grouped_experts
+from omnitrain.ops.experts.grouped import ProductMemory, grouped_experts
 from omnitrain.ops.experts.routes import counts_of
 
 AUTO = "auto"
 
 
-def _by_transformers(name: str, experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: int | None) -> Tensor:
+def _by_transformers(name: str, experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory) -> Tensor:
     """Another function that transformers registers, over rows of one expert each with weight 1."""
     if experts.first_adapter or experts.down_adapter:
         raise UserError(f"experts backend {name!r} knows no LoRA adapters; use torch")
-    if budget is not None and rows.size(0) > budget:
-        raise UserError(f"experts backend {name!r} computes all rows at once; use torch with a row budget")
+    if memory != ProductMemory():
+        raise UserError(f"experts backend {name!r} keeps what it keeps; use torch with a row budget or recompute")
     if rows.size(0) == 0:  # not all of them take none
         return grouped_experts(experts, rows, ends)
     of_row = torch.repeat_interleave(counts_of(ends), output_size=rows.size(0)).unsqueeze(-1)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from omnitrain.ops.experts.lora import ExpertAdapter, adapter_names, adapter_scales, parameter_names
+from omnitrain.ops.weight_gradients import Later, WeightGradients
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
@@ -48,10 +52,9 @@ def num_experts_of(module: nn.Module) -> int:
 
 
 class ExpertWeights:
-    """The experts that this rank has, in place of their module in a function that computes them.
+    """Experts that this rank has, in place of their module in a function that computes them.
 
-    Weights are plain tensors: of all experts, or of this rank's where the module's are DTensors. Everything else is the
-    module's.
+    Weights are plain tensors. Everything else is the module's.
 
     Attributes:
         module: the experts of a layer.
@@ -62,21 +65,50 @@ class ExpertWeights:
         down_bias: the same of the second product.
         first_adapter: beside ``first``, or None.
         down_adapter: beside ``down``, or None.
+        first_later: takes the gradient of ``first``, which autograd then gets from there; None: autograd computes it.
+        down_later: the same of the second product.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, Later]) -> None:
         self.module = module
-        self._local = {name: _local(getattr(module, name)) for name in weight_names(module)}
-        first = weight_names(module)[0]
-        self.first, self.down = self._local[first], self._local["down_proj"]
-        self.first_bias = self._local.get(f"{first}_bias")
-        self.down_bias = self._local.get("down_proj_bias")
+        self._tensors = tensors
+        self.first_name, self.down_name = matrix_names(module)
+        self.first, self.down = tensors[self.first_name], tensors[self.down_name]
+        self.first_bias = tensors.get(f"{self.first_name}_bias")
+        self.down_bias = tensors.get(f"{self.down_name}_bias")
         self.num_experts = self.first.size(0)
-        self.first_adapter, self.down_adapter = (_adapter(module, name) for name in matrix_names(module))
+        self.first_adapter, self.down_adapter = self._adapter(self.first_name), self._adapter(self.down_name)
+        self.first_later, self.down_later = later.get(self.first_name), later.get(self.down_name)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ExpertWeights:
+        """All experts of the layer, or this rank's where the module's weights are DTensors."""
+        return cls(module, {name: _local(getattr(module, name)) for name in names_by_expert(module)}, {})
+
+    def in_chunks(self, chunks: int, work: WeightGradients | None) -> list[ExpertWeights]:
+        """The same in nearly equal chunks of experts.
+
+        Args:
+            chunks: at most the number of experts.
+            work: computes the gradients of the matrices of all chunks, when nothing else of the backward of what was
+                called since is left to do; None: autograd does, as it goes.
+        """
+        if chunks == 1 and work is None:
+            return [self]
+        names = tuple(self._tensors)
+        flat = _InChunks.apply(work, names, chunk_borders(self.num_experts, chunks), *self._tensors.values())
+        of_chunk = [dict(zip(names, flat[chunk * len(names) :], strict=False)) for chunk in range(chunks)]
+        matrices = self.first_name, self.down_name
+        return [
+            ExpertWeights(
+                self.module, tensors, {} if work is None else {name: work.of((name, chunk)) for name in matrices}
+            )
+            for chunk, tensors in enumerate(of_chunk)
+        ]
 
     def __getattr__(self, name: str) -> Any:
-        local = self.__dict__["_local"]
-        return local[name] if name in local else getattr(self.__dict__["module"], name)
+        tensors = self.__dict__["_tensors"]
+        return tensors[name] if name in tensors else getattr(self.__dict__["module"], name)
 
     def activate(self, rows: Tensor) -> Tensor:
         """What lies between the two products: the class's own gate, or its activation."""
@@ -88,13 +120,48 @@ class ExpertWeights:
         layer: Any = self.module
         return layer.post_expert_norm(rows) if getattr(layer, "has_post_expert_norm", False) else rows
 
+    def _adapter(self, weight: str) -> ExpertAdapter | None:
+        scale = adapter_scales(self.module).get(weight)
+        if scale is None:
+            return None
+        a, b = (self._tensors[name] for name in parameter_names(weight))
+        return ExpertAdapter(a, b, scale)
 
-def _adapter(module: nn.Module, weight: str) -> ExpertAdapter | None:
-    scale = adapter_scales(module).get(weight)
-    if scale is None:
-        return None
-    a, b = (_local(getattr(module, name)) for name in parameter_names(weight))
-    return ExpertAdapter(a, b, scale)
+
+def chunk_borders(num_experts: int, chunks: int) -> tuple[int, ...]:
+    """``chunks + 1`` borders of nearly equal chunks of experts."""
+    return tuple(num_experts * chunk // chunks for chunk in range(chunks + 1))
+
+
+class _InChunks(torch.autograd.Function):
+    """Tensors in chunks along dim 0. Gradients come from the chunks, or from what these left for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, work: WeightGradients | None, names: tuple[str, ...], borders: tuple[int, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.work, ctx.names, ctx.num_chunks = work, names, len(borders) - 1
+        ctx.set_materialize_grads(False)
+        chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(borders)]
+        frozen = [
+            part for chunk in chunks for part, tensor in zip(chunk, tensors, strict=True) if not tensor.requires_grad
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(part for chunk in chunks for part in chunk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        later = {} if ctx.work is None else ctx.work.made()
+        found: list[Tensor | None] = []
+        for place, name in enumerate(ctx.names):
+            chunks = [
+                later.get((name, chunk), gradients[chunk * len(ctx.names) + place]) for chunk in range(ctx.num_chunks)
+            ]
+            parts = [part for part in chunks if part is not None]
+            assert len(parts) in (0, ctx.num_chunks), f"{name}: some experts have a gradient, others have none"
+            found.append(None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts))
+        return None, None, None, *found
 
 
 def _local(weight: Tensor) -> Tensor:

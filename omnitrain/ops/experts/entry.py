@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,17 +13,39 @@ from torch import Tensor, nn
 
 from omnitrain.ops.experts.choose import chosen
 from omnitrain.ops.experts.declared import ExpertWeights, num_experts_of
+from omnitrain.ops.experts.grouped import ProductMemory
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.spans import NOT_RECORDED, LayerSpans
 from omnitrain.ops.experts.tape import once
+from omnitrain.ops.weight_gradients import WeightGradients
 
-_DISPATCHER, _BUDGET = "_token_dispatcher", "_row_budget"
+_SETTINGS = "_expert_settings"
+
+
+class Journey(Protocol):
+    """The rows of one forward of a layer, and of its backward: to their experts, in chunks of these, and back.
+
+    Attributes:
+        num_chunks: in which this rank's experts are asked, in order; each once.
+    """
+
+    num_chunks: int
+
+    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
+        """Rows ``[R, H]`` sorted by the experts of the chunk, and ``[E]`` int32 ends of each expert's."""
+        ...
+
+    def send_back(self, chunk: int, results: Tensor) -> None:
+        """Results ``[R, H]`` of these rows."""
+        ...
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """Weights ``[T, k]`` -> the weighted sums ``[T, H]`` of the results."""
+        ...
 
 
 class Dispatcher(Protocol):
     """Brings rows to the ranks of their experts, and results back.
-
-    ``plan`` is computed once per layer and forward; the other two take it, may be called on runs of tokens, and are
-    differentiable.
 
     Attributes:
         bytes_sent: in forwards, to other ranks.
@@ -27,16 +53,12 @@ class Dispatcher(Protocol):
 
     bytes_sent: int
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Any:
-        """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens."""
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:
+        """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
         ...
 
-    def dispatch(self, tokens: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
-        """``[T, H]`` -> rows ``[R, H]`` sorted by this rank's experts, and ``[E]`` int32 ends of their runs."""
-        ...
-
-    def combine(self, rows: Tensor, weights: Tensor, plan: Any) -> Tensor:
-        """Results ``[R, H]`` of the rows, weights ``[T, k]`` -> ``[T, H]``."""
+    def depart(self, tokens: Tensor, plan: Any, spans: LayerSpans) -> Journey:
+        """Send a row of each of the tokens ``[T, H]`` to each of its experts. All of a journey is differentiable."""
         ...
 
 
@@ -45,36 +67,73 @@ class _Here:
 
     bytes_sent = 0
 
-    def plan(self, top_k_index: Tensor, num_experts: int) -> Routes:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Routes:
         return sort_by_expert(top_k_index, num_experts)
 
-    def dispatch(self, tokens: Tensor, plan: Routes) -> tuple[Tensor, Tensor]:
-        return take_rows(tokens, plan), plan.ends
-
-    def combine(self, rows: Tensor, weights: Tensor, plan: Routes) -> Tensor:
-        return combine_rows(rows, weights, plan)
+    def depart(self, tokens: Tensor, plan: Routes, spans: LayerSpans) -> _Stay:
+        return _Stay(tokens, plan)
 
 
-_HERE = _Here()
+class _Stay:
+    """Rows that are where their experts are."""
+
+    num_chunks = 1
+
+    def __init__(self, tokens: Tensor, routes: Routes) -> None:
+        self._rows, self._routes = take_rows(tokens, routes), routes
+
+    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
+        return self._rows, self._routes.ends
+
+    def send_back(self, chunk: int, results: Tensor) -> None:
+        self._rows = results
+
+    def combine(self, weights: Tensor) -> Tensor:
+        return combine_rows(self._rows, weights, self._routes)
 
 
-def set_dispatcher(module: nn.Module, dispatcher: Dispatcher) -> None:
-    """From now on the experts ``module``, whose weights are a part of them on each rank, get rows by ``dispatcher``."""
-    setattr(module, _DISPATCHER, dispatcher)
+@dataclass(frozen=True)
+class ExpertSettings:
+    """How the experts of a layer are computed.
+
+    Attributes:
+        dispatcher: brings rows to them; where it does to other ranks, the weights are a part of them on each rank.
+        row_budget: see :class:`omnitrain.ops.experts.grouped.ProductMemory`.
+        recomputes_activation: see there.
+        saving: a context for the products of the rows it is given, such as one that offloads what they save of these.
+        delays_weight_gradients: compute those of the matrices last, while rows' gradients are on their way.
+        meanwhile: computes something else of the layer while its last results are on their way.
+        spans: told what happens when.
+    """
+
+    dispatcher: Dispatcher
+    row_budget: int | None = None
+    recomputes_activation: bool = False
+    saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
+    delays_weight_gradients: bool = False
+    meanwhile: Callable[[], None] | None = None
+    spans: LayerSpans = NOT_RECORDED
+
+
+def set_experts(module: nn.Module, **settings: Any) -> None:
+    """From now on the experts ``module`` are computed with these of :class:`ExpertSettings`; others stay."""
+    setattr(module, _SETTINGS, replace(_settings(module), **settings))
+
+
+def _settings(module: nn.Module) -> ExpertSettings:
+    return getattr(module, _SETTINGS, _AS_THEY_ARE)
+
+
+_AS_THEY_ARE = ExpertSettings(_Here())
 
 
 def bytes_sent(module: nn.Module) -> int:
     """What the experts ``module`` has sent to other ranks in forwards since this was asked last."""
-    dispatcher: Dispatcher = getattr(module, _DISPATCHER, _HERE)
+    dispatcher = _settings(module).dispatcher
     sent = dispatcher.bytes_sent
     if sent:
         dispatcher.bytes_sent = 0
     return sent
-
-
-def set_row_budget(module: nn.Module, budget: int | None) -> None:
-    """From now on the experts ``module`` compute so many rows at a time; None: all at once."""
-    setattr(module, _BUDGET, budget)
 
 
 @torch.compiler.disable  # rows per expert are values: a traced call would be compiled again for each routing
@@ -93,9 +152,19 @@ def omnitrain_experts(
     Returns:
         ``[T, H]`` in the dtype of ``hidden_states``.
     """
-    dispatcher: Dispatcher = getattr(module, _DISPATCHER, _HERE)
-    plan = once(lambda: dispatcher.plan(top_k_index, num_experts_of(module)))
-    rows, ends = dispatcher.dispatch(hidden_states, plan)
-    compute = chosen(module, rows, backend).run
-    results = compute(ExpertWeights(module), rows, ends, getattr(module, _BUDGET, None))
-    return dispatcher.combine(results, top_k_weights, plan)
+    settings = _settings(module)
+    spans = settings.spans
+    plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
+    memory = ProductMemory(settings.row_budget, settings.recomputes_activation)
+    compute = chosen(module, hidden_states, backend).run
+    # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
+    journey = settings.dispatcher.depart(hidden_states, plan, spans)
+    work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
+    for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.num_chunks, work)):
+        rows, ends = journey.arrive(chunk)
+        with settings.saving(rows) if settings.saving is not None else nullcontext():
+            results = spans.experts(chunk, rows, partial(compute, experts, rows, ends, memory))
+        journey.send_back(chunk, results)
+    if settings.meanwhile is not None:
+        settings.meanwhile()
+    return journey.combine(top_k_weights)

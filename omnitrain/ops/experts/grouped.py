@@ -2,60 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.experts.declared import ExpertWeights
 from omnitrain.ops.experts.lora import ExpertAdapter, aligned
+from omnitrain.ops.weight_gradients import Later
+
+Before = Callable[[Tensor], Tensor]
 
 
-def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, budget: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class ProductMemory:
+    """What of the products waits for the backward.
+
+    Attributes:
+        row_budget: rows that are computed at a time; of more, only inputs and results wait, and the rest is computed
+            again. None: all at once.
+        recomputes_activation: what lies between both products is computed again.
+    """
+
+    row_budget: int | None = None
+    recomputes_activation: bool = False
+
+
+_EVERYTHING = ProductMemory()
+
+
+def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory = _EVERYTHING) -> Tensor:
     """The experts' results for rows that are sorted by expert.
 
     Args:
         experts: that are here, ``E`` of them.
         rows: ``[S, H]``.
         ends: ``[E]`` int32: the end of each expert's rows; the last one is ``S``.
-        budget: rows that are computed at a time; of more, only inputs and results wait for the backward, which
-            computes the rest again. None: all at once.
+        memory: what waits for the backward.
 
     Returns:
         ``[S, H]`` in the dtype of ``rows``. Experts without rows have a gradient, of zeros.
     """
+    budget, again = memory.row_budget, memory.recomputes_activation
     if budget is None or rows.size(0) <= budget:
-        return experts.finish(_products(experts, rows, ends)).to(rows.dtype)
+        return experts.finish(_products(experts, rows, ends, again)).to(rows.dtype)
     borders = [*range(0, rows.size(0), budget), rows.size(0)]
     chunks = [
-        checkpoint(_products, experts, rows[start:stop], (ends - start).clamp(0, stop - start), use_reentrant=False)
+        checkpoint(
+            _products, experts, rows[start:stop], (ends - start).clamp(0, stop - start), again, use_reentrant=False
+        )
         for start, stop in pairwise(borders)
     ]
     return experts.finish(torch.cat(chunks)).to(rows.dtype)
 
 
-def _products(experts: ExpertWeights, rows: Tensor, ends: Tensor) -> Tensor:
-    transposed: bool = experts.is_transposed
-    inner = grouped_linear(rows, experts.first, experts.first_bias, ends, transposed=transposed)
-    active = experts.activate(_adapted(inner, rows, experts.first_adapter, ends))
-    outer = grouped_linear(active, experts.down, experts.down_bias, ends, transposed=transposed)
-    return _adapted(outer, active, experts.down_adapter, ends)
+def _products(experts: ExpertWeights, rows: Tensor, ends: Tensor, activates_again: bool) -> Tensor:
+    linear = partial(grouped_linear, ends=ends, transposed=experts.is_transposed)
+    inner = linear(rows, experts.first, experts.first_bias, later=experts.first_later)
+    inner = _adapted(inner, rows, experts.first_adapter, ends)
+    # What comes before a product is computed again with it.
+    active, before = (inner, experts.activate) if activates_again else (experts.activate(inner), None)
+    outer = linear(active, experts.down, experts.down_bias, later=experts.down_later, before=before)
+    return _adapted(outer, active, experts.down_adapter, ends, before)
 
 
-def _adapted(product: Tensor, rows: Tensor, adapter: ExpertAdapter | None, ends: Tensor) -> Tensor:
+def _adapted(
+    product: Tensor, rows: Tensor, adapter: ExpertAdapter | None, ends: Tensor, before: Before | None = None
+) -> Tensor:
     """``product`` of ``rows`` and frozen matrices, with what is trained beside them; added in the wider dtype."""
     if adapter is None:
         return product
     own = aligned(adapter)
-    thin = grouped_linear(rows, own.a, None, ends, transposed=False)
+    thin = grouped_linear(rows, own.a, None, ends, transposed=False, before=before)
     delta = grouped_linear(thin, own.b, None, ends, transposed=False)
     return (product + own.scale * delta).to(product.dtype)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, *, transposed: bool) -> Tensor:
+def grouped_linear(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    *,
+    transposed: bool,
+    later: Later | None = None,
+    before: Before | None = None,
+) -> Tensor:
     """Each row times its expert's matrix, plus its expert's bias.
 
     Args:
@@ -64,26 +103,55 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, ends: Tens
         bias: ``[E, out]`` or None.
         ends: ``[E]`` int32, the last one ``S``.
         transposed: see ``weight``.
+        later: takes the gradient of ``weight`` in the backward, which then returns none.
+        before: makes ``[S, in]`` of ``rows`` of any width; it has no parameters, and is computed again in the backward.
 
     Returns:
         ``[S, out]``.
     """
-    matrices = weight if transposed else weight.transpose(-2, -1)
-    product: Tensor = F.grouped_mm(rows.to(weight.dtype), matrices, offs=ends)
-    product = _ContiguousGradient.apply(product)
+    product: Tensor = _GroupedProduct.apply(rows, weight, ends, transposed, later, before)
     return product if bias is None else _AddBias.apply(product, bias, ends)
 
 
-class _ContiguousGradient(torch.autograd.Function):
-    """The backward of ``grouped_mm`` takes no other."""
+class _GroupedProduct(torch.autograd.Function):
+    """As autograd differentiates ``grouped_mm``, but for what is computed when in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, product: Tensor) -> Tensor:
-        return product.view_as(product)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        transposed: bool,
+        later: Later | None,
+        before: Before | None,
+    ) -> Tensor:
+        factor = (rows if before is None else before(rows)).to(weight.dtype)
+        ctx.save_for_backward(factor if before is None else rows, weight, ends)
+        ctx.dtype, ctx.transposed, ctx.later, ctx.before = rows.dtype, transposed, later, before
+        return F.grouped_mm(factor, weight if transposed else weight.transpose(-2, -1), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        saved, weight, ends = ctx.saved_tensors
+        rows = factor = saved
+        if ctx.before is not None:
+            with torch.enable_grad():
+                rows = saved.detach().requires_grad_()
+                factor = ctx.before(rows).to(weight.dtype)
+        gradient = gradient.contiguous()  # grouped_mm takes no other
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_rows = F.grouped_mm(gradient, weight.transpose(-2, -1) if ctx.transposed else weight, offs=ends)
+            if ctx.before is not None:
+                (of_rows,) = torch.autograd.grad(factor, rows, of_rows)
+        if ctx.needs_input_grad[1]:
+            factor = factor.detach()
+            left, right = (factor, gradient) if ctx.transposed else (gradient, factor)
+            make = partial(F.grouped_mm, left.t(), right, offs=ends)
+            of_weight = make() if ctx.later is None else ctx.later(make)
+        return None if of_rows is None else of_rows.to(ctx.dtype), of_weight, None, None, None, None
 
 
 class _AddBias(torch.autograd.Function):

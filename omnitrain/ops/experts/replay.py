@@ -26,34 +26,42 @@ Decisions = dict[tuple[str, int, str], Tensor]
 
 @dataclass
 class Replayed:
-    """What a replay changed.
+    """What a replay changed. Numbers are tensors on the device until somebody asks for them.
 
     Attributes:
         near_ties: tokens of a layer that would have gone elsewhere, to experts of nearly the same score.
         others: those whose own choice had another score altogether: the runs do not compute the same.
     """
 
-    near_ties: int = 0
-    others: int = 0
+    near_ties: Tensor | int = 0
+    others: Tensor | int = 0
 
 
 @dataclass
 class Recording:
-    """Decisions of all layers about the tokens of any number of samples."""
+    """Decisions of all layers about the tokens of any number of samples; -1 for tokens that are on other ranks."""
 
     decisions: Decisions = field(default_factory=dict)
 
     @contextmanager
-    def recorded(self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int]) -> Iterator[None]:
-        """Take down the decisions of the forward inside, on a row of these samples end to end."""
+    def recorded(
+        self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], rows: Tensor | None = None
+    ) -> Iterator[None]:
+        """Take down the decisions of the forward inside, on a row of these samples end to end; see :meth:`replayed`."""
+        kept: list[tuple[tuple[str, int], Tensor]] = []
+        here = _here(lengths, rows)
 
         def keep(key: tuple[str, int], own: Tensor, scores: Tensor) -> Tensor:
-            for sample, part in zip(ids, own.split(list(lengths)), strict=True):
-                self.decisions[*key, sample] = part.cpu()
+            kept.append((key, own))
             return own
 
-        with _LayersOf(model, sum(lengths), keep):
+        with _LayersOf(model, len(here), keep):
             yield
+        for key, own in kept:  # behind the forward: the device is waited for once
+            row = _row(lengths, here, own.size(-1))
+            row[here] = own.cpu()
+            for sample, part in zip(ids, row.narrow(0, 0, sum(lengths)).split(list(lengths)), strict=True):
+                self.decisions[*key, sample] = part
 
     @contextmanager
     def replayed(
@@ -68,15 +76,15 @@ class Recording:
             rows: ``[t]`` int64, the tokens of the row that are here; None: all.
         """
         found = Replayed()
-        here = torch.arange(sum(lengths)) if rows is None else rows.cpu()
+        here = _here(lengths, rows)
 
         def replace(key: tuple[str, int], own: Tensor, scores: Tensor) -> Tensor:
             taken = self._at(key, ids, lengths, here, own)
             differs = (taken.sort(-1)[0] != own.sort(-1)[0]).any(-1)
             gap = scores.gather(-1, own).sort(-1)[0] - scores.gather(-1, taken).sort(-1)[0]
             is_near = gap.abs().amax(-1) <= NEAR * scores.where(scores.isfinite(), 0).abs().amax(-1)
-            found.near_ties += int((differs & is_near).sum())
-            found.others += int((differs & ~is_near).sum())
+            found.near_ties += (differs & is_near).sum()
+            found.others += (differs & ~is_near).sum()
             return taken
 
         with _LayersOf(model, len(here), replace):
@@ -86,12 +94,22 @@ class Recording:
         self, key: tuple[str, int], ids: Sequence[str], lengths: Sequence[int], here: Tensor, own: Tensor
     ) -> Tensor:
         """What was recorded for the tokens ``here`` of a row, and ``own`` for the others."""
-        whole = torch.full((max(sum(lengths), int(here.max()) + 1), own.size(-1)), -1)
+        whole = _row(lengths, here, own.size(-1))
         for sample, rows in zip(ids, whole.narrow(0, 0, sum(lengths)).split(list(lengths)), strict=True):
             if (recorded := self.decisions.get((*key, sample))) is not None:
                 rows.copy_(recorded)
         taken = whole[here].to(own.device)
         return taken.where(taken >= 0, own)
+
+
+def _here(lengths: Sequence[int], rows: Tensor | None) -> Tensor:
+    """``[t]`` int64 on the host: the tokens of a row that are here."""
+    return torch.arange(sum(lengths)) if rows is None else rows.cpu()
+
+
+def _row(lengths: Sequence[int], here: Tensor, num_slots: int) -> Tensor:
+    """``[T, k]`` for the experts of a row's tokens, all unknown; a row that was filled up has more than its samples."""
+    return torch.full((max(sum(lengths), int(here.max()) + 1), num_slots), -1)
 
 
 class _LayersOf(TorchFunctionMode):
@@ -131,7 +149,7 @@ class _LayersOf(TorchFunctionMode):
             return func(*args, **given)
         with torch.no_grad():
             own = func(*args, **given).indices
-            scores: Tensor = args[0]
+            scores: Tensor = args[0] if args else given["input"]
             if scores.size(-1) * self._num_tokens != scores.numel() or own.numel() % self._num_tokens:
                 return func(*args, **given)  # no decision about tokens
             name, numbers = self._layer[-1]

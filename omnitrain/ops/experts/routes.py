@@ -70,9 +70,28 @@ def combine_rows(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     return combined
 
 
-class _TakeRows(torch.autograd.Function):
-    """The gradient of a token is the sum over its own ``k`` rows: a gather, where autograd would scatter."""
+def token_gradients(gradient: Tensor, routes: Routes) -> Tensor:
+    """Of :func:`take_rows`: the sum over a token's own ``k`` rows: a gather, where autograd would scatter."""
+    return F.embedding_bag(routes.row_of_slot, gradient, mode="sum")
 
+
+def weighted_sums(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    """:func:`combine_rows`; no ``[T, k, H]`` tensor where rows and weights have one dtype."""
+    if rows.dtype == weights.dtype:
+        return F.embedding_bag(routes.row_of_slot, rows, mode="sum", per_sample_weights=weights)
+    per_slot = rows[routes.row_of_slot] * weights.unsqueeze(-1)
+    return per_slot.sum(1).to(rows.dtype)
+
+
+def weighted_sum_gradients(gradient: Tensor, rows: Tensor, weights: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+    """Of :func:`combine_rows`: of ``rows`` and of ``weights``."""
+    of_row = gradient.index_select(0, routes.token_of_row)
+    products = torch.einsum("sh,sh->s", rows, of_row)
+    weight_of_row = weights.new_empty(rows.size(0)).scatter_(0, routes.row_of_slot.view(-1), weights.reshape(-1))
+    return of_row.mul_(weight_of_row.unsqueeze(-1)), products[routes.row_of_slot].to(weights.dtype)
+
+
+class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, routes: Routes) -> Tensor:
         ctx.routes = routes
@@ -80,29 +99,17 @@ class _TakeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        return F.embedding_bag(ctx.routes.row_of_slot, gradient, mode="sum"), None
+        return token_gradients(gradients[0], ctx.routes), None
 
 
 class _CombineRows(torch.autograd.Function):
-    """One pass over the rows in each direction; no ``[T, k, H]`` tensor where rows and weights have one dtype."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
         ctx.routes = routes
         ctx.save_for_backward(rows, weights)
-        if rows.dtype == weights.dtype:
-            return F.embedding_bag(routes.row_of_slot, rows, mode="sum", per_sample_weights=weights)
-        per_slot = rows[routes.row_of_slot] * weights.unsqueeze(-1)
-        return per_slot.sum(1).to(rows.dtype)
+        return weighted_sums(rows, weights, routes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (gradient,) = gradients
         rows, weights = ctx.saved_tensors
-        routes: Routes = ctx.routes
-        of_row = gradient.index_select(0, routes.token_of_row)
-        products = torch.einsum("sh,sh->s", rows, of_row)
-        weight_of_row = weights.new_empty(rows.size(0)).scatter_(0, routes.row_of_slot.view(-1), weights.reshape(-1))
-        row_gradient = of_row.mul_(weight_of_row.unsqueeze(-1))
-        return row_gradient, products[routes.row_of_slot].to(weights.dtype), None
+        return *weighted_sum_gradients(gradients[0], rows, weights, ctx.routes), None

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from omnitrain.parallel.tensor.forwards import own_part, replace_forward
+from omnitrain.parallel.tensor.forwards import own_part, replace_forward, rows_of_region
 from omnitrain.parallel.tensor.styles import STYLES
 
 
-def cut_tensors(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -> None:
+def cut_tensors(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, ends: Collection[str] = ()) -> None:
     """Leave each rank its part of the parameters that ``styles`` cut, and let modules compute with it, in place.
 
     Args:
         model: its parameters equal on all ranks.
         styles: name of a module or parameter -> style of the table.
         mesh: of the ranks that share them, one dim. A cut parameter is a DTensor on it, all others stay as they are.
+        ends: modules of style ``rowwise`` whose result the end of a region adds up (:mod:`.tokens`).
     """
     if not styles:
         return
@@ -37,7 +38,7 @@ def cut_tensors(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh) -
             if dim is not None and not isinstance(parameter, DTensor):
                 cut[parameter] = _part(parameter, dim, mesh)
         if key is None and kind.forward is not None:
-            replace_forward(module, kind.forward, group)
+            replace_forward(module, rows_of_region if name in ends else kind.forward, group)
     for owner in owners:
         replace_forward(modules[owner], own_part, group)
     for module in model.modules():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omnitrain.ops.collectives import add_up, gather_columns, own_columns
+from omnitrain.parallel.tensor.tokens import tokens_divided
 
 Forward = Callable[..., Any]
 Around = Callable[[Forward, dist.ProcessGroup], Forward]
@@ -57,6 +58,21 @@ def rows(plain: Forward, group: dist.ProcessGroup) -> Forward:
         with _local_parameters(self), _without_bias(self) as bias:
             y = add_up(plain(self, x), group)
         return y if bias is None else y + bias
+
+    return forward
+
+
+def rows_of_region(plain: Forward, group: dist.ProcessGroup) -> Forward:
+    """As :func:`rows`; where tokens are divided, this rank's part of the sum, which the end of the region adds up."""
+    whole = rows(plain, group)
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if tokens_divided() is None:
+            return whole(self, x)
+        with _local_parameters(self), _without_bias(self) as bias:
+            y = plain(self, x)
+        # In the sum of one rank, and in the graph of all: every rank has a gradient of it.
+        return y if bias is None else y + bias * float(group.rank() == 0)
 
     return forward
 

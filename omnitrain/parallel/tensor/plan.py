@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -131,8 +131,8 @@ class _Planning:
                     self.problems.append(f"tp_plan: {name}: `{other}` says {plan[other]}, `{glob}` says {style}")
         return {name: plan[glob] for name, glob in said.items()}
 
-    def _know(self, styles: object) -> None:
-        for style in dict.fromkeys(styles):  # type: ignore[call-overload]
+    def _know(self, styles: Iterable[str]) -> None:
+        for style in dict.fromkeys(styles):
             if style not in STYLES:
                 self.problems.append(f"tp_plan: unknown style {style!r}; {hint(style, STYLES)}")
 

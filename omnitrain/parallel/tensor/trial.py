@@ -16,10 +16,12 @@ from omnitrain.models.contract.trial import Failure, attempt
 from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.kernels import torch_kernels
 from omnitrain.models.native import discover
+from omnitrain.models.native.text_run import text_blocks
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.apply import cut_tensors
 from omnitrain.parallel.tensor.gradients import add_up_over_tp
 from omnitrain.parallel.tensor.styles import STYLES
+from omnitrain.parallel.tensor.tokens import DividedTokens, divide_tokens, ends_of
 from omnitrain.recipe.parallel import FOUNDATION
 
 # Rounding moves logits and gradients by 1e-5 of their size; a norm over features of which each rank has a part, by much
@@ -40,24 +42,53 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
     Raises:
         UserError: it has not, or does not run; with what differs first.
     """
-    inside = {n.removeprefix(f"{FOUNDATION}."): s for n, s in styles.items() if n.startswith(f"{FOUNDATION}.")}
-    if not inside:
-        return
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        twin, probes = _running_twin(foundation)
-        with torch_kernels(twin):
-            twin.to(state.device_type)
-            expected = _outcome(twin, probes, share=1.0)
-            cut_tensors(twin, _divided(twin, inside, state.size("tp")), state.tp_mesh)
-            twin.zero_grad()
-            found = attempt(partial(_outcome, twin, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state))
-    problem = f"it does not run: {found}" if isinstance(found, Failure) else _difference(found, expected)
-    if problem:
+    if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(
             f"tp_plan: {type(foundation).__name__} cut so is another model. On a small twin, {problem}; give ranks "
             "whole heads and whole inputs of norms, by colwise_gather_output and rowwise_split_input, or leave modules "
             "out"
         )
+
+
+def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> DividedTokens:
+    """Whether a twin whose tokens are divided between its blocks is the whole twin, too.
+
+    Every tensor parallel rank takes part.
+
+    Args:
+        foundation: see :func:`require_same_math`.
+        styles: see :func:`require_same_math`.
+        state: see :func:`require_same_math`.
+    """
+    problem, ends = _tried(foundation, styles, state, divide=True)
+    return DividedTokens(f"on a small twin, {problem}" if problem else "", ends)
+
+
+def _tried(
+    foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState, *, divide: bool
+) -> tuple[str, frozenset[str]]:
+    """What is wrong with a twin that is cut, or nothing; and, for all layers, the matrices by which regions end."""
+    inside = {n.removeprefix(f"{FOUNDATION}."): s for n, s in styles.items() if n.startswith(f"{FOUNDATION}.")}
+    if not inside:
+        return "", frozenset()
+    ends: set[str] = set()
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        twin, probes = _running_twin(foundation)
+        with torch_kernels(twin):
+            twin.to(state.device_type)
+            if divide:
+                with ends_of(text_blocks(twin), inside, dict(twin.named_modules())) as ends:
+                    _logits(twin, probes[0])
+            expected = _outcome(twin, probes, share=1.0)
+            cut = _divided(twin, inside, state.size("tp"))
+            last = DividedTokens(ends=frozenset(ends)).ends_in(cut)
+            cut_tensors(twin, cut, state.tp_mesh, last)
+            if divide:
+                divide_tokens(twin, [twin.get_submodule(name) for name in last], state.tp_mesh.get_group())
+            twin.zero_grad()
+            found = attempt(partial(_outcome, twin, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state))
+    problem = f"it does not run: {found}" if isinstance(found, Failure) else _difference(found, expected)
+    return problem or "", frozenset(ends)
 
 
 def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:

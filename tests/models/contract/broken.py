@@ -143,3 +143,36 @@ class MixingImages(LlavaForConditionalGeneration):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.model.__class__ = _Mixing
+
+
+class _Extra(nn.Linear):
+    """A layer that can be told how much it counts."""
+
+    def forward(self, rows: Tensor, scale: float | None = None) -> Tensor:
+        return super().forward(rows) * (scale or 1)
+
+
+class _ForLongRows(nn.Module):
+    def __init__(self, mlp: nn.Module, width: int, **told: float) -> None:
+        super().__init__()
+        self.mlp, self.extra, self.told = mlp, _Extra(width, width), told
+
+    def forward(self, rows: Tensor) -> Tensor:
+        own = self.mlp(rows)
+        return own if rows.size(1) < 10 else own + 0 * self.extra(rows, **self.told)
+
+
+class CallingForLongRows(Qwen3ForCausalLM):
+    """A layer that short samples leave out."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp = _ForLongRows(self.model.layers[1].mlp, config.hidden_size)
+
+
+class TellingForLongRows(Qwen3ForCausalLM):
+    """The same, with an argument that is no tensor."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp = _ForLongRows(self.model.layers[1].mlp, config.hidden_size, scale=2.0)

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from transformers import AutoConfig
 
 from omnitrain.errors import UserError
 from omnitrain.models.hf import foundation_class
+from omnitrain.models.hf_samples import from_hf
 from omnitrain.models.native import discover
 from omnitrain.models.native.placeholders import TokenExtras
 from tests.models.native.samples import built, media_sample
@@ -55,3 +58,21 @@ def test_a_model_that_counts_from_behind_its_padding_token_is_followed(padding: 
     config = AutoConfig.for_model("roberta", vocab_size=20, max_position_embeddings=40, pad_token_id=padding, **sizes)
     found = discover(foundation_class(config)(config))
     assert found.positions(np.arange(4), {}, {}).tolist() == list(range(padding + 1, padding + 5))
+
+
+def mixed(video: list[int]) -> dict[str, np.ndarray]:
+    """Of glm4v, whose images and videos share token 190: an image, and a video of rows ``video``."""
+    _, found = built("glm4v")
+    image, frames = (found.ports[modality].probe.make([0]) for modality in ("image", "video"))
+    ids = np.array([5, 192, 190, 190, 190, 190, 193, *video, 6])
+    return {"input_ids": ids, "labels": ids, **{k: v.numpy() for k, v in (image | frames).items()}}
+
+
+def test_images_and_videos_of_one_token_are_told_apart_by_their_marks() -> None:
+    _, found = built("glm4v")
+    spans = {s.component: s.positions.tolist() for s in from_hf(found, mixed([194, 190, 190, 190, 190, 195])).spans}
+    assert spans == {"foundation.image": [2, 3, 4, 5], "foundation.video": [8, 9, 10, 11]}
+    with pytest.raises(UserError, match=r"video features .* and no token 190 for their rows"):
+        from_hf(found, mixed([]))
+    with pytest.raises(UserError, match="sample 0 has features of image and video, whose rows have the same token"):
+        from_hf(replace(found, extras=replace(found.extras, video_marks=None)), mixed([]))

@@ -1,0 +1,94 @@
+"""Modules that a forward calls for some samples only, such as experts for image tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.contract.findings import LeftOut
+from omnitrain.models.contract.trial import Case, Trial
+from omnitrain.models.left_out import any_layer
+
+# Module -> the arguments of each of its calls in one forward.
+_Calls = dict[str, list[dict[str, Any]]]
+
+
+@torch.no_grad()
+def left_out_modules(trial: Trial) -> tuple[LeftOut, ...]:
+    """Outermost modules with parameters that the forward of some sample calls, and that of another does not.
+
+    Media are encoded before, so towers are none of them. What a module takes where there is nothing for it follows from
+    its calls: sizes that differ between them count rows, and are zero then.
+    """
+    calls = [_calls_of(trial, case) for case in trial.cases]
+    always = set.intersection(*(set(seen) for seen in calls))
+    everything = max(calls, key=len)
+    sometimes = [name for name in everything if name not in always]
+    outermost = [name for name in sometimes if _caller(name, everything) in always]
+    found: dict[str, LeftOut] = {}
+    for name in outermost:
+        own = [arguments for seen in calls for arguments in seen.get(name, ())]
+        caller = _caller(name, everything)
+        kind = LeftOut(any_layer(name), any_layer(caller))
+        found.setdefault(kind.module, _with_sizes(kind, own, everything[caller][0]))
+    return tuple(found.values())
+
+
+def _calls_of(trial: Trial, case: Case) -> _Calls:
+    """In the order of the first call of each module."""
+    seen: _Calls = {}
+    handles = [
+        module.register_forward_pre_hook(partial(_note, seen, name), with_kwargs=True)
+        for name, module in trial.ours.named_modules()
+        if next(module.parameters(), None) is not None
+    ]
+    try:
+        pack = Pack.from_samples([case.probe.sample])
+        media = trial.media(pack)
+        seen.clear()
+        trial.logits(pack, media)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _note(seen: _Calls, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    seen.setdefault(name, []).append(dict(list(given.arguments.items())[1:]))
+
+
+def _caller(name: str, called: _Calls) -> str:
+    """The nearest module around it that is called at all; lists of modules are not."""
+    outer: Iterator[str] = (name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1))
+    return next((around for around in outer if around in called), "")
+
+
+def _with_sizes(kind: LeftOut, calls: Sequence[dict[str, Any]], around: dict[str, Any]) -> LeftOut:
+    """With what it takes where there is nothing for it; ``around``: the arguments of its caller."""
+    if not any(_is_rows(value) for value in around.values()):
+        return replace(kind, problem="what calls it takes no rows")
+    for name, value in ((name, value) for arguments in calls for name, value in arguments.items()):
+        if not _is_rows(value):
+            return replace(kind, problem=f"it takes `{name}`, of which nobody says what it is for no rows")
+    shapes = [[tuple(value.shape) for value in arguments.values()] for arguments in calls]
+    if len({tuple(map(len, own)) for own in shapes}) > 1:
+        return replace(kind, problem="its calls have tensors of different numbers of dims")
+    takes = tuple(
+        tuple(sizes[0] if len(set(sizes)) == 1 else 0 for sizes in zip(*argument, strict=True))
+        for argument in zip(*shapes, strict=True)
+    )
+    if not takes or not all(0 in sizes for sizes in takes):
+        return replace(kind, problem="its calls do not differ in size, so there is none for no rows")
+    return replace(kind, takes=takes)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,79 @@
+"""Activations of parts of blocks: computed again, or waiting in host memory, so that no row of experts travels twice.
+
+A block that is recomputed as a whole sends its tokens to their experts again. What costs memory in it can be named
+instead: attention, the router, what lies between the experts' products; the rows that came to the experts, and what a
+layer of experts is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
+from omnitrain.parallel.activations import ActivationOffload
+from omnitrain.parallel.recompute import recompute_modules
+from omnitrain.parallel.routers import router_beside
+from omnitrain.recipe.parallel import OffloadedTensor, RecomputedPart
+
+_OF_ATTENTION = {"attention_mask", "cu_seqlens"}
+
+
+def recompute_parts(model: nn.Module, blocks: Sequence[str], parts: Sequence[RecomputedPart]) -> None:
+    """Compute ``parts`` of the blocks of these names again in the backward."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        if "attention" in parts:
+            recompute_modules(attention_modules(block))
+        for path, experts in experts_in(block):
+            if "router" in parts:
+                recompute_modules([router_beside(model, f"{name}.{path}".rpartition(".")[0])[0]])
+            if "expert_activation" in parts:
+                set_experts(experts, recomputes_activation=True)
+                use_omnitrain_experts(experts, backend_of(experts))
+
+
+def attention_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules inside ``block`` that mix rows: their forward takes a mask or the borders of samples."""
+    for child in block.children():
+        if _OF_ATTENTION & inspect.signature(child.forward).parameters.keys():
+            yield child
+        else:
+            yield from attention_modules(child)
+
+
+def offload_tensors(
+    model: nn.Module, blocks: Sequence[str], tensors: Sequence[OffloadedTensor], offload: ActivationOffload
+) -> None:
+    """Let ``tensors`` of the layers of experts in the blocks of these names wait in host memory."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        for path, experts in experts_in(block):
+            if "dispatched_rows" in tensors:
+                set_experts(experts, saving=offload.saving_only)
+                use_omnitrain_experts(experts, backend_of(experts))
+            if "mlp_input" in tensors:
+                _InputOffload(offload, block.get_submodule(path.rpartition(".")[0]))
+
+
+class _InputOffload:
+    """Offloads what is saved of the first argument of a layer's calls."""
+
+    def __init__(self, offload: ActivationOffload, layer: nn.Module) -> None:
+        self._offload = offload
+        self._open: list[ExitStack] = []
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        layer.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        with ExitStack() as stack:
+            stack.enter_context(self._offload.saving_only(first))
+            self._open.append(stack.pop_all())
+
+    def _leave(self, *_: Any) -> None:
+        self._open.pop().close()

@@ -1,0 +1,379 @@
+"""Rows of tokens on their way to the ranks of their experts and back, while these compute.
+
+A rank's experts compute in chunks, one after the other, and each chunk's rows travel by themselves. All leave at once;
+while the experts of one chunk compute, rows of the next ones arrive and results of those before go back::
+
+    on the way   rows 0 | rows 1    | rows 2    | results 0 | results 1 | results 2
+    experts               chunk 0   | chunk 1   | chunk 2   |
+
+Chunks are of experts, not of tokens: an expert computes all of its rows at once whatever the number of chunks, so
+nothing changes with it, not even in the last bit. The order of a backward is what autograd makes of that of the
+forward: what was begun last is asked first. So each exchange is two nodes, one of which starts it in the forward and
+ends its transpose in the backward, the other the reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from omnitrain.ops.collectives import gather_rows
+from omnitrain.ops.experts import (
+    LayerSpans,
+    Routes,
+    chunk_borders,
+    is_replaying,
+    sort_by_expert,
+    token_gradients,
+    weighted_sum_gradients,
+    weighted_sums,
+)
+
+Wait = Callable[[], Any]
+
+
+class Link(Protocol):
+    """All-to-alls of rows among ranks; keeps what is under way until somebody waited for it.
+
+    Attributes:
+        rank: this one's place.
+        size: number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Wait:
+        """Send ``rows`` ``[sum of sent, H]`` to the ranks in order, and get theirs into ``out``.
+
+        Neither may be touched before what this returns is called: behind that, ``out`` is there for whatever the
+        device is told next. All ranks start the same exchanges in the same order.
+        """
+        ...
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """``[size, n]``: row ``r`` goes to rank ``r``, row ``s`` of the result comes from rank ``s``."""
+        ...
+
+
+class GroupLink:
+    """The link of a process group: gloo moves rows in threads of its own, NCCL on a stream of its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Wait:  # noqa: D102
+        work = dist.all_to_all_single(out, rows, received, sent, group=self._group, async_op=True)
+        return work.wait
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:  # noqa: D102
+        found = torch.empty_like(counts)
+        dist.all_to_all_single(found, counts, group=self._group)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Leg:
+    """What travels for one chunk of experts.
+
+    Attributes:
+        sent: rows that go to each rank.
+        received: rows that come from each rank.
+        by_expert: ``[R]`` int64: the rows as they come, by sender, in order of this rank's experts.
+        by_sender: the inverse.
+        ends: ``[E]`` int32: of each expert's rows in that order.
+    """
+
+    sent: list[int]
+    received: list[int]
+    by_expert: Tensor
+    by_sender: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Travel:
+    """The ways of one layer's rows.
+
+    Attributes:
+        share: which of the tokens this rank sends: all, or its part of those that tensor parallel ranks hold alike.
+        routes: this rank's tokens to rows sorted by the chunk of their experts, then by rank, then by expert.
+        legs: of each chunk.
+    """
+
+    share: slice
+    routes: Routes
+    legs: tuple[Leg, ...]
+
+    def rows_to_others(self, rank: int) -> int:
+        """That ``rank`` sends them in a forward: tokens' and results'."""
+        ways = (way for leg in self.legs for way in (leg.sent, leg.received))
+        return sum(sum(way) - way[rank] for way in ways)
+
+
+class RankDispatcher:
+    """Brings rows over a link, each of whose ranks has an equal part of the experts, in order.
+
+    Every rank takes part in every call, with any number of tokens. Planning waits for the device once; the other steps
+    do not.
+
+    Args:
+        link: of the experts.
+        chunks: of experts on each rank, at most as many as there are.
+        alike: ranks that hold the same tokens; each sends its part of them. A rank's gradients of what they hold alike
+            are its own part of it, as everywhere in tensor parallelism: they add up over these ranks. None: no other
+            rank does.
+    """
+
+    def __init__(self, link: Link, chunks: int = 1, alike: dist.ProcessGroup | None = None) -> None:
+        self.bytes_sent = 0
+        self.link, self._alike, self._chunks = link, alike, chunks
+
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Travel:
+        """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
+        share = _share(top_k_index.size(0), self._alike)
+        order = _Order.of(num_experts, self.link.size, self._chunks, top_k_index.device)
+        routes = sort_by_expert(order.number[top_k_index[share]], num_experts)
+        to_send = routes.counts[order.number].view(self.link.size, -1)
+        with spans.waiting("counts"):
+            to_get = self.link.exchange_counts(to_send)
+        return Travel(share, routes, _legs(to_send, to_get, order))
+
+    def depart(self, tokens: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
+        """See :class:`omnitrain.ops.experts.Dispatcher`."""
+        if not is_replaying():
+            self.bytes_sent += plan.rows_to_others(self.link.rank) * tokens.size(1) * tokens.element_size()
+        return Trip(self, plan, tokens, spans)
+
+    def whole(self, own: Tensor, num_tokens: int) -> Tensor:
+        """All of the tokens, from the parts of them that the ranks sent."""
+        if self._alike is None:
+            return own
+        return gather_rows(own, _shares(num_tokens, dist.get_world_size(self._alike)), self._alike)
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """Experts by chunk, then by rank, then by number.
+
+    Attributes:
+        borders: of the chunks, among a rank's experts.
+        experts: ``[E]`` int64 in that order.
+        number: the inverse: each expert's place in it.
+        chunk_start: ``[experts of a rank]`` int64: where the chunk of each begins.
+    """
+
+    borders: tuple[int, ...]
+    experts: Tensor
+    number: Tensor
+    chunk_start: Tensor
+
+    @classmethod
+    def of(cls, num_experts: int, ranks: int, chunks: int, device: torch.device) -> _Order:
+        by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
+        borders = chunk_borders(by_rank.size(1), chunks)
+        experts = torch.cat([by_rank[:, start:stop].flatten() for start, stop in pairwise(borders)])
+        sizes = torch.tensor([stop - start for start, stop in pairwise(borders)], device=device)
+        starts = torch.tensor(borders[:-1], device=device)
+        return cls(borders, experts, experts.argsort(), starts.repeat_interleave(sizes, output_size=by_rank.size(1)))
+
+
+def _legs(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[Leg, ...]:
+    """From the rows ``[ranks, experts of a rank]`` that go to each rank's experts, and come to this rank's."""
+    up_to = F.pad(torch.stack([to_send, to_get]).cumsum(-1), (1, 0))[..., list(order.borders)]
+    sent, received = up_to.diff(dim=-1).transpose(1, 2).tolist()  # the one wait for the device
+    # Blocks of rows of one sender for one expert. They come by chunk, sender, expert, and are wanted by expert, sender.
+    of_block = to_get.flatten().long()
+    comes_at = torch.empty_like(of_block).scatter_(0, order.experts, _starts(of_block[order.experts]))
+    wanted_at = _starts(to_get.t().flatten().long()).view(to_get.size(1), -1)
+    chunk_at = wanted_at[order.chunk_start, 0]  # [experts of a rank]
+    total = sum(map(sum, received))
+    row = torch.arange(total, device=to_get.device)
+    ahead = comes_at.view_as(to_get).t() - wanted_at
+    by_expert = row + (ahead - chunk_at[:, None]).flatten().repeat_interleave(to_get.t().flatten(), output_size=total)
+    behind = (-ahead - chunk_at[:, None]).t().flatten()[order.experts]
+    by_sender = row + behind.repeat_interleave(of_block[order.experts], output_size=total)
+    ends = (to_get.sum(0).cumsum(0) - chunk_at).to(torch.int32)
+    sizes = [sum(rows) for rows in received]
+    experts = [stop - start for start, stop in pairwise(order.borders)]
+    split = by_expert.split(sizes), by_sender.split(sizes), ends.split(experts)
+    return tuple(Leg(*leg) for leg in zip(sent, received, *split, strict=True))
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return lengths.cumsum(0) - lengths
+
+
+def _shares(num_tokens: int, ranks: int) -> list[int]:
+    """How many of the tokens that ``ranks`` hold alike each of them sends."""
+    each, left = divmod(num_tokens, ranks)
+    return [each + (rank < left) for rank in range(ranks)]
+
+
+def _share(num_tokens: int, alike: dist.ProcessGroup | None) -> slice:
+    """This rank's run of them."""
+    if alike is None:
+        return slice(num_tokens)
+    stops = list(accumulate(_shares(num_tokens, dist.get_world_size(alike)), initial=0))
+    return slice(*stops[dist.get_rank(alike) :][:2])
+
+
+class Trip:
+    """A :class:`omnitrain.ops.experts.Journey` between ranks.
+
+    What is on its way hangs here, not on the layer: forwards of several micro-batches may wait for their backwards.
+    """
+
+    def __init__(self, dispatcher: RankDispatcher, travel: Travel, tokens: Tensor, spans: LayerSpans) -> None:
+        self.num_chunks = len(travel.legs)
+        self._dispatcher, self._travel = dispatcher, travel
+        self._cargo = _Cargo(dispatcher.link, travel, spans)
+        self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens[travel.share])
+        self._results: list[Tensor] = []
+
+    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return _Arrive.apply(self._cargo, chunk, self._rows[chunk]), self._travel.legs[chunk].ends
+
+    def send_back(self, chunk: int, results: Tensor) -> None:  # noqa: D102
+        self._results.append(_SendBack.apply(self._cargo, chunk, results))
+
+    def combine(self, weights: Tensor) -> Tensor:  # noqa: D102
+        own = _Combine.apply(self._cargo, weights[self._travel.share], *self._results)
+        return self._dispatcher.whole(own, weights.size(0))
+
+
+class _Cargo:
+    """What is on its way, in a forward and then in its backward: of each chunk at most one exchange at a time."""
+
+    def __init__(self, link: Link, travel: Travel, spans: LayerSpans) -> None:
+        self.travel = travel
+        self._link, self._spans = link, spans
+        stops = list(accumulate((sum(leg.sent) for leg in travel.legs), initial=0))
+        self._places = [slice(start, stop) for start, stop in pairwise(stops)]
+        self._of_tokens: Tensor | None = None
+        self._coming: dict[int, tuple[Tensor, Wait]] = {}
+
+    def tokens_of(self, chunk: int) -> Tensor:
+        """``[rows sent]`` int64: the token of each."""
+        return self.travel.routes.token_of_row[self._places[chunk]]
+
+    def of_chunk(self, chunk: int, rows: Tensor) -> Tensor:
+        """``[rows sent, H]`` of the rows of all tokens ``[S, H]``."""
+        return rows[self._places[chunk]]
+
+    def to_experts(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
+        """Send ``[rows sent, H]``; what comes is ``[rows received, H]``."""
+        leg = self.travel.legs[chunk]
+        out = rows.new_empty(sum(leg.received), rows.size(1))
+        wait = self._link.start(out, rows, leg.received, leg.sent)
+        name = "combine" if backward else "dispatch"
+        self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
+
+    def to_tokens(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
+        """Send ``[rows received, H]``; what comes is ``[rows sent, H]``, the chunk's part of the rows of all tokens."""
+        leg = self.travel.legs[chunk]
+        if self._of_tokens is None:
+            self._of_tokens = rows.new_empty(self._places[-1].stop, rows.size(1))
+        out = self._of_tokens[self._places[chunk]]
+        wait = self._link.start(out, rows, leg.sent, leg.received)
+        name = "dispatch" if backward else "combine"
+        self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
+
+    def landed(self, chunk: int) -> Tensor:
+        """What comes for a chunk, there."""
+        out, wait = self._coming.pop(chunk)
+        wait()
+        return out
+
+    def all_landed(self) -> Tensor:
+        """The rows of all tokens ``[S, H]``, there."""
+        for chunk in list(self._coming):  # in the order in which they were started
+            self.landed(chunk)
+        of_tokens, self._of_tokens = self._of_tokens, None
+        assert of_tokens is not None
+        return of_tokens
+
+
+def _under_way(rows: int, like: Tensor) -> Tensor:
+    """``[rows, H]`` in place of rows that come: ties nodes of autograd together. The cargo has them behind the wait."""
+    return like.new_zeros(()).expand(rows, like.size(1))
+
+
+class _Depart(torch.autograd.Function):
+    """Tokens to rows of all chunks, under way. The gradient is summed per token when those of all chunks are back."""
+
+    @staticmethod
+    def forward(ctx: Any, cargo: _Cargo, tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.cargo = cargo
+        for chunk in range(len(cargo.travel.legs)):
+            cargo.to_experts(chunk, tokens.index_select(0, cargo.tokens_of(chunk)))
+        return tuple(_under_way(sum(leg.received), tokens) for leg in cargo.travel.legs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, token_gradients(ctx.cargo.all_landed(), ctx.cargo.travel.routes)
+
+
+class _Arrive(torch.autograd.Function):
+    """The rows of a chunk, sorted by expert."""
+
+    @staticmethod
+    def forward(ctx: Any, cargo: _Cargo, chunk: int, coming: Tensor) -> Tensor:
+        ctx.cargo, ctx.chunk = cargo, chunk
+        return cargo.landed(chunk).index_select(0, cargo.travel.legs[chunk].by_expert)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        cargo: _Cargo = ctx.cargo
+        cargo.to_tokens(ctx.chunk, gradient.index_select(0, cargo.travel.legs[ctx.chunk].by_sender), backward=True)
+        return None, None, _under_way(len(gradient), gradient)
+
+
+class _SendBack(torch.autograd.Function):
+    """Results of a chunk, under way."""
+
+    @staticmethod
+    def forward(ctx: Any, cargo: _Cargo, chunk: int, results: Tensor) -> Tensor:
+        ctx.cargo, ctx.chunk = cargo, chunk
+        leg = cargo.travel.legs[chunk]
+        cargo.to_tokens(chunk, results.index_select(0, leg.by_sender))
+        return _under_way(sum(leg.sent), results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.cargo.landed(ctx.chunk).index_select(0, ctx.cargo.travel.legs[ctx.chunk].by_expert)
+
+
+class _Combine(torch.autograd.Function):
+    """Results of all chunks to the weighted sum of each token's."""
+
+    @staticmethod
+    def forward(ctx: Any, cargo: _Cargo, weights: Tensor, *results: Tensor) -> Tensor:
+        rows = cargo.all_landed()
+        ctx.cargo = cargo
+        ctx.save_for_backward(rows, weights)
+        return weighted_sums(rows, weights, cargo.travel.routes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cargo: _Cargo = ctx.cargo
+        rows, weights = ctx.saved_tensors
+        of_rows, of_weights = weighted_sum_gradients(gradient, rows, weights, cargo.travel.routes)
+        legs = cargo.travel.legs
+        if any(ctx.needs_input_grad[2:]):
+            for chunk in reversed(range(len(legs))):  # the last one is asked first
+                cargo.to_experts(chunk, cargo.of_chunk(chunk, of_rows), backward=True)
+        return None, of_weights, *(_under_way(sum(leg.sent), of_rows) for leg in legs)

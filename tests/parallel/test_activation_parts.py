@@ -1,0 +1,65 @@
+"""What of a block with experts waits for its backward, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import omnitrain as ot
+from omnitrain.data.pack import Pack
+from omnitrain.models.build import build_omni_model
+from tests.parallel import factories
+from tests.parallel.laid_out import gradients, laid_out, total
+from tests.parallel.test_experts import samples_of
+
+OURS = {"expert_rows": 1_000_000}  # the products of omnitrain, all at once
+LAYERS, HIDDEN, INNER, TOP_K, ITEMSIZE = 2, 64, 32, 2, 4
+
+
+def stepped(plan: Mapping[str, Any]) -> tuple[ot.OmniModel, int, int, dict[str, Tensor]]:
+    """After a step: the model, tokens, bytes that waited for the backward (weights too), gradients."""
+    torch.manual_seed(0)
+    model = factories.qwen3_moe()
+    pack = Pack.from_samples(samples_of(model))
+    omni = laid_out(plan, model=build_omni_model(foundation=model).train())
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = total(omni(pack))
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    loss.backward()
+    return omni, pack.input_ids.numel(), num_bytes, gradients(omni)
+
+
+def test_what_lies_between_the_products_of_experts_is_computed_again() -> None:
+    _, tokens, plain, expected = stepped(OURS)
+    _, _, kept, found = stepped({**OURS, "recompute": "parts", "recomputed_parts": ["expert_activation"]})
+    rows = tokens * TOP_K
+    assert plain - kept >= LAYERS * rows * INNER * ITEMSIZE  # at least the second product's input
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("part", ["attention", "router"])
+def test_of_attention_and_routers_only_the_inputs_wait(part: str) -> None:
+    _, _, plain, expected = stepped(OURS)
+    _, _, kept, found = stepped({**OURS, "recompute": "parts", "recomputed_parts": [part]})
+    assert kept < plain
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_named_tensors_wait_in_host_memory() -> None:
+    _, tokens, _, expected = stepped(OURS)
+    rows_of = {"dispatched_rows": TOP_K, "mlp_input": 1}
+    for names in (["dispatched_rows"], ["mlp_input"], ["dispatched_rows", "mlp_input"]):
+        omni, _, _, found = stepped({**OURS, "offloaded_tensors": names})
+        offload = ot.layout_of(omni).components["foundation"].activations
+        assert offload.num_bytes == LAYERS * tokens * sum(rows_of[name] for name in names) * HIDDEN * ITEMSIZE
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

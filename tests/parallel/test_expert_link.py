@@ -1,0 +1,98 @@
+"""Rows on a link that a test holds in its hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from omnitrain.ops.experts import grouped, set_experts, use_omnitrain_experts
+from omnitrain.parallel.expert_exchange import RankDispatcher
+from omnitrain.parallel.shared_experts import shared_experts
+from tests.parallel import factories
+
+
+class SlowLoopback:
+    """One rank that sends to itself: rows arrive when they are awaited, and not a moment before."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], None]:
+        number = sum(event.startswith("start") for event in self.events)
+        self.events.append(f"start {number}")
+        out.fill_(torch.nan)
+
+        def wait() -> None:
+            self.events.append(f"wait {number}")
+            out.copy_(rows)
+            rows.fill_(torch.nan)  # what was sent belongs to nobody any more
+
+        return wait
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        return counts
+
+
+def experts_layer(factory: str) -> nn.Module:
+    return getattr(factories, factory)().model.layers[1].mlp
+
+
+def trained(layer: nn.Module, hidden: Tensor) -> list[Tensor]:
+    """Output and gradients."""
+    layer.zero_grad()
+    hidden = hidden.clone().requires_grad_()
+    output = layer(hidden)
+    output.square().sum().backward()
+    return [output.detach(), hidden.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_rows_are_read_behind_the_wait_and_what_was_sent_is_read_no_more(chunks: int) -> None:
+    layer = experts_layer("moe_of_32_experts")
+    use_omnitrain_experts(layer)
+    hidden = torch.randn(1, 40, layer.experts.hidden_dim)
+    expected = trained(layer, hidden)
+    set_experts(layer.experts, dispatcher=RankDispatcher(SlowLoopback(), chunks), delays_weight_gradients=True)
+    for one, other in zip(trained(layer, hidden), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_everything_is_on_its_way_before_anything_is_awaited_and_weights_are_computed_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, link = experts_layer("moe_of_32_experts"), SlowLoopback()
+    use_omnitrain_experts(layer)
+    product = grouped.F.grouped_mm
+
+    def noted(left: Tensor, right: Tensor, **given: Any) -> Tensor:
+        link.events.append("rows" if right.dim() == 3 else "weights")
+        return product(left, right, **given)
+
+    monkeypatch.setattr(grouped.F, "grouped_mm", noted)
+    set_experts(layer.experts, dispatcher=RankDispatcher(link, 2), delays_weight_gradients=True)
+    set_experts(layer.experts, meanwhile=lambda: link.events.append("shared"))
+    output = layer(torch.randn(1, 40, layer.experts.hidden_dim).requires_grad_())
+    both = ["rows", "rows"]
+    there, back = ["start 0", "start 1"], ["wait 2", "wait 3"]
+    under_way = [*there, "wait 0", *both, "start 2", "wait 1", *both, "start 3"]
+    assert link.events == [*under_way, "shared", *back]
+    link.events.clear()
+    output.sum().backward()
+    assert link.events == [*under_way, *4 * ["weights"], *back]
+
+
+def test_shared_experts_are_found_where_they_are_called_behind_the_others() -> None:
+    found = {}
+    for name in ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_moe"):
+        layer = experts_layer(name)
+        found[name] = shared_experts(layer, layer.experts)
+        assert "forward" not in vars(layer.experts)
+        if found[name] is not None:
+            assert found[name] is layer.shared_experts
+    assert [name for name, shared in found.items() if shared is not None] == ["glm4_moe", "deepseek_v3"]
