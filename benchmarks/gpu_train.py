@@ -21,8 +21,8 @@ Floating point operations of a step, counted for real tokens alone, and never fo
 ``6 x block parameters x tokens + 6 x vocabulary x hidden x predicted tokens + 6 x layers x heads x head_dim x
 sum(length^2)`` (causal: half of all pairs) for the language model; ``6 x tower parameters x patches + 6 x merger
 parameters x image tokens + 12 x depth x hidden x sum(patches of an image^2)`` for the tower. Parameters are those of
-matrices. Rows of the last layer that no head reads count, too, although omnitrain leaves them out. The ceiling is what
-a square bf16 matrix product reaches in the same run.
+matrices, of experts those that a token goes to. Rows of the last layer that no head reads count, too, although
+omnitrain leaves them out. The ceiling is what a square bf16 matrix product reaches in the same run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ import random
 import sys
 import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from statistics import median
@@ -60,6 +60,7 @@ from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.packing import fill_pack
 from omnitrain.models.hf import foundation_class
 from omnitrain.models.hf_samples import to_samples
+from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Optimizer, ParallelPlan, Precision
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
 from omnitrain.train.metrics import peak_memory_mb
@@ -81,6 +82,9 @@ _PARAMETER_BYTES = 4 * 4 + 2
 # silu and product. A block of the tower: the same in bf16. Of logits: one in bf16, three in fp32.
 _HIDDEN_BYTES, _HEAD_BYTES, _MLP_BYTES, _LOGIT_BYTES = 32, 12, 10, 14
 _TOWER_HIDDEN_BYTES, _TOWER_MLP_BYTES = 28, 4
+# Of a token's row for each of its experts, all in fp32, since autocast leaves grouped products alone: the row, its
+# result before and after the weight and in order of the tokens; gate and up, silu and product.
+_ROW_HIDDEN_BYTES, _ROW_INNER_BYTES = 16, 16
 _PATCHES = 2  # per token of a pack: half of the tokens are of images, with four patches each
 _USED = 0.9  # of the free memory; the rest is for fragmentation
 
@@ -180,11 +184,8 @@ def layers_that_fit(kind: str, sizes: Sizes, given: Namespace) -> int:
     text, vision, tokens = sizes.text, sizes.vision, given.tokens
     if given.device.type != "cuda":
         return text["num_hidden_layers"]
-    hidden, inner = text["hidden_size"], text["intermediate_size"]
-    queries, keys = (text[f"num_{which}_heads"] * text["head_dim"] for which in ("attention", "key_value"))
-    layer = hidden * (2 * queries + 2 * keys + 3 * inner) * _PARAMETER_BYTES
-    layer += tokens * (hidden * _HIDDEN_BYTES + (queries + 2 * keys) * _HEAD_BYTES + inner * _MLP_BYTES)
-    taken = text["vocab_size"] * (hidden * _PARAMETER_BYTES + tokens * _LOGIT_BYTES)
+    layer = _layer_bytes(text, tokens)
+    taken = text["vocab_size"] * (text["hidden_size"] * _PARAMETER_BYTES + tokens * _LOGIT_BYTES)
     if kind == "mixed":
         hidden, inner = vision["hidden_size"], vision["intermediate_size"]
         block = hidden * (4 * hidden + 2 * inner) * _PARAMETER_BYTES
@@ -192,6 +193,20 @@ def layers_that_fit(kind: str, sizes: Sizes, given: Namespace) -> int:
         taken += vision["depth"] * block
     free, _ = torch.cuda.mem_get_info(given.device)
     return max(1, min(text["num_hidden_layers"], int((free * _USED - taken) / layer)))
+
+
+def _layer_bytes(text: dict[str, Any], tokens: int) -> int:
+    """Of the language model."""
+    hidden, inner = text["hidden_size"], text["intermediate_size"]
+    queries, keys = (text[f"num_{which}_heads"] * text["head_dim"] for which in ("attention", "key_value"))
+    per_token = hidden * _HIDDEN_BYTES + (queries + 2 * keys) * _HEAD_BYTES
+    if "num_experts" in text:
+        of_one = text["moe_intermediate_size"]
+        per_token += text["num_experts_per_tok"] * (hidden * _ROW_HIDDEN_BYTES + of_one * _ROW_INNER_BYTES)
+        inner = text["num_experts"] * of_one
+    else:
+        per_token += inner * _MLP_BYTES
+    return hidden * (2 * queries + 2 * keys + 3 * inner) * _PARAMETER_BYTES + tokens * per_token
 
 
 def synchronize(device: torch.device) -> None:
@@ -217,7 +232,10 @@ def operations(config: Any, model: PreTrainedModel, samples: Sequence[dict[str, 
     """Of forward and backward of these samples; see the head of this file."""
     text = getattr(config, "text_config", config)
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim >= 2}
-    blocks = sum(n for name, n in matrices.items() if ".layers." in name)
+    blocks = sum(n for name, n in matrices.items() if ".layers." in name and ".experts." not in name)
+    experts = sum(n for name, n in matrices.items() if ".experts." in name)
+    if experts:
+        blocks += experts * text.num_experts_per_tok // text.num_experts
     tower = sum(n for name, n in matrices.items() if ".visual.blocks." in name or ".visual.patch_embed." in name)
     mergers = sum(n for name, n in matrices.items() if ".visual." in name and "merger" in name)
     attended = text.num_hidden_layers * text.num_attention_heads * text.head_dim
@@ -255,6 +273,7 @@ class Measured:
 
 
 Batch = list[dict[str, Any]]
+Collate = Callable[[list[Batch]], dict[str, Any]]
 
 
 def packed_batches(samples: Batch, tokens: int, number: int) -> list[Batch]:
@@ -316,14 +335,35 @@ def padded(batches: list[Batch]) -> dict[str, torch.Tensor]:
     return made
 
 
-def run_omnitrain(kind: str, config: Any, batches: list[Batch], given: Namespace) -> Measured:
-    """Ours."""
+def foundation_plan(device: torch.device) -> ComponentPlan:
+    """Of our side, beside what all components share."""
+    return ComponentPlan(compile=True) if device.type == "cuda" else ComponentPlan()
+
+
+def run_omnitrain(
+    config: Any,
+    batches: list[Batch],
+    given: Namespace,
+    foundation: ComponentPlan,
+    alter: Callable[[OmniModel], None] | None = None,
+) -> Measured:
+    """Ours.
+
+    Args:
+        config: of the model.
+        batches: one per step.
+        given: the command line.
+        foundation: how it lies there.
+        alter: changes the model before its first step; None: nothing does.
+    """
     precision = Precision(compute="bfloat16")
-    foundation = {FOUNDATION: ComponentPlan(compile=True)} if given.device.type == "cuda" else {}
-    plan = ParallelPlan(default=ComponentPlan(mode="fsdp2", precision=precision), components=foundation)
+    default = ComponentPlan(mode="fsdp2", precision=precision)
+    plan = ParallelPlan(default=default, components={FOUNDATION: foundation})
     model = fresh(config, given.device)
     counted = [operations(config, model, batch) for batch in batches]
     step = OmniStep(model, plan, SETTINGS, given.device)
+    if alter is not None:
+        alter(step.model)
     native = step.model.runner.native
     packs = [Pack.from_samples(to_samples(native, batch)) for batch in batches]
     measured = Measured(first_losses=[step.run([pack]) for pack in packs[:WARM_UP]])
@@ -354,8 +394,8 @@ class Borders(TrainerCallback):
             self.times.append(time.perf_counter())
 
 
-def run_hf(side: str, config: Any, batches: list[Batch], given: Namespace) -> Measured:
-    """HF ``Trainer``."""
+def run_hf(collate: Collate, config: Any, batches: list[Batch], given: Namespace) -> Measured:
+    """HF ``Trainer``, whose batches ``collate`` makes."""
     model = fresh(config, given.device)
     model.set_attn_implementation("flash_attention_2" if can_use("flash_attn", given.device) else "sdpa")
     losses: list[torch.Tensor] = []
@@ -372,7 +412,7 @@ def run_hf(side: str, config: Any, batches: list[Batch], given: Namespace) -> Me
         trainer = transformers.Trainer(
             model,
             _arguments(folder, number, given.device),
-            {"hf_flattened": flattened, "hf_padded": padded}[side],
+            collate,
             [batches[index] for index in order],
             callbacks=[borders],
         )
@@ -447,29 +487,34 @@ def measure(given: Namespace) -> Result:
     for kind, hf_sides in HF_SIDES.items():
         config = config_of(kind, sizes, layers[kind])
         packs = batches_of(kind, sizes, config, given)
-        for side in ("omnitrain", *hf_sides):
-            if given.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(given.device)
-            if side == "omnitrain":
-                measured = run_omnitrain(kind, config, packs, given)
-            else:
-                batches = packs if side == "hf_flattened" else padded_batches(packs, given.tokens)
-                measured = run_hf(side, config, batches, given)
-            measured.peak_mib = peak_memory_mb(given.device)
-            found[kind, side] = measured
-            gc.collect()
-            if given.device.type == "cuda":
-                torch.cuda.empty_cache()
-    _check_losses(found)
+        plan = foundation_plan(given.device)
+        found[kind, "omnitrain"] = alone(given.device, run_omnitrain, config, packs, given, plan)
+        for side in hf_sides:
+            collate, batches = flattened, packs
+            if side == "hf_padded":
+                collate, batches = padded, padded_batches(packs, given.tokens)
+            found[kind, side] = alone(given.device, run_hf, collate, config, batches, given)
+    check_losses(found["text", "omnitrain"], found["text", "hf_flattened"])
     figures = {f"{kind}_layers": float(number) for kind, number in layers.items()}
     figures |= {f"hf_uses_{name}": float(can_use(name, given.device)) for name in ("liger_kernel", "flash_attn")}
     return _result(found, limit, figures | {"tokens_per_pack": float(given.tokens)})
 
 
-def _check_losses(found: dict[tuple[str, str], Measured]) -> None:
+def alone(device: torch.device, run: Callable[..., Measured], *arguments: Any) -> Measured:
+    """One side, which has the memory for itself: two models do not fit at once."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    measured = run(*arguments)
+    measured.peak_mib = peak_memory_mb(device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return measured
+
+
+def check_losses(ours: Measured, theirs: Measured) -> None:
     """The same weights and samples: on the same pack the losses are the same up to the rounding of bf16."""
-    ours, theirs = (found["text", side].first_losses[0] for side in ("omnitrain", "hf_flattened"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)
+    torch.testing.assert_close(ours.first_losses[0], theirs.first_losses[0], rtol=1e-2, atol=0)
 
 
 def _result(found: dict[tuple[str, str], Measured], limit: float, more: dict[str, float]) -> Result:
@@ -488,16 +533,21 @@ def _result(found: dict[tuple[str, str], Measured], limit: float, more: dict[str
     return Result("gpu_train", FORMULA, figures, rounds)
 
 
-def main() -> None:
-    """Measure and report."""
-    options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=2)
-    options.add_argument("--tokens", type=int, help="of a pack; 8192, and 256 with --tiny")
-    options.add_argument("--layers", type=int, help="of the language model; unset: as many as fit, 36 at the most")
+def start_on_device(options: ArgumentParser, tokens: int) -> Namespace:
+    """Read the command line; adds the device, and the tokens of a pack where they are not given."""
+    options.add_argument("--tokens", type=int, help=f"of a pack; {tokens}, and 256 with --tiny")
+    options.add_argument("--layers", type=int, help="of the language model; unset: as many as fit")
     options.add_argument("--tiny", action="store_true", help="toy sizes, which a CPU can do")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with more of them HF Trainer would use all
     given = start(options)
-    given.tokens = given.tokens or (256 if given.tiny else FULL.longest * 2)
+    given.tokens = given.tokens or (256 if given.tiny else tokens)
     given.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return given
+
+
+def main() -> None:
+    """Measure and report."""
+    given = start_on_device(parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=2), FULL.longest * 2)
     report(measure(given), given.json)
 
 

@@ -8,10 +8,12 @@ import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import profile
 
 from omnitrain.data.loader import StepLoader
 
@@ -58,6 +60,17 @@ class Around:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+def peak_of(profiled: profile, span: str) -> int:
+    """Bytes: the most that tensors took at a time within the recorded ``span``, of those made since profiling began."""
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    (measured,) = [event for event in events if event.name() == span]
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    live = accumulate(size for _, size in changes)
+    return max(
+        size for (at, _), size in zip(changes, live, strict=True) if measured.start_ns() <= at <= measured.end_ns()
+    )
 
 
 @dataclass(frozen=True)

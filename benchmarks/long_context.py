@@ -5,21 +5,23 @@ is what ``Trainer`` does. Peak memory is the largest sum of live tensor bytes of
 profiler sees the allocator.
 
 - ``memory_ratio``: four ranks with a row of four times the tokens against one rank with the row.
-- ``longest_...``: the longest row that ``--ranks`` ranks train within a budget per rank. By formula: the peak is a
-  line, whose slope per own token is taken from two short rows on one rank, and whose start from a short row on all
-  ranks. By measurement: the longest row whose measured peak is within the budget, found by bisection. Each for two
-  budgets.
+- ``longest_...``: the longest row that four ranks train within a budget per rank. By formula: the peak is a line, whose
+  slope per own token is taken from two short rows on one rank, and whose start from a short row on all ranks. By
+  measurement: rows of fixed lengths, several runs of each, because buffers on their way between ranks are held longer
+  in one run than in another; where the line through the medians crosses the budget. Each for two budgets.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 
 import numpy as np
 import torch
-from harness import Result, parser, report, start
+from harness import Result, parser, peak_of, report, start
 from omni_step import OmniStep
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedModel
@@ -35,7 +37,8 @@ from omnitrain.recipe.parallel import ComponentPlan
 FORMULA = (
     "memory_ratio = peak of a rank with 4 T tokens on 4 ranks / with T tokens on 1; "
     "longest_by_formula = ranks (budget - peak(short row) + slope own tokens of it) / slope, "
-    "slope = peak difference of two rows / their difference in tokens, on one rank"
+    "slope = peak difference of two rows / their difference in tokens, on one rank; "
+    "longest_by_measurement = where the line through the median peaks of rows of fixed lengths first crosses the budget"
 )
 RANKS = 4
 TIMEOUT_SECONDS = 1800.0
@@ -79,28 +82,27 @@ def peak_on_rank(tokens: int, ranks: int) -> int:
             for _ in range(2):  # how long buffers on their way are held differs a little from step to step
                 step.run([pack])
         step.close()
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    (measured,) = [event for event in events if event.name() == "measured steps"]
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    live = accumulate(size for _, size in changes)
-    return max(
-        size for (at, _), size in zip(changes, live, strict=True) if measured.start_ns() <= at <= measured.end_ns()
-    )
+    return peak_of(profiled, "measured steps")
 
 
 class Peaks:
-    """Measured peaks of rank 0, each measured once."""
+    """Median peaks of rank 0 over several runs, each length measured once."""
 
-    def __init__(self, pool: RankPool) -> None:
+    def __init__(self, pool: RankPool, runs: int) -> None:
         self._pool = pool
-        self.found: dict[tuple[int, int], int] = {}
+        self._runs = runs
+        self.found: dict[tuple[int, int], list[int]] = {}
 
-    def of(self, tokens: int, ranks: int) -> int:
+    def of(self, tokens: int, ranks: int) -> float:
         """Bytes."""
         if (tokens, ranks) not in self.found:
-            peaks = self._pool.run("long_context:peak_on_rank", tokens, ranks, timeout_s=TIMEOUT_SECONDS, world=ranks)
-            self.found[tokens, ranks] = peaks[0]
-        return self.found[tokens, ranks]
+            self.found[tokens, ranks] = [self._run(tokens, ranks) for _ in range(self._runs)]
+        return median(self.found[tokens, ranks])
+
+    def _run(self, tokens: int, ranks: int) -> int:
+        peaks = self._pool.run("long_context:peak_on_rank", tokens, ranks, timeout_s=TIMEOUT_SECONDS, world=ranks)
+        own: int = peaks[0]
+        return own
 
 
 def longest_by_formula(peaks: Peaks, budget: float, short: int) -> float:
@@ -109,53 +111,54 @@ def longest_by_formula(peaks: Peaks, budget: float, short: int) -> float:
     return RANKS * (budget - peaks.of(RANKS * short, RANKS) + slope * short) / slope
 
 
-def longest_by_measurement(peaks: Peaks, budget: float, guess: float, near: float) -> int:
-    """Tokens of the longest row whose peak is within the budget, to within a part ``near`` of them."""
-    fits, too_long = int(0.9 * guess), int(1.1 * guess)
-    while peaks.of(fits, RANKS) > budget:
-        fits, too_long = fits // 2, fits
-    while peaks.of(too_long, RANKS) <= budget:
-        fits, too_long = too_long, 2 * too_long
-    while too_long - fits > near * fits:
-        middle = (fits + too_long) // 2
-        fits, too_long = (middle, too_long) if peaks.of(middle, RANKS) <= budget else (fits, middle)
-    return fits
+def longest_by_measurement(peaks: Peaks, budget: float, grid: Sequence[int]) -> float:
+    """Tokens at which the line through the peaks of rows of these lengths first crosses the budget."""
+    for shorter, longer in pairwise(grid):
+        low, high = peaks.of(shorter, RANKS), peaks.of(longer, RANKS)
+        if low <= budget < high:
+            return shorter + (longer - shorter) * (budget - low) / (high - low)
+    shown = ", ".join(f"{tokens} tokens {peaks.of(tokens, RANKS):,.0f}" for tokens in (grid[0], grid[-1]))
+    sys.exit(f"no peak crosses {budget:,.0f} bytes ({shown}); choose other --budgets or --lengths")
 
 
-def measure(tokens: int, budgets: list[float], near: float) -> Result:
+def measure(tokens: int, budgets: list[float], lengths: int, runs: int) -> Result:
     """Both comparisons.
 
     Args:
         tokens: of the short row on one rank.
         budgets: of a rank, in peaks of that row.
-        near: as close as bisection comes.
+        lengths: of rows on all ranks: as many tokens per rank as the short row, half as many more, ...
+        runs: of each length.
     """
+    grid = [RANKS * tokens * (2 + index) // 2 for index in range(lengths)]
     with RankPool(RANKS, preload=("long_context",)) as pool:
-        peaks = Peaks(pool)
+        peaks = Peaks(pool, runs)
         figures = {"memory_ratio": peaks.of(RANKS * tokens, RANKS) / peaks.of(tokens, 1)}
         for times in budgets:
             budget = times * peaks.of(tokens, 1)
             by_formula = longest_by_formula(peaks, budget, tokens)
-            measured = longest_by_measurement(peaks, budget, by_formula, near)
+            measured = longest_by_measurement(peaks, budget, grid)
             budget_name = f"{budget / 2**20:.1f}_mib"
             figures |= {
                 f"longest_by_formula_{budget_name}": by_formula,
-                f"longest_by_measurement_{budget_name}": float(measured),
+                f"longest_by_measurement_{budget_name}": measured,
                 f"formula_to_measurement_{budget_name}": by_formula / measured,
             }
-    shown = {f"{tokens}_tokens_on_{ranks}_peak_mib": size / 2**20 for (tokens, ranks), size in peaks.found.items()}
-    rounds = {"memory_ratio": [figures["memory_ratio"]]}
-    return Result("long_context", FORMULA, {**figures, **shown}, rounds)
+    rounds = {
+        f"{tokens}_tokens_on_{ranks}_peak_mib": [size / 2**20 for size in sizes]
+        for (tokens, ranks), sizes in sorted(peaks.found.items())
+    }
+    return Result("long_context", FORMULA, figures, rounds)
 
 
 def main() -> None:
     """Measure and report."""
-    options = parser(sys.modules[__name__].__doc__ or "", rounds=1, steps=1)
+    options = parser(sys.modules[__name__].__doc__ or "", rounds=3, steps=1)
     options.add_argument("--tokens", type=int, default=1024, help="of the short row on one rank")
     options.add_argument("--budgets", type=float, nargs="+", default=[2.0, 3.0], help="in peaks of that row")
-    options.add_argument("--near", type=float, default=0.02, help="of the longest row: how close bisection comes")
+    options.add_argument("--lengths", type=int, default=8, help="of rows on all ranks, at most")
     given = start(options)
-    report(measure(given.tokens, given.budgets, given.near), given.json)
+    report(measure(given.tokens, given.budgets, given.lengths, given.rounds), given.json)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -33,10 +34,18 @@ class ReadRows:
     rows: torch.Tensor
     length: int
 
+    @property
+    def flags(self) -> torch.Tensor:
+        """``[T]`` bool: whether a row is read."""
+        return torch.zeros(self.length, dtype=torch.bool, device=self.rows.device).index_fill_(0, self.rows, True)
+
 
 UNREAD_ROWS = (Backend("skip", lambda: True, automatic=("cpu",)), Backend("torch", lambda: False))
 
 _read: ContextVar[ReadRows | None] = ContextVar("read_rows", default=None)
+
+# Whose own linear layers work behind the last mixing of rows: the mixing itself, if they attend.
+_last_to_mix: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
@@ -57,6 +66,11 @@ def rows_read() -> ReadRows | None:
     return _read.get()
 
 
+def rows_read_of(module: nn.Module) -> ReadRows | None:
+    """The rows that are read of what ``module`` attends; None: all, if it is not the last to do so."""
+    return _read.get() if module in _last_to_mix else None
+
+
 def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
     """Make modules compute the rows that are read, and put zeros in the place of the others, inside :func:`reading`.
 
@@ -72,7 +86,9 @@ def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
         Class name -> number of modules.
     """
     modules = [submodule(model, name) for name in names]
-    for module in modules:
+    for name, module in zip(names, modules, strict=True):
+        if isinstance(module, nn.Linear) and "." in name:
+            _last_to_mix.add(submodule(model, name.rpartition(".")[0]))
         forward = vars(module).get("forward")  # that of an operation put in from outside
         module.forward = MethodType(
             _on_read_rows(type(module).forward if forward is None else forward.__func__), module

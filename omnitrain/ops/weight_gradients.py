@@ -71,10 +71,15 @@ def delayed_linears(modules: Iterable[nn.Module], work: WeightGradients) -> Iter
     anything reads ``grad``. Biases and frozen weights are as always.
 
     Args:
-        modules: whose linear layers; of subclasses, none.
+        modules: whose linear layers; none of subclasses, nor what has another forward already.
         work: takes the gradients in backwards, whenever they are.
     """
-    linears = {part for module in modules for part in module.modules() if type(part) is nn.Linear}
+    linears = {
+        part
+        for module in modules
+        for part in module.modules()
+        if type(part) is nn.Linear and "forward" not in vars(part)
+    }
     try:
         for linear in linears:
             linear.forward = partial(_linear, linear, work)  # type: ignore[method-assign]

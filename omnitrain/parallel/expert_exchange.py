@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -125,16 +126,16 @@ class RankDispatcher:
 
     Args:
         link: of the experts.
-        chunks: of experts on each rank, at most as many as there are.
+        chunks: of experts on each rank, at most as many as there are. May change between steps, on all ranks alike.
     """
 
     def __init__(self, link: Link, chunks: int = 1) -> None:
         self.bytes_sent = 0
-        self.link, self._chunks = link, chunks
+        self.link, self.chunks = link, chunks
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Travel:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
-        order = _Order.of(num_experts, self.link.size, self._chunks, top_k_index.device)
+        order = _Order.of(num_experts, self.link.size, self.chunks, top_k_index.device)
         routes = sort_by_expert(order.number[top_k_index], num_experts)
         to_send = routes.counts[order.number].view(self.link.size, -1)
         with spans.waiting("counts"):
@@ -153,30 +154,33 @@ class _Order:
     """Experts by chunk, then by rank, then by number.
 
     Attributes:
-        borders: of the chunks, among a rank's experts.
+        sizes: of the chunks, in experts of a rank.
+        borders: ``[chunks + 1]`` int64: of these, among a rank's experts.
         experts: ``[E]`` int64 in that order.
         number: the inverse: each expert's place in it.
         chunk_start: ``[experts of a rank]`` int64: where the chunk of each begins.
     """
 
-    borders: tuple[int, ...]
+    sizes: list[int]
+    borders: Tensor
     experts: Tensor
     number: Tensor
     chunk_start: Tensor
 
     @classmethod
+    @cache  # a device that gets numbers of the host is waited for
     def of(cls, num_experts: int, ranks: int, chunks: int, device: torch.device) -> _Order:
         by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
-        borders = chunk_borders(by_rank.size(1), chunks)
-        experts = torch.cat([by_rank[:, start:stop].flatten() for start, stop in pairwise(borders)])
-        sizes = torch.tensor([stop - start for start, stop in pairwise(borders)], device=device)
-        starts = torch.tensor(borders[:-1], device=device)
-        return cls(borders, experts, experts.argsort(), starts.repeat_interleave(sizes, output_size=by_rank.size(1)))
+        at = chunk_borders(by_rank.size(1), chunks)
+        sizes, borders = [stop - start for start, stop in pairwise(at)], torch.tensor(at, device=device)
+        experts = torch.cat([part.flatten() for part in by_rank.split(sizes, dim=1)])
+        chunk_start = borders[:-1].repeat_interleave(borders.diff(), output_size=by_rank.size(1))
+        return cls(sizes, borders, experts, experts.argsort(), chunk_start)
 
 
 def _legs(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[Leg, ...]:
     """From the rows ``[ranks, experts of a rank]`` that go to each rank's experts, and come to this rank's."""
-    up_to = F.pad(torch.stack([to_send, to_get]).cumsum(-1), (1, 0))[..., list(order.borders)]
+    up_to = F.pad(torch.stack([to_send, to_get]).cumsum(-1), (1, 0))[..., order.borders]
     sent, received = up_to.diff(dim=-1).transpose(1, 2).tolist()  # the one wait for the device
     # Blocks of rows of one sender for one expert. They come by chunk, sender, expert, and are wanted by expert, sender.
     of_block = to_get.flatten().long()
@@ -191,8 +195,7 @@ def _legs(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[Leg, ...]:
     by_sender = row + behind.repeat_interleave(of_block[order.experts], output_size=total)
     ends = (to_get.sum(0).cumsum(0) - chunk_at).to(torch.int32)
     sizes = [sum(rows) for rows in received]
-    experts = [stop - start for start, stop in pairwise(order.borders)]
-    split = by_expert.split(sizes), by_sender.split(sizes), ends.split(experts)
+    split = by_expert.split(sizes), by_sender.split(sizes), ends.split(order.sizes)
     return tuple(Leg(*leg) for leg in zip(sent, received, *split, strict=True))
 
 

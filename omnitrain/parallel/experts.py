@@ -35,6 +35,8 @@ from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 _SPREADS = "ep_dispatch_experts"  # the style in plans of transformers
 
+_UNMEASURED = 4  # chunks, where nobody measures
+
 
 @dataclass(frozen=True)
 class ExpertLayer:
@@ -151,10 +153,10 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
         module = model.get_submodule(layer.name)
         for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
-        by_torch = RankDispatcher(GroupLink(mesh.get_group()), plan.expert_chunks or 1)
+        by_torch = RankDispatcher(GroupLink(mesh.get_group()), _chunks(plan, layer.num_experts // mesh.size()))
         dispatcher = by_torch if buffer is None else DeepEpDispatcher(buffer)
         set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
-        if (plan.expert_chunks or 1) > 1:
+        if plan.expert_chunks not in (None, 1):
             above = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(above, module)) is not None:
                 set_experts(module, meanwhile=Early(above, shared).compute)
@@ -184,6 +186,13 @@ def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: Devic
         module = model.get_submodule(layer.name)
         set_experts(module, dispatcher=ShareOfTokens(settings_of(module).dispatcher, tp_mesh.get_group()))
         use_omnitrain_experts(module, layer.backend)
+
+
+def _chunks(plan: ComponentPlan, num_experts: int) -> int:
+    """Of so many experts on a rank; where it is to be measured, a fixed number until somebody does."""
+    if isinstance(plan.expert_chunks, str):
+        return min(_UNMEASURED, num_experts)
+    return plan.expert_chunks or 1
 
 
 def _own_part(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

@@ -35,6 +35,7 @@ from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import (
     AXES,
     FOUNDATION,
+    Chunks,
     ComponentPlan,
     OffloadedTensor,
     ParallelPlan,
@@ -428,7 +429,7 @@ class _Resolving:
                 "the backend auto or torch, or remove it",
             )
 
-    def _overlap_of_experts(self, ep: int) -> tuple[int | None, bool | None]:
+    def _overlap_of_experts(self, ep: int) -> tuple[Chunks, bool | None]:
         """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
         for field in ("expert_chunks", "delay_wgrad"):
             if getattr(self._own, field) not in (None, 1, False) and ep == 1:
@@ -437,7 +438,7 @@ class _Resolving:
             return None, None
         chunks = self._merged.expert_chunks or 1
         fewest = min(layer.num_experts for layer in self._expert_layers) // ep
-        if chunks > fewest:
+        if not isinstance(chunks, str) and chunks > fewest:
             self._problem(
                 "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
             )
@@ -453,8 +454,8 @@ class _Resolving:
         if asked in (None, "torch"):
             return "torch"
         problem = deepep_problem(self._state.device_type, precision.compute)
-        if not problem and (self._merged.expert_chunks or 1) > 1:
-            problem = "DeepEP sends all rows at once, and expert_chunks is above 1"
+        if not problem and self._merged.expert_chunks not in (None, 1):
+            problem = f"DeepEP sends all rows at once, and expert_chunks is {self._merged.expert_chunks}"
         if problem and asked == "deepep":
             self._problem("expert_dispatcher", f"found deepep, but {problem}; use torch, or auto to fall back on it")
         return "torch" if problem else asked

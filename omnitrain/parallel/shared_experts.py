@@ -42,7 +42,8 @@ def shared_experts(layer: nn.Module, experts: nn.Module) -> nn.Module | None:
         calls.clear()
         return torch.zeros_like(rows)
 
-    with ExitStack() as stack, torch.no_grad():
+    drawn_on = [weight.device] if weight.device.type == "cuda" else []
+    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(drawn_on):  # some routers draw in training
         for child in layer.children():
             if child is not experts:
                 stack.callback(child.register_forward_pre_hook(note, with_kwargs=True).remove)

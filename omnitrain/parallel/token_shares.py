@@ -24,22 +24,22 @@ class ShareOfTokens:
     """
 
     def __init__(self, inner: Dispatcher, alike: dist.ProcessGroup) -> None:
-        self._inner, self._alike = inner, alike
+        self.inner, self._alike = inner, alike
 
     @property
     def bytes_sent(self) -> int:  # noqa: D102
-        return self._inner.bytes_sent
+        return self.inner.bytes_sent
 
     @bytes_sent.setter
     def bytes_sent(self, number: int) -> None:
-        self._inner.bytes_sent = number
+        self.inner.bytes_sent = number
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:  # noqa: D102
-        return self._inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
+        return self.inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
 
     def depart(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> Journey:  # noqa: D102
         own = self._own(len(tokens))
-        journey = self._inner.depart(tokens[own], weights[own], plan, spans)
+        journey = self.inner.depart(tokens[own], weights[own], plan, spans)
         return _JourneyOfShare(journey, self._shares(len(tokens)), self._alike)
 
     def _shares(self, num_tokens: int) -> list[int]:

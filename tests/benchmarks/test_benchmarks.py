@@ -8,7 +8,7 @@ import pytest
 from omnitrain.train.display import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SHARED = {"harness", "omni_step", "repo_samples", "slow_link"}
+SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback"}
 SIZES = {
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
@@ -16,9 +16,19 @@ SIZES = {
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
     "gpu_train": ["--rounds=1", "--steps=1", "--tiny"],
-    "long_context": ["--tokens=64", "--budgets=2", "--near=9"],
+    "gpu_moe": ["--rounds=1", "--steps=1", "--tiny"],
+    "long_context": ["--rounds=1", "--budgets=1.5", "--lengths=4"],
     "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
+    "moe_overlap": [
+        "--rounds=1",
+        "--tokens=32",
+        "--hidden=16",
+        "--inner=16",
+        "--experts=8",
+        "--chunks=4",
+        "--unlimited",
+    ],
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
 }
 SLOW = {"long_context"}  # a profile of four ranks, several times

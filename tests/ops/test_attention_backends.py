@@ -21,6 +21,7 @@ from omnitrain.ops.attention.backends.varlen import VARLEN
 from omnitrain.ops.attention.call import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.unread_rows import ReadRows
 
 BORDERS = (0, 4, 9, 10, 18)
 LENGTH = BORDERS[-1]
@@ -141,6 +142,14 @@ def test_the_grid_has_every_feature_of_the_reference() -> None:
     assert needs | {DROPOUT} == REFERENCE.honours
 
 
+@pytest.fixture(params=[0, 4, 64])
+def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Segments of so many tokens at most have explicit scores in sdpa: none, some, all."""
+    monkeypatch.setitem(SDPA.attend.__globals__, "SHORT", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("borders", [(0, 18), (0, 3, 6, 9, 11, 18), (0, 1, 2, 18), (0, 4, 9, 18), (0, 5, 5, 9, 18)])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"causal": True, "window": 4}, {}])
 @pytest.mark.parametrize("backend", [SDPA, REFERENCE])
@@ -154,6 +163,7 @@ def test_any_lengths_share_calls_without_changing_results(
         torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "image blocks", "tensor"])
 @pytest.mark.parametrize("backend", [SDPA, REFERENCE, FLEX], ids=lambda backend: backend.name)
@@ -171,11 +181,45 @@ def test_segments_of_about_equal_length_share_a_call(monkeypatch: pytest.MonkeyP
     calls = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *a, **k: calls.append(q.shape) or real(q, *a, **k))
+    monkeypatch.setitem(SDPA.attend.__globals__, "SHORT", 0)
     borders = (0, 4, 8, 12, 17, 18)
     SDPA.attend(replace(make_call("full", "plain"), mask=MaskSpec(borders, causal=True)))
     assert [(shape[0], shape[2]) for shape in calls] == [(4, 5), (1, 1)]
     SDPA.attend(replace(make_call("full", "plain"), mask=MaskSpec(borders)))
     assert [(shape[0], shape[2]) for shape in calls[2:]] == [(3, 4), (1, 5), (1, 1)]
+
+
+def test_short_segments_of_about_equal_length_share_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    real = torch.baddbmm
+    monkeypatch.setattr(
+        torch, "baddbmm", lambda *a, **k: shapes.append((*a[1].shape[:2], a[2].size(2))) or real(*a, **k)
+    )
+    call = make_call("full", "grouped heads")  # of four heads, two and two read the same keys
+    SDPA.attend(replace(call, mask=MaskSpec((0, 4, 8, 12, 17, 18), causal=True)))
+    assert shapes == [(2 * 4, 2 * 5, 5), (2 * 1, 2 * 1, 1)]
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("rows", [[0, 5, 7, 17], [17, 4], [], list(range(18))])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_without_rows_that_nobody_reads_those_that_are_read_and_all_gradients_stay(mask: str, rows: list[int]) -> None:
+    call = make_call(mask, "grouped heads", requires_grad=True)
+    output, exact = (
+        SDPA.attend(replace(call, read=ReadRows(torch.tensor(rows, dtype=torch.long), LENGTH))),
+        formula(call),
+    )
+    torch.testing.assert_close(output[:, rows], exact[:, rows], atol=2e-6, rtol=1e-5)
+    loss, expected = (x[:, rows].square().sum() for x in (output, exact))
+    inputs = (call.query, call.key, call.value)
+    for ours, theirs in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-5)
+
+
+def test_short_queries_that_nobody_reads_are_not_computed() -> None:
+    read = ReadRows(torch.tensor([5, 17]), LENGTH)
+    output = SDPA.attend(replace(make_call("causal", "plain"), read=read))
+    assert output[0].flatten(1).any(1).nonzero().flatten().tolist() == [5, 17]
 
 
 def test_text_in_a_model_with_image_blocks_needs_no_mask_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +228,7 @@ def test_text_in_a_model_with_image_blocks_needs_no_mask_tensor(monkeypatch: pyt
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *a, **k: masks.append(k["attn_mask"]) or real(*a, **k)
     )
+    monkeypatch.setitem(SDPA.attend.__globals__, "SHORT", 0)
     call = make_call("image blocks", "plain")
     SDPA.attend(replace(call, mask=MaskSpec(BORDERS, general=lambda b, h, q, k: k <= q)))
     assert masks == [None] * 3

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from omnitrain.ops.unread_rows import ReadRows, name_from_end, reading, rows_read, skip_unread_rows, submodule
+from omnitrain.ops.unread_rows import (
+    ReadRows,
+    name_from_end,
+    reading,
+    rows_read,
+    rows_read_of,
+    skip_unread_rows,
+    submodule,
+)
 
 
 class Counting(nn.Linear):
@@ -71,6 +79,15 @@ def test_outside_of_the_context_and_in_a_copy_everything_is_as_before():
     with reading(READ), reading(None):
         assert rows_read() is None
     assert rows_read() is None
+
+
+def test_only_what_attends_last_leaves_queries_out():
+    blocks = nn.ModuleList(nn.ModuleDict({"attention": nn.ModuleDict({"out": nn.Linear(3, 3)})}) for _ in range(2))
+    skip_unread_rows(blocks, ["-1.attention.out"])
+    first, last = (block["attention"] for block in blocks)
+    with reading(READ):
+        assert (rows_read_of(first), rows_read_of(last), rows_read_of(blocks[1])) == (None, READ, None)
+    assert rows_read_of(last) is None
 
 
 def test_items_of_lists_are_named_from_their_end():

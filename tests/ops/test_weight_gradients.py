@@ -37,3 +37,11 @@ def test_linears_of_attention_leave_their_weights_gradients_and_nothing_else() -
     for found, gradient in zip(trained(delayed=True), expected, strict=True):
         assert torch.equal(found, gradient)
     assert linears[0].weight.grad is None and not any("forward" in vars(linear) for linear in linears)
+
+
+def test_what_has_another_forward_keeps_it() -> None:
+    linear = nn.Linear(2, 2)
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    with delayed_linears([linear], WeightGradients()):
+        assert linear(5) == 5
+    assert linear(5) == 5

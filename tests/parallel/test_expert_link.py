@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.ops.experts import grouped, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts.spans import NOT_RECORDED
 from omnitrain.parallel.expert_exchange import RankDispatcher
 from omnitrain.parallel.shared_experts import shared_experts
 from tests.parallel import factories
+from tests.parallel.laid_out import counted
 
 
 class SlowLoopback:
@@ -85,6 +87,58 @@ def test_everything_is_on_its_way_before_anything_is_awaited_and_weights_are_com
     link.events.clear()
     output.sum().backward()
     assert link.events == [*under_way, *4 * ["weights"], *back]
+
+
+def test_weights_are_not_left_for_later_where_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, link = experts_layer("moe_of_32_experts"), SlowLoopback()
+    use_omnitrain_experts(layer)
+    product, dispatcher = grouped.F.grouped_mm, RankDispatcher(link, 2)
+
+    def noted(left: Tensor, right: Tensor, **given: Any) -> Tensor:
+        link.events.append("rows" if right.dim() == 3 else "weights")
+        return product(left, right, **given)
+
+    monkeypatch.setattr(grouped.F, "grouped_mm", noted)
+    set_experts(layer.experts, dispatcher=dispatcher, delays_weight_gradients=True, row_budget=8)
+    output = layer(torch.randn(1, 40, layer.experts.hidden_dim).requires_grad_())
+    link.events.clear()
+    output.sum().backward()
+    last_start = max(place for place, event in enumerate(link.events) if event.startswith("start"))
+    assert link.events[last_start + 1 :] == ["wait 2", "wait 3"] and link.events.count("weights") >= 80 * 2 / 8
+
+
+def test_a_backward_for_rows_alone_leaves_nothing_to_the_next_one() -> None:
+    layer = experts_layer("moe_of_32_experts")
+    use_omnitrain_experts(layer)
+    hidden = torch.randn(1, 40, layer.experts.hidden_dim)
+    expected = trained(layer, hidden)
+    set_experts(layer.experts, dispatcher=RankDispatcher(SlowLoopback(), 4), delays_weight_gradients=True)
+    layer.zero_grad()
+    hidden = hidden.clone().requires_grad_()
+    output = layer(hidden)
+    loss = output.square().sum()
+    torch.autograd.grad(loss, hidden, retain_graph=True)
+    loss.backward()
+    for one, other in zip([output, hidden.grad, *(p.grad for p in layer.parameters())], expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_only_the_first_plan_brings_numbers_of_the_host_to_the_device() -> None:
+    dispatcher, index = RankDispatcher(SlowLoopback(), 3), torch.randint(8, (40, 2))
+    found = []
+    for _ in range(2):
+        with counted() as ops:
+            dispatcher.plan(index, 8, NOT_RECORDED)
+        found.append(ops["aten.lift_fresh"])
+    assert found[0] > 0 and found[1] == 0
+
+
+def test_to_look_for_shared_experts_draws_nothing_at_random() -> None:
+    layer = experts_layer("glm4_moe").train()
+    layer.gate.register_forward_pre_hook(lambda *_: torch.rand(1) and None)
+    before = torch.get_rng_state()
+    assert shared_experts(layer, layer.experts) is layer.shared_experts
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_shared_experts_are_found_where_they_are_called_behind_the_others() -> None:

@@ -97,6 +97,8 @@ def moe() -> ot.OmniModel:
     return build_omni_model(foundation=qwen3_moe_with_six_experts())
 
 
+ONE_CHUNK_TOO_MANY = {"default": {"expert_chunks": 4}}
+NOTHING_TO_MEASURE = {"components": {"foundation": {"expert_chunks": "auto"}}}
 EXPERTS = "foundation.model.layers.0.mlp.experts"
 
 
@@ -104,6 +106,8 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
     ("refused", "ep", "message"),
     [
         ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
+        (ONE_CHUNK_TOO_MANY, 2, r"default.expert_chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
+        (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where no row travels; remove it"),
         ({"default": {"ep": 4}}, 2, r"default.ep: found 4, but the parallel state has 2; set it in one place"),
         ({"default": {"ep": 4}}, 1, r"default.ep: found 4, but the parallel state has 1; use 1(\n|$)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),

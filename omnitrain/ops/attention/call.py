@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.unread_rows import ReadRows
 
 # What a call can need of a backend: the kind of its mask, and these.
 FULL, CAUSAL, WINDOW, GENERAL = "full", "causal", "window", "general"
@@ -38,6 +39,7 @@ class Call:
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
         position_bias: ``[1, 1 or H, T, T]``, added to scaled and capped scores.
         sinks: ``[H]``, the logit of one more key per head, whose value is zero.
+        read: the only tokens whose output is used; a backend need not compute that of the others. None: all.
     """
 
     query: torch.Tensor
@@ -49,6 +51,7 @@ class Call:
     softcap: float | None = None
     position_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    read: ReadRows | None = None
 
     @property
     def scaling(self) -> float:

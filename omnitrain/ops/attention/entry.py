@@ -17,6 +17,7 @@ from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec
 from omnitrain.ops.attention.packing import PackedRow, packed_row
 from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
 from omnitrain.ops.attention.sharded import shard_of
+from omnitrain.ops.unread_rows import rows_read_of
 
 # Layers that learnt from the context alone that their row is packed, and so need it in a recomputation, too.
 _rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
@@ -115,6 +116,7 @@ def omnitrain_attention(
         softcap=kwargs.get("softcap"),
         position_bias=kwargs.get("position_bias"),
         sinks=kwargs.get("s_aux"),
+        read=rows_read_of(module) if spec.shard is None else None,  # ranks of a shard exchange queries first
     )
 
     def compute(whole: Call) -> torch.Tensor:

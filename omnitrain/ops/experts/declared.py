@@ -101,10 +101,14 @@ class ExpertWeights:
         matrices = self.first_name, self.down_name
         return [
             ExpertWeights(
-                self.module, tensors, {} if work is None else {name: work.of((name, chunk)) for name in matrices}
+                self.module, tensors, {} if work is None else {name: _later(work, name, chunk) for name in matrices}
             )
             for chunk, tensors in enumerate(of_chunk)
         ]
+
+    def without_delay(self) -> ExpertWeights:
+        """The same, whose gradients autograd computes as it goes."""
+        return ExpertWeights(self.module, self._tensors, {})
 
     def __getattr__(self, name: str) -> Any:
         tensors = self.__dict__["_tensors"]
@@ -133,6 +137,11 @@ def chunk_borders(num_experts: int, chunks: int) -> tuple[int, ...]:
     return tuple(num_experts * chunk // chunks for chunk in range(chunks + 1))
 
 
+def _later(work: WeightGradients, name: str, chunk: int) -> Later:
+    """Leaves what a backward wants; one that did not come as far as the weights has left it to no other."""
+    return lambda make: work.add((torch._C._current_graph_task_id(), name, chunk), make)
+
+
 class _InChunks(torch.autograd.Function):
     """Tensors in chunks along dim 0. Gradients come from the chunks, or from what these left for later."""
 
@@ -153,10 +162,12 @@ class _InChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         later = {} if ctx.work is None else ctx.work.made()
+        backward = torch._C._current_graph_task_id()
         found: list[Tensor | None] = []
         for place, name in enumerate(ctx.names):
             chunks = [
-                later.get((name, chunk), gradients[chunk * len(ctx.names) + place]) for chunk in range(ctx.num_chunks)
+                later.get((backward, name, chunk), gradients[chunk * len(ctx.names) + place])
+                for chunk in range(ctx.num_chunks)
             ]
             parts = [part for part in chunks if part is not None]
             assert len(parts) in (0, ctx.num_chunks), f"{name}: some experts have a gradient, others have none"

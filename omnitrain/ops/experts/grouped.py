@@ -58,7 +58,12 @@ def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: 
     borders = [*range(0, rows.size(0), budget), rows.size(0)]
     chunks = [
         checkpoint(
-            _products, experts, rows[start:stop], (ends - start).clamp(0, stop - start), again, use_reentrant=False
+            _products,
+            experts.without_delay(),  # what waits for a delayed gradient would wait for those of all rows
+            rows[start:stop],
+            (ends - start).clamp(0, stop - start),
+            again,
+            use_reentrant=False,
         )
         for start, stop in pairwise(borders)
     ]

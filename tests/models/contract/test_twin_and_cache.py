@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, Qwen3ForCausalLM
 
 from omnitrain.errors import UserError
+from omnitrain.models.contract import cache
 from omnitrain.models.contract.cache import contract_path, read_contract, write_contract
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.findings import Contract
@@ -147,3 +148,11 @@ def test_a_cache_that_is_damaged_or_no_folder_costs_a_check_and_no_more(tmp_path
     write_contract(path, Contract())
     (tmp_path / "list.json").write_text("[]")
     assert read_contract(path) is read_contract(tmp_path / "list.json") is None
+
+
+def test_what_other_code_of_omnitrain_found_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of a contract nor of what lies beside it (sequences, towers), whose paths are made from its own."""
+    config = FAMILIES["qwen3"]()
+    before = contract_path(Qwen3ForCausalLM, config)
+    monkeypatch.setattr(cache, "_own_code", lambda: "other")
+    assert contract_path(Qwen3ForCausalLM, config) != before

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
 from omnitrain.ops.attention.call import CAUSAL, DROPOUT, FULL, GENERAL, GQA, VALUE_WIDTH, WINDOW, Backend, Call
 
+SHORT = 64  # tokens of a segment; torch's kernel on CPU is the faster one from about here
+
 
 def attend(call: Call) -> torch.Tensor:
     """See :class:`Backend`."""
@@ -24,7 +26,14 @@ def attend(call: Call) -> torch.Tensor:
             enable_gqa=q.size(1) != k.size(1),
         )
 
-    return attend_in_batches(call, kernel)
+    return attend_in_batches(call, kernel, short=SHORT if _may_be_short(call) else 0)
+
+
+def _may_be_short(call: Call) -> bool:
+    """Whether short segments may have explicit scores; those of towers keep the bits of plain transformers."""
+    dtypes = {x.dtype for x in (call.query, call.key, call.value)}
+    plain = call.dropout == 0 and call.mask.kind == CAUSAL
+    return plain and call.query.device.type == "cpu" and dtypes == {torch.float32}
 
 
 SDPA = Backend(

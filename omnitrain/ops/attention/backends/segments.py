@@ -5,19 +5,21 @@ Neighbouring segments of about equal length (packs are sorted by length) share o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from omnitrain.ops.attention.backends.short import ShortRow, attend_short, short_row
 from omnitrain.ops.attention.call import Call
 from omnitrain.ops.attention.mask_spec import MaskSpec
 
 # A causal segment may be filled up behind its end to this multiple of its length, to share a call with longer ones.
 CAUSAL_SLACK = 1.25
+SHORT_SLACK = 1.5  # of segments whose scores are explicit: filling up costs less there, a call more
 
 
 @dataclass(frozen=True)
@@ -118,16 +120,27 @@ class _Real(torch.autograd.Function):
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 
-def attend_in_batches(call: Call, kernel: Kernel) -> torch.Tensor:
-    """``[1, T, heads, value width]``: ``kernel`` over one batch of segments after the other."""
+def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Tensor:
+    """``[1, T, heads, value width]``: ``kernel`` over one batch of segments after the other.
+
+    Args:
+        call: the attention.
+        kernel: of a batch.
+        short: on CPU: neighbours of so many tokens at most, masked causally, have explicit scores
+            (:mod:`omnitrain.ops.attention.backends.short`); ``call`` has none but grouped heads then.
+    """
     slack = CAUSAL_SLACK if call.position_bias is None else 1.0
-    batches = batches_of(call.mask, slack, call.query.device)
-    sizes = [batch.tokens for batch in batches]
+    parts = _parts_of(call, slack, short)
     # Tokens first, as projections lay them out: gradients of the parts are then put together in that layout, too.
-    rows = (states[0].transpose(0, 1).split(sizes) for states in (call.query, call.key, call.value))
+    query, key, value = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
+    if len(parts) == 1 and isinstance(parts[0], ShortRow):  # nothing to cut or to put together
+        return attend_short(query, key, value, parts[0], call.scaling)[None]
+    rows = (states.split([part.tokens for part in parts]) for states in (query, key, value))
     outputs = [
-        batch.unfold(kernel(batch.fold(q), batch.fold(k), batch.fold(v), batch))
-        for batch, q, k, v in zip(batches, *rows, strict=True)
+        attend_short(q, k, v, part, call.scaling)
+        if isinstance(part, ShortRow)
+        else part.unfold(kernel(part.fold(q), part.fold(k), part.fold(v), part))
+        for part, q, k, v in zip(parts, *rows, strict=True)
     ]
     return torch.cat(outputs)[None]
 
@@ -144,18 +157,50 @@ def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batc
     return mask.remember((slack, device), lambda: _make_batches(mask, slack, device))
 
 
+def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortRow, ...]:
+    if not short:
+        return batches_of(call.mask, slack, call.query.device)
+    heads, key_heads = call.query.size(1), call.key.size(1)
+    key = (slack, short, heads, key_heads, call.query.device, call.read)
+    return call.mask.remember(key, lambda: tuple(_make_parts(call, slack, short)))
+
+
+def _make_parts(call: Call, slack: float, short: int) -> Iterator[Batch | ShortRow]:
+    mask, device = call.mask, call.query.device
+    read = None if call.read is None else call.read.flags
+    segments = [_segment(mask, start, stop, device) for start, stop in pairwise(mask.borders)]
+    for is_short, run in groupby(segments, lambda segment: segment.causal and segment.length <= short):
+        neighbours = list(run)
+        if is_short and len(neighbours) > 1:  # one alone is as in plain transformers, bit for bit
+            groups = _grouped(neighbours, SHORT_SLACK)
+            start, stop = groups[0][0].start, groups[-1][-1].start + groups[-1][-1].length
+            yield short_row(
+                [[segment.length for segment in group] for group in groups],
+                call.query.size(1),
+                call.key.size(1),
+                None if read is None else read[start:stop],
+            )
+        else:
+            yield from (_batch(tuple(group), mask.window, device) for group in _grouped(neighbours, slack))
+
+
 def _make_batches(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
+    segments = (_segment(mask, start, stop, device) for start, stop in pairwise(mask.borders))
+    return tuple(_batch(tuple(group), mask.window, device) for group in _grouped(segments, slack))
+
+
+def _grouped(segments: Iterable[Segment], slack: float) -> list[list[Segment]]:
+    """Neighbours that share a call."""
     groups: list[list[Segment]] = []
     shortest = longest = 0
-    for start, stop in pairwise(mask.borders):
-        segment = _segment(mask, start, stop, device)
+    for segment in segments:
         shortest, longest = min(shortest, segment.length), max(longest, segment.length)
         if groups and segment.is_alike(groups[-1][0]) and longest <= (slack if segment.causal else 1.0) * shortest:
             groups[-1].append(segment)
         else:
             groups.append([segment])
             shortest = longest = segment.length
-    return tuple(_batch(tuple(group), mask.window, device) for group in groups)
+    return groups
 
 
 def _segment(mask: MaskSpec, start: int, stop: int, device: torch.device) -> Segment:

@@ -1,0 +1,181 @@
+"""Training speed of a mixture of experts on one GPU: omnitrain against HF ``Trainer``, and which parts account for it.
+
+A random model with the widths of Qwen3-30B-A3B (128 experts of 768 per layer, 8 of them per token) and as many of its
+layers as fit on the hungriest side. State is fp32, computation bf16, packs of ``--tokens`` tokens of this repository's
+text, every token predicted. How operations and the ceiling are counted, and how rounds are timed, says
+``gpu_train.py``.
+
+Sides, one after the other, on the same packs:
+
+- ``omnitrain``: the step of ``Trainer``, blocks compiled on a GPU;
+- ``hf_NAME``: HF ``Trainer`` with ``DataCollatorWithFlattening``, once per implementation of experts that can train
+  here: ``grouped_mm``, ``eager``, ``sonicmoe``. The fastest one is what omnitrain is compared with.
+
+Then omnitrain again, each time with one part as transformers has it; what a part is worth is the seconds per token
+without it, over those with it:
+
+- ``permutation``: experts by transformers' whole ``grouped_mm`` function: its sort, gather, products and sums;
+- ``router``: blocks are not compiled; experts never are, so this is the router, norms, rotary positions;
+- ``loss``: all logits at once;
+- ``recompute``: blocks are computed again in the backward, as models must that do not fit otherwise;
+- ``all``: permutation, router and loss together: what transformers' model does under FSDP's mixed precision.
+
+Before, the experts' exchange runs ``--loopback`` random steps against itself on this device (``expert_loopback.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from expert_loopback import check_late_rows
+from gpu_train import (
+    FULL,
+    TINY,
+    Measured,
+    Sizes,
+    alone,
+    batches_of,
+    ceiling,
+    check_losses,
+    flattened,
+    foundation_plan,
+    layers_that_fit,
+    run_hf,
+    run_omnitrain,
+    start_on_device,
+)
+from harness import Result, parser, report
+from transformers import AutoConfig
+from transformers.integrations.sonicmoe import is_sonicmoe_loadable
+
+from omnitrain.models.omni import OmniModel
+from omnitrain.ops import cross_entropy
+
+FORMULA = (
+    "share_of_ceiling = operations of a round / seconds / ceiling (operations as in gpu_train.py, of experts those a "
+    "token goes to); ratio_over_hf = omnitrain / best HF side, in tokens per second; worth_PART = omnitrain / "
+    "omnitrain with the part as transformers has it, in tokens per second; medians over rounds"
+)
+MOE = replace(
+    FULL,
+    text=FULL.text
+    | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "num_key_value_heads": 4},
+)
+TINY_MOE = replace(TINY, text=TINY.text | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2})
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Omnitrain with some parts as transformers has them."""
+
+    permutation: bool = False
+    router: bool = False
+    loss: bool = False
+    recompute: bool = False
+
+
+VARIANTS = {
+    "permutation": Variant(permutation=True),
+    "router": Variant(router=True),
+    "loss": Variant(loss=True),
+    "recompute": Variant(recompute=True),
+    "all": Variant(permutation=True, router=True, loss=True),
+}
+
+
+def config_of(sizes: Sizes, layers: int) -> Any:
+    """HF's config of a Qwen3-MoE."""
+    return AutoConfig.for_model("qwen3_moe", **sizes.text | {"num_hidden_layers": layers})
+
+
+def hf_experts(device: torch.device) -> list[str]:
+    """Transformers' implementations of experts that can train here; ``batched_mm`` copies the experts per token."""
+    return ["grouped_mm", "eager", *(["sonicmoe"] if device.type == "cuda" and is_sonicmoe_loadable() else [])]
+
+
+def use_their_experts(model: OmniModel) -> None:
+    """Transformers' whole function, permutation included."""
+    model.foundation.set_experts_implementation("grouped_mm")
+
+
+@contextmanager
+def all_logits_at_once(device: torch.device) -> Iterator[None]:
+    """The loss goes over one chunk."""
+    usual = cross_entropy.CHUNK_ELEMENTS[device.type]
+    cross_entropy.CHUNK_ELEMENTS[device.type] = sys.maxsize
+    try:
+        yield
+    finally:
+        cross_entropy.CHUNK_ELEMENTS[device.type] = usual
+
+
+def run_variant(variant: Variant, config: Any, packs: Any, given: Namespace) -> Measured:
+    """Omnitrain's side, or what is left of it."""
+    plan = foundation_plan(given.device)
+    if variant.router:
+        plan = plan.model_copy(update={"compile": False})
+    if variant.recompute:
+        plan = plan.model_copy(update={"recompute": "full"})
+    alter = use_their_experts if variant.permutation else None
+    with all_logits_at_once(given.device) if variant.loss else nullcontext():
+        return run_omnitrain(config, packs, given, plan, alter)
+
+
+def run_theirs(implementation: str, config: Any, packs: Any, given: Namespace) -> Measured:
+    """HF ``Trainer``, its experts by ``implementation``."""
+    config._experts_implementation = implementation
+    return run_hf(flattened, config, packs, given)
+
+
+def measure(given: Namespace) -> Result:
+    """All sides."""
+    sizes, device = TINY_MOE if given.tiny else MOE, given.device
+    check_late_rows(device, torch.bfloat16 if device.type == "cuda" else torch.float32, given.loopback)
+    limit = ceiling(sizes.matmul, device)
+    layers = given.layers or layers_that_fit("text", sizes, given)
+    packs = batches_of("text", sizes, config_of(sizes, layers), given)
+    found: dict[str, Measured] = {}
+    for name, variant in {"omnitrain": Variant(), **VARIANTS}.items():
+        found[name] = alone(device, run_variant, variant, config_of(sizes, layers), packs, given)
+    theirs = {f"hf_{name}": name for name in hf_experts(device)}
+    for side, name in theirs.items():
+        found[side] = alone(device, run_theirs, name, config_of(sizes, layers), packs, given)
+    for side in (*VARIANTS, *theirs):
+        check_losses(found["omnitrain"], found[side])
+    more = {"layers": float(layers), "tokens_per_pack": float(given.tokens), "loopback_steps": float(given.loopback)}
+    return _result(found, tuple(theirs), limit, more)
+
+
+def _result(found: dict[str, Measured], theirs: tuple[str, ...], limit: float, more: dict[str, float]) -> Result:
+    speeds = {side: median(measured.tokens_per_second) for side, measured in found.items()}
+    figures = {
+        "share_of_ceiling": median(found["omnitrain"].operations_per_second) / limit,
+        "ratio_over_hf": speeds["omnitrain"] / max(speeds[side] for side in theirs),
+        **{f"worth_{part}": speeds["omnitrain"] / speeds[part] for part in VARIANTS},
+    }
+    for side, measured in found.items():
+        figures[f"{side}_tokens_per_second"] = speeds[side]
+        figures[f"{side}_tflop_per_second"] = median(measured.operations_per_second) / 1e12
+        figures[f"{side}_peak_mib"] = measured.peak_mib
+    rounds = {f"{side}_tokens_per_second": measured.tokens_per_second for side, measured in found.items()}
+    return Result("gpu_moe", FORMULA, figures | {"ceiling_tflop_per_second": limit / 1e12, **more}, rounds)
+
+
+def main() -> None:
+    """Measure and report."""
+    options = parser(sys.modules[__name__].__doc__ or "", rounds=5, steps=2)
+    options.add_argument("--loopback", type=int, default=200, help="random steps of the experts' exchange")
+    given = start_on_device(options, 8192)
+    report(measure(given), given.json)
+
+
+if __name__ == "__main__":
+    main()

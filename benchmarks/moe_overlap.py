@@ -1,0 +1,298 @@
+"""Experts on two ranks and a network that takes its time: how much of the all-to-alls disappears behind the products.
+
+The experts of one Qwen3-MoE layer, spread over two ranks, forward and backward in fp32, one thread per rank. Routes
+are drawn at random; router, norms and attention are left out. The network is that of ``slow_link.py``. Its rate is
+chosen thrice, so that a step's all-to-alls, by the formula, take 0.5, 1 and 2 times as long as the experts' products
+(with the activation between them), which are timed first. Without root it says so and measures nothing.
+
+Sides take turns within the same ranks, and all have the same weights, tokens and routes:
+
+- ``plain``: rows to their experts, products, results back, one after the other;
+- ``overlap``: chunks of experts (``expert_chunks``) and ``delay_wgrad``; outputs and gradients must have the same bits;
+- ``transformers``: transformers' own ``all_to_all`` expert parallelism; its outputs must be the same to 1e-5;
+- ``compute``: ``overlap`` without its all-to-alls: products and permutations of just as many rows in the same order;
+- ``communication``: the all-to-alls of ``plain`` alone.
+
+Two bounds stand beside what was hidden. ``bound`` is that of the number of chunks ``n``: the first of a phase's rows
+and the last of its results have nothing to hide behind, a part ``1 / n``. ``bound_of_phases`` is that of any number: a
+forward has half of the bytes, but a third of the products, and can hide no more than it has of either.
+
+Memory is the largest sum of live tensor bytes within a step, less what was there before it, as torch's profiler sees
+the allocator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Result, in_turn, parser, peak_of, report, settle, start
+from slow_link import limit, may_limit, run_ranks, seconds
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import Qwen3MoeConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from omnitrain.ops.experts import ExpertWeights, set_experts
+from omnitrain.ops.experts.grouped import grouped_experts
+from omnitrain.ops.experts.spans import NOT_RECORDED
+from omnitrain.parallel.expert_exchange import GroupLink, Link, RankDispatcher
+from omnitrain.parallel.experts import ExpertLayer, spread_experts
+from omnitrain.parallel.state import init_parallel_state
+from omnitrain.recipe.parallel import ComponentPlan
+
+FORMULA = (
+    "hidden_Rx = median over rounds of ((compute + communication - overlap) / min(compute, communication)) where "
+    "communication = R x products; bits per second = 8 x 4 all-to-alls x rows to other ranks x H x itemsize "
+    "/ (R x products' seconds); over_transformers_Rx = median over rounds of (transformers / overlap seconds)"
+)
+RANKS, TOP_K, ITEMSIZE = 2, 2, 4
+ALL_TO_ALLS = 4  # rows and results, and the gradients of both
+MOST_BITS = 400e6  # per second: up to there the transfer takes few of the processors' cycles
+SIDES = ("plain", "overlap", "transformers", "compute", "communication")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the layer: tokens of all ranks, width, width inside an expert, experts of all ranks, chunks of a rank's."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    chunks: int
+
+
+class StillLink:
+    """In place of a link: nothing travels, and what would have come is there at once."""
+
+    def __init__(self, counting: GroupLink) -> None:
+        self._counting = counting
+        self.rank, self.size = counting.rank, counting.size
+
+    def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], Any]:
+        """What comes are ones: as many rows as would have come."""
+        out.fill_(1.0)
+        return lambda: None
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """So that the rows are as many as in ``plain``."""
+        return self._counting.exchange_counts(counts)
+
+
+class Layer:
+    """This rank's experts and tokens, and what the sides do with them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.state = init_parallel_state(ep_size=RANKS)
+        self.link = GroupLink(self.state.ep_mesh.get_group())
+        self.sizes = sizes
+        self.ours, self.theirs = self._spread_by_omnitrain(), self._spread_by_transformers()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        tokens = sizes.tokens // RANKS
+        self.hidden = torch.randn(tokens, sizes.hidden, generator=generator, requires_grad=True)
+        self.gradient = torch.randn(tokens, sizes.hidden, generator=generator)
+        self.index = torch.rand(tokens, sizes.experts, generator=generator).topk(TOP_K, dim=-1).indices
+        self.weights = torch.rand(tokens, TOP_K, generator=generator, requires_grad=True)
+        self.travel: Any = RankDispatcher(self.link).plan(self.index, sizes.experts, NOT_RECORDED)
+
+    def _fresh(self) -> nn.ModuleDict:
+        sizes = self.sizes
+        config = Qwen3MoeConfig(num_experts=sizes.experts, hidden_size=sizes.hidden, moe_intermediate_size=sizes.inner)
+        experts = Qwen3MoeExperts(config)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in experts.parameters():
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+        return nn.ModuleDict({"experts": experts})
+
+    def _spread_by_omnitrain(self) -> nn.Module:
+        model: Any = self._fresh()
+        names = tuple(name for name, _ in model.named_parameters())
+        layer = ExpertLayer("experts", names, self.sizes.experts, "auto")
+        spread_experts(model, [layer], self.state.ep_mesh, ComponentPlan())
+        return model["experts"]
+
+    def _spread_by_transformers(self) -> nn.Module:
+        model: Any = self._fresh()
+        model["experts"].config._experts_implementation = "grouped_mm"
+        plan = {name: "grouped_gemm" for name, _ in model.named_parameters()} | {"experts": "ep_dispatch_experts"}
+        apply_expert_parallelism(model, self.state.ep_mesh, self.state.tp_mesh, plan, "all_to_all")
+        return model["experts"]
+
+    def step(self, side: str) -> list[Tensor]:
+        """Output and gradients."""
+        if side == "communication":
+            return self._communicate()
+        experts = self.theirs if side == "transformers" else self.ours
+        if experts is self.ours:
+            self._set(StillLink(self.link) if side == "compute" else self.link, overlaps=side != "plain")
+        output = experts(self.hidden, self.index, self.weights)
+        output.backward(self.gradient)
+        return [output.detach(), *self._taken_gradients(experts)]
+
+    def _taken_gradients(self, experts: nn.Module) -> list[Tensor]:
+        learned = [self.hidden, self.weights, *experts.parameters()]
+        gradients = [tensor.grad for tensor in learned]
+        for tensor in learned:
+            tensor.grad = None
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def forward(self) -> None:
+        """Of ``compute``."""
+        self._set(StillLink(self.link), overlaps=True)
+        self.ours(self.hidden, self.index, self.weights)
+
+    def _set(self, link: Link, *, overlaps: bool) -> None:
+        chunks = self.sizes.chunks if overlaps else 1
+        set_experts(self.ours, dispatcher=RankDispatcher(link, chunks), delays_weight_gradients=overlaps)
+
+    def _communicate(self) -> list[Tensor]:
+        (leg,) = self.travel.legs
+        here, there = (torch.ones(sum(rows), self.sizes.hidden) for rows in (leg.sent, leg.received))
+        for _ in range(ALL_TO_ALLS // 2):
+            self.link.start(there, here, leg.received, leg.sent)()
+            self.link.start(here, there, leg.sent, leg.received)()
+        return []
+
+    def multiply(self) -> None:
+        """The experts' products and activations alone, forward and backward."""
+        (leg,) = self.travel.legs
+        rows = torch.ones(sum(leg.received), self.sizes.hidden, requires_grad=True)
+        results = grouped_experts(ExpertWeights.of(self.ours), rows, leg.ends)
+        torch.autograd.grad(results, [rows, *self.ours.parameters()], torch.ones_like(results))
+
+    @property
+    def bits(self) -> float:
+        """That all ranks together send in a step, by the formula."""
+        (leg,) = self.travel.legs
+        rows = torch.tensor([sum(leg.sent) - leg.sent[self.link.rank]])
+        dist.all_reduce(rows)
+        return 8.0 * ALL_TO_ALLS * float(rows) * self.sizes.hidden * ITEMSIZE
+
+
+def slowest(own: float) -> float:
+    """The most of all ranks."""
+    most = torch.tensor([own], dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
+
+
+def check_equal(layer: Layer) -> None:
+    """The sides compute the same."""
+    plain, overlap, theirs = (layer.step(side) for side in ("plain", "overlap", "transformers"))
+    for one, other in zip(plain, overlap, strict=True):
+        assert torch.equal(_local(one), _local(other))
+    for one, other in zip(plain, theirs, strict=True):
+        one, other = _local(one), _local(other)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(one.abs().max()))
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def peak_bytes(layer: Layer, side: str) -> int:
+    """Of a step, above what was there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, record_function("step"):
+        layer.step(side)
+    return peak_of(profiled, "step")
+
+
+def run_rank(sizes: Sizes, ratios: Sequence[float], rounds: int, steps: int, is_limited: bool) -> dict[str, Any]:
+    """What one rank measures."""
+    settle()
+    dist.init_process_group("gloo")
+    layer = Layer(sizes)
+    check_equal(layer)
+    peaks = {side: peak_bytes(layer, side) for side in ("plain", "overlap", "transformers")}
+    products = slowest(median(seconds(layer.multiply, 1) for _ in range(3)))
+    share_of_forward = seconds(layer.forward, 1) / seconds(lambda: layer.step("compute"), 1)
+    bits = layer.bits
+    rates = {ratio: bits / (ratio * products) for ratio in ratios}
+    if is_limited and max(rates.values()) > MOST_BITS:
+        raise SystemExit(f"{max(rates.values()) / 1e6:.0f} Mbit/s are more than {MOST_BITS / 1e6:.0f}: enlarge --inner")
+    taken: dict[str, list[float]] = {}
+    for ratio, rate in rates.items():
+        if is_limited and dist.get_rank() == 0:
+            limit(rate)
+        for index in range(rounds):
+            for side in in_turn(SIDES, index):
+                taken.setdefault(f"{side}_{ratio:g}x", []).append(seconds(lambda side=side: layer.step(side), steps))
+    return {
+        "rounds": taken,
+        "peaks": peaks,
+        "products": products,
+        "share_of_forward": share_of_forward,
+        "megabits_per_second": {f"{ratio:g}x": rate / 1e6 for ratio, rate in rates.items()},
+    }
+
+
+def figures_of(found: dict[str, Any], name: str, chunks: int) -> dict[str, float]:
+    """Of one ratio of communication to products, which is called ``name``."""
+    per_round = [
+        dict(zip(SIDES, values, strict=True))
+        for values in zip(*(found["rounds"][f"{side}_{name}"] for side in SIDES), strict=True)
+    ]
+    one = {side: median(taken[side] for taken in per_round) for side in SIDES}
+    compute, communication, forward = one["compute"], one["communication"], found["share_of_forward"]
+    phases = ((forward * compute, communication / 2), ((1 - forward) * compute, communication / 2))
+    both = sum(min(phase) for phase in phases) / min(compute, communication)
+
+    def hidden(taken: dict[str, float]) -> float:
+        together = taken["compute"] + taken["communication"]
+        return (together - taken["overlap"]) / min(taken["compute"], taken["communication"])
+
+    figures = {
+        "hidden": median(map(hidden, per_round)),
+        "bound": 1 - 1 / chunks,
+        "bound_of_phases": both,
+        "over_transformers": median(taken["transformers"] / taken["overlap"] for taken in per_round),
+        "over_plain": median(taken["plain"] / taken["overlap"] for taken in per_round),
+        "communication_to_products": communication / found["products"],
+        "megabits_per_second": found["megabits_per_second"][name],
+    }
+    figures |= {f"{side}_seconds": value for side, value in one.items()}
+    return {f"{figure}_{name}": value for figure, value in figures.items()}
+
+
+def main() -> None:
+    """See the top of this file."""
+    options = parser(__doc__ or "", rounds=7, steps=1)
+    options.add_argument("--tokens", type=int, default=8192, help="of all ranks")
+    options.add_argument("--hidden", type=int, default=256, help="width of a token")
+    options.add_argument("--inner", type=int, default=4096, help="width inside an expert")
+    options.add_argument("--experts", type=int, default=32, help="of all ranks")
+    options.add_argument("--chunks", type=int, default=16, help="of a rank's experts")
+    options.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="communication to products")
+    options.add_argument("--unlimited", action="store_true", help="leave the loopback as fast as it is")
+    options.add_argument("--as-rank", action="store_true", help="be one of the ranks")
+    given = start(options)
+    sizes = Sizes(given.tokens, given.hidden, given.inner, given.experts, given.chunks)
+    if given.as_rank:
+        print(json.dumps(run_rank(sizes, given.ratios, given.rounds, given.steps, not given.unlimited)))
+        return
+    if not given.unlimited and not may_limit():
+        print("skipped: the loopback cannot be limited here; that needs root and iproute2 (ip, tc)")
+        return
+    arguments = [f"--{name}={getattr(given, name)}" for name in (*vars(sizes), "rounds", "steps")]
+    arguments += ["--ratios", *map(str, given.ratios), *(["--unlimited"] if given.unlimited else [])]
+    found = run_ranks(__file__, arguments, ranks=RANKS, is_limited=not given.unlimited)
+    peaks = found["peaks"]
+    figures = {}
+    for ratio in given.ratios:
+        figures |= figures_of(found, f"{ratio:g}x", given.chunks)
+    figures |= {"peak_ratio": peaks["overlap"] / peaks["plain"]}
+    figures |= {f"{side}_peak_mib": peak / 2**20 for side, peak in peaks.items()}
+    figures |= {"products_seconds": found["products"]}
+    figures |= {name: float(size) for name, size in vars(sizes).items()}
+    report(Result("moe_overlap", FORMULA, figures, found["rounds"]), given.json)
+
+
+if __name__ == "__main__":
+    main()
