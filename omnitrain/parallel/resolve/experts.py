@@ -105,7 +105,7 @@ def _expert_dispatcher(asked: Asked, ep: int, compute: str | None) -> Literal["t
         return "torch"
     problem = deepep_problem(asked.state.device_type, compute)
     if not problem and asked.merged.expert_chunks not in (None, 1):
-        problem = "DeepEP sends all rows at once, and expert_chunks asks for several parts"
+        problem = f"DeepEP sends all rows at once, and expert_chunks is {asked.merged.expert_chunks}"
     if problem and wanted == "deepep":
         asked.problem("expert_dispatcher", f"found deepep, but {problem}; use torch, or auto to fall back on it")
     return "torch" if problem else wanted
