@@ -25,6 +25,7 @@ from omnitrain.parallel.experts import (
 )
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.recompute import SAVED_OPS, find_op
+from omnitrain.parallel.routers import find_router
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.ulysses import head_problem
@@ -105,7 +106,8 @@ def resolve_plans(
         if found is not None:
             plans[name] = found
             problems += () if name in adapters else _fp32_problems(model, name, found)
-    raise_problems(problems)
+            problems += _router_problems(model, plan, name, layers[name], found)
+    raise_problems(problems or list(_unused_problems(plan, plans)))
     return plans
 
 
@@ -249,6 +251,37 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
                     f"components.{component}.precision: {name} must stay float32 beside parameters that are not; "
                     "use compute: float32, or freeze it"
                 )
+
+
+def _router_problems(
+    model: OmniModel, plan: ParallelPlan, component: str, layers: Sequence[ExpertLayer], found: ComponentPlan
+) -> Iterator[str]:
+    """Routers are found by what a model declares of them."""
+    for layer in layers if "router" in (found.recomputed_parts or ()) else ():
+        if find_router(model, layer.name.rpartition(".")[0]) is None:
+            yield (
+                f"{plan.path_of(component, 'recompute')}.recomputed_parts: found router, but "
+                f"{type(model.foundation).__name__} declares none beside {layer.name} to transformers; name the others"
+            )
+            return
+
+
+# Fields of experts that a component without them ignores where they come from the default plan.
+_OF_EXPERTS = {
+    "expert_rows": "has experts",
+    "offloaded_tensors": "has experts and keeps them",
+    "recomputed_parts": "has such parts",
+    "expert_chunks": "has experts that are spread (ep 1)",
+    "delay_wgrad": "has experts that are spread (ep 1)",
+}
+
+
+def _unused_problems(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
+    """A default that no component takes does nothing."""
+    for field, what in _OF_EXPERTS.items():
+        found = getattr(plan.default, field)
+        if found not in (None, 1, False) and not any(getattr(own, field) for own in plans.values()):
+            yield f"default.{field}: found {found}, but no component {what}; remove it"
 
 
 class _Resolving:
@@ -434,10 +467,12 @@ class _Resolving:
             return None, None
         chunks = self._merged.expert_chunks or 1
         fewest = min(layer.num_experts for layer in self._expert_layers) // ep
-        if chunks > fewest:
+        if chunks > max(fewest, 1):
             self._problem(
                 "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
             )
+        if self._merged.delay_wgrad:
+            self._require_own_products("delay_wgrad", "true")
         return chunks, bool(self._merged.delay_wgrad)
 
     def _precision(self) -> Precision:
@@ -453,6 +488,8 @@ class _Resolving:
         found = self._merged.recompute
         if self._flags.recompute and found == "none":
             self._problem("recompute", "found none, but enable_gradient_checkpointing is True; set it in one place")
+        if self._flags.recompute and found is None:
+            self._require_no_other_use_of_blocks()
         wanted = found or ("full" if self._flags.recompute else "none")
         if wanted == "none" or not self._only_blocks("recompute", True):
             return {"recompute": "none"}
@@ -461,6 +498,16 @@ class _Resolving:
         if wanted == "parts":
             return {"recompute": wanted, "recomputed_parts": self._recomputed_parts()}
         return {"recompute": wanted}
+
+    def _require_no_other_use_of_blocks(self) -> None:
+        """Of what the call wants recomputed, where the plan does not say it."""
+        if self._merged.compile and self._is_foundation:
+            self._problem("compile", "found true, but enable_gradient_checkpointing is True; use one")
+        if self._merged.offloaded_tensors and self._expert_layers:
+            self._problem(
+                "offloaded_tensors",
+                "set, but enable_gradient_checkpointing is True, which does not keep them; use `recompute: parts`",
+            )
 
     def _saved_ops(self) -> list[str]:
         if self._merged.saved_ops is None:
