@@ -200,6 +200,8 @@ class ComponentPlan(Strict):
             inherited = {name: value for name, value in inherited.items() if name not in ("freeze", "lora")}
         if own.get("mode") == "replicate":
             inherited.pop("parameter_offload", None)  # a default is for what is sharded
+        if own.get("activation_offload") or own.get("recompute") in ("full", "selective"):
+            inherited.pop("offloaded_tensors", None)  # a default is for what keeps them
         if self.precision is not None and default.precision is not None:
             both = _set_fields(default.precision) | _set_fields(self.precision)
             own["precision"] = Precision(**both)
@@ -234,6 +236,21 @@ class ParallelPlan(Strict):
         None,
         description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own, or all.",
     )
+
+    @model_validator(mode="after")
+    def _components_agree_with_the_default(self) -> ParallelPlan:
+        problems = []
+        for name in self.components:
+            try:
+                self.of(name)
+            except ValidationError as error:
+                problems += [
+                    located(found["msg"], ("components", name, *found["loc"]), found["input"])
+                    for found in error.errors()
+                ]
+        if problems:
+            raise ValidationError.from_exception_data("ParallelPlan", problems)
+        return self
 
     def of(self, component: str) -> ComponentPlan:
         """The component's plan over the default one."""

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
 from omnitrain.parallel.deepep import deepep_problem
+from omnitrain.parallel.experts import ExpertLayer
 from omnitrain.parallel.resolve.asked import Asked
-from omnitrain.recipe.parallel import FOUNDATION, Chunks
+from omnitrain.parallel.routers import find_router
+from omnitrain.recipe.parallel import FOUNDATION, Chunks, ComponentPlan, ParallelPlan
+
+
+# Fields that a component without experts ignores where they come from the default plan.
+_OF_EXPERTS = {
+    "expert_rows": "has experts",
+    "offloaded_tensors": "has experts and keeps them",
+    "recomputed_parts": "has such parts",
+    "expert_chunks": "has experts that are spread (ep 1)",
+    "delay_wgrad": "has experts that are spread (ep 1)",
+    "expert_dispatcher": "has experts that are spread (ep 1)",
+}
 
 
 def expert_fields(asked: Asked, degrees: tuple[str, int, int] | None, compute: str | None) -> dict[str, Any]:
@@ -27,6 +42,27 @@ def expert_fields(asked: Asked, degrees: tuple[str, int, int] | None, compute: s
         "delay_wgrad": delay_wgrad,
         "expert_dispatcher": _expert_dispatcher(asked, ep, compute),
     }
+
+
+def router_problems(
+    model: OmniModel, plan: ParallelPlan, component: str, layers: Sequence[ExpertLayer], found: ComponentPlan
+) -> Iterator[str]:
+    """Routers are found by what a model declares of them."""
+    for layer in layers if "router" in (found.recomputed_parts or ()) else ():
+        if find_router(model, layer.name.rpartition(".")[0]) is None:
+            yield (
+                f"{plan.path_of(component, 'recompute')}.recomputed_parts: found router, but "
+                f"{type(model.foundation).__name__} declares none beside {layer.name} to transformers; name the others"
+            )
+            return
+
+
+def unused_problems(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
+    """A default that no component takes does nothing."""
+    for field, what in _OF_EXPERTS.items():
+        found = getattr(plan.default, field)
+        if found not in (None, 1, False) and not any(getattr(own, field) for own in plans.values()):
+            yield f"default.{field}: found {found}, but no component {what}; remove it"
 
 
 def _ep(asked: Asked, degrees: tuple[str, int, int] | None) -> int:
@@ -89,8 +125,10 @@ def _overlap_of_experts(asked: Asked, ep: int) -> tuple[Chunks, bool | None]:
         return None, None
     chunks = asked.merged.expert_chunks or 1
     fewest = min(layer.num_experts for layer in asked.expert_layers) // ep
-    if not isinstance(chunks, str) and chunks > fewest:
+    if not isinstance(chunks, str) and chunks > max(fewest, 1):
         asked.problem("expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}")
+    if asked.merged.delay_wgrad:
+        require_own_products(asked, "delay_wgrad", "true")
     return chunks, bool(asked.merged.delay_wgrad)
 
 

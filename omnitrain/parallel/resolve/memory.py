@@ -28,6 +28,8 @@ def _recompute(asked: Asked) -> dict[str, Any]:
     found = asked.merged.recompute
     if asked.flags.recompute and found == "none":
         asked.problem("recompute", "found none, but enable_gradient_checkpointing is True; set it in one place")
+    if asked.flags.recompute and found is None:
+        _require_no_other_use_of_blocks(asked)
     wanted = found or ("full" if asked.flags.recompute else "none")
     if wanted == "none" or not _only_blocks(asked, "recompute", True):
         return {"recompute": "none"}
@@ -36,6 +38,17 @@ def _recompute(asked: Asked) -> dict[str, Any]:
     if wanted == "parts":
         return {"recompute": wanted, "recomputed_parts": _recomputed_parts(asked)}
     return {"recompute": wanted}
+
+
+def _require_no_other_use_of_blocks(asked: Asked) -> None:
+    """Of what the call wants recomputed, where the plan does not say it."""
+    if asked.merged.compile and asked.is_foundation:
+        asked.problem("compile", "found true, but enable_gradient_checkpointing is True; use one")
+    if asked.merged.offloaded_tensors and asked.expert_layers:
+        asked.problem(
+            "offloaded_tensors",
+            "set, but enable_gradient_checkpointing is True, which does not keep them; use `recompute: parts`",
+        )
 
 
 def _saved_ops(asked: Asked) -> list[str]:

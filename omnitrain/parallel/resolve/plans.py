@@ -12,6 +12,7 @@ from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_l
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.resolve.asked import STATE_AXIS, Asked, CallFlags
 from omnitrain.parallel.resolve.component import component_plan
+from omnitrain.parallel.resolve.experts import router_problems, unused_problems
 from omnitrain.parallel.resolve.model_problems import model_problems
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -53,7 +54,8 @@ def resolve_plans(
         if found is not None:
             plans[name] = found
             problems += () if name in adapters else _fp32_problems(model, name, found)
-    raise_problems(problems)
+            problems += router_problems(model, plan, name, layers[name], found)
+    raise_problems(problems or list(unused_problems(plan, plans)))
     return plans
 
 
