@@ -13,7 +13,6 @@ from omnitrain.parallel.resolve.asked import Asked
 from omnitrain.parallel.routers import find_router
 from omnitrain.recipe.parallel import FOUNDATION, Chunks, ComponentPlan, ParallelPlan
 
-
 # Fields that a component without experts ignores where they come from the default plan.
 _OF_EXPERTS = {
     "expert_rows": "has experts",
