@@ -112,6 +112,8 @@ def moe() -> ot.OmniModel:
     return build_omni_model(foundation=qwen3_moe_with_six_experts())
 
 
+ONE_CHUNK_TOO_MANY = {"default": {"expert_chunks": 4}}
+NOTHING_TO_MEASURE = {"components": {"foundation": {"expert_chunks": "auto"}}}
 EXPERTS = "foundation.model.layers.0.mlp.experts"
 
 
@@ -119,10 +121,18 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
     ("refused", "ep", "message"),
     [
         ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
+        (ONE_CHUNK_TOO_MANY, 2, r"default.expert_chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
+        (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where no row travels; remove it"),
         ({"default": {"ep": 4}}, 2, r"default.ep: found 4, but the parallel state has 2; set it in one place"),
         ({"default": {"ep": 4}}, 1, r"default.ep: found 4, but the parallel state has 1; use 1(\n|$)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
+        (
+            {"default": {"ep": 2, "expert_dispatcher": "deepep"}},
+            2,
+            r"default.expert_dispatcher: found deepep, but deep_ep is not installed; use torch, or auto to fall back",
+        ),
+        ({"components": {"foundation": {"expert_dispatcher": "auto"}}}, 1, r"found auto with ep 1, where no row tra"),
         ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, which spreads nothing; set ep above 1, or"),
         ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
     ],
@@ -158,6 +168,11 @@ def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> 
     assert [layer.name for layer in chosen] == ["foundation.model.layers.1.mlp.experts"]
     assert chosen_layers(moe, layers, None) == layers and len(layers) == 2
     assert resolve(moe, ot.ParallelPlan(ep_plan={"layers.1.mlp.experts.*": 0}), ep=2)["foundation"].ep == 2
+
+
+def test_a_dispatcher_that_is_not_there_is_left_out_where_any_will_do(moe: ot.OmniModel) -> None:
+    wanted = ot.ParallelPlan(default=ot.ComponentPlan(ep=2, expert_dispatcher="auto"))
+    assert resolve(moe, wanted, ep=2)["foundation"].expert_dispatcher == "torch"
 
 
 def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
