@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 _SMALL = 4096  # bytes; a copy of less costs more than it frees
 
@@ -48,8 +49,11 @@ class ActivationOffload:
     @contextmanager
     def saving(self, block: nn.Module) -> Iterator[None]:
         """What is saved inside goes to host memory; parameters of ``block`` do not."""
-        parameters = {_storage(tensor) for tensor in block.parameters()}
-        with self._saved(lambda storage: storage not in parameters):
+
+        def is_activation(storage: int) -> bool:  # a part that is sharded by itself is gathered when it is called
+            return all(_storage(parameter) != storage for parameter in block.parameters())
+
+        with self._saved(is_activation):
             yield
 
     @contextmanager
@@ -111,7 +115,7 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         storage = _storage(tensor)
-        if not self._is_wanted(storage) or not self.offload.is_taken(tensor):
+        if not self.offload.is_taken(tensor) or not self._is_wanted(storage):
             return tensor
         place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if place not in self._seen:
@@ -163,4 +167,5 @@ class _Saved:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # a DTensor's own storage is no memory
+    return own.untyped_storage()._cdata

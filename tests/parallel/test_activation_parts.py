@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import omnitrain as ot
 from omnitrain.data.pack import Pack
 from omnitrain.models.build import build_omni_model
+from omnitrain.parallel.activations import ActivationOffload
 from tests.parallel import factories
 from tests.parallel.laid_out import gradients, laid_out, total
 from tests.parallel.test_experts import samples_of
@@ -63,3 +66,17 @@ def test_named_tensors_wait_in_host_memory() -> None:
         offload = ot.layout_of(omni).components["foundation"].activations
         assert offload.num_bytes == LAYERS * tokens * sum(rows_of[name] for name in names) * HIDDEN * ITEMSIZE
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_weights_that_a_part_of_a_block_gathers_for_its_call_stay_on_the_device() -> None:
+    ot.init_parallel_state()
+    mesh = init_device_mesh("cpu", (1,))
+    block = nn.Sequential(nn.Linear(64, 64, bias=False))
+    gathered = nn.Parameter(DTensor.from_local(torch.randn(64, 64), mesh, [Shard(0)], run_check=False))
+    block[0].register_forward_pre_hook(lambda part, _: part._parameters.update(weight=gathered))
+    block[0].forward = lambda x: x @ block[0].weight.to_local().t()  # type: ignore[method-assign]
+    offload = ActivationOffload(torch.device("cpu"))
+    offload.attach(block)
+    rows = torch.randn(32, 64, requires_grad=True)
+    block(rows).sum().backward()
+    assert offload.num_bytes == rows.nbytes and rows.grad is not None
