@@ -41,6 +41,13 @@ def ranks(_rank_server: None) -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for pool in _POOLS:
         starts = f"{pool.num_starts} starts of ranks in {pool.start_seconds:.1f} s"

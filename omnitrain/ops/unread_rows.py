@@ -66,9 +66,15 @@ def rows_read() -> ReadRows | None:
     return _read.get()
 
 
-def rows_read_of(module: nn.Module) -> ReadRows | None:
-    """The rows that are read of what ``module`` attends; None: all, if it is not the last to do so."""
-    return _read.get() if module in _last_to_mix else None
+def rows_read_of(module: nn.Module, length: int) -> ReadRows | None:
+    """The rows that are read of what ``module`` attends; None: all, as it is not the last to do so.
+
+    Args:
+        module: an attention layer.
+        length: rows that it attends over; if these are not those of the forward, all are read.
+    """
+    read = _read.get() if module in _last_to_mix else None
+    return read if read is not None and read.length == length else None
 
 
 def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.recompute import recompute_modules
-from omnitrain.parallel.routers import router_beside
+from omnitrain.parallel.routers import find_router
 from omnitrain.recipe.parallel import OffloadedTensor, RecomputedPart
 
 _OF_ATTENTION = {"attention_mask", "cu_seqlens"}
@@ -31,7 +31,9 @@ def recompute_parts(model: nn.Module, blocks: Sequence[str], parts: Sequence[Rec
             recompute_modules(attention_modules(block))
         for path, experts in experts_in(block):
             if "router" in parts:
-                recompute_modules([router_beside(model, f"{name}.{path}".rpartition(".")[0])[0]])
+                router = find_router(model, f"{name}.{path}".rpartition(".")[0])
+                assert router is not None  # of a plan that was resolved
+                recompute_modules(router[:1])
             if "expert_activation" in parts:
                 set_experts(experts, recomputes_activation=True)
                 use_omnitrain_experts(experts, backend_of(experts))

@@ -178,7 +178,8 @@ def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutR
 
 def _mesh(component: AppliedComponent) -> str:
     tp = f" x tp {component.plan.tp}" if (component.plan.tp or 1) > 1 else ""
-    ep = f", ep {component.plan.ep}" if (component.plan.ep or 1) > 1 else ""
+    by = " by DeepEP" if component.plan.expert_dispatcher == "deepep" else ""
+    ep = f", ep {component.plan.ep}{by}" if (component.plan.ep or 1) > 1 else ""
     return f"{component.num_replicas} x {component.num_shards}{tp}{ep}"
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -125,34 +126,27 @@ class RankDispatcher:
 
     Args:
         link: of the experts.
-        chunks: of experts on each rank, at most as many as there are.
+        chunks: of experts on each rank, at most as many as there are. May change between steps, on all ranks alike.
     """
 
     def __init__(self, link: Link, chunks: int = 1) -> None:
         self.bytes_sent = 0
-        self.link, self._chunks = link, chunks
-        self._order: _Order | None = None
+        self.link, self.chunks = link, chunks
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Travel:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
-        order = self._order_of(num_experts, top_k_index.device)
+        order = _Order.of(num_experts, self.link.size, self.chunks, top_k_index.device)
         routes = sort_by_expert(order.number[top_k_index], num_experts)
         to_send = routes.counts[order.number].view(self.link.size, -1)
         with spans.waiting("counts"):
             to_get = self.link.exchange_counts(to_send)
         return Travel(routes, _legs(to_send, to_get, order))
 
-    def _order_of(self, num_experts: int, device: torch.device) -> _Order:
-        """Made once: a device that gets numbers of the host is waited for."""
-        if self._order is None or (len(self._order.experts), self._order.experts.device) != (num_experts, device):
-            self._order = _Order.of(num_experts, self.link.size, self._chunks, device)
-        return self._order
-
-    def depart(self, tokens: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
+    def depart(self, tokens: Tensor, weights: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
         """See :class:`omnitrain.ops.experts.Dispatcher`."""
         if not is_replaying():
             self.bytes_sent += plan.rows_to_others(self.link.rank) * tokens.size(1) * tokens.element_size()
-        return Trip(self.link, plan, tokens, spans)
+        return Trip(self.link, plan, tokens, weights, spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +168,7 @@ class _Order:
     chunk_start: Tensor
 
     @classmethod
+    @cache  # a device that gets numbers of the host is waited for
     def of(cls, num_experts: int, ranks: int, chunks: int, device: torch.device) -> _Order:
         by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
         at = chunk_borders(by_rank.size(1), chunks)
@@ -214,9 +209,9 @@ class Trip:
     What is on its way hangs here, not on the layer: forwards of several micro-batches may wait for their backwards.
     """
 
-    def __init__(self, link: Link, travel: Travel, tokens: Tensor, spans: LayerSpans) -> None:
+    def __init__(self, link: Link, travel: Travel, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
         self.num_chunks = len(travel.legs)
-        self._travel, self._cargo = travel, _Cargo(link, travel, spans)
+        self._travel, self._cargo, self._weights = travel, _Cargo(link, travel, spans), weights
         self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens)
         self._results: list[Tensor] = []
 
@@ -226,8 +221,8 @@ class Trip:
     def send_back(self, chunk: int, results: Tensor) -> None:  # noqa: D102
         self._results.append(_SendBack.apply(self._cargo, chunk, results))
 
-    def combine(self, weights: Tensor) -> Tensor:  # noqa: D102
-        combined: Tensor = _Combine.apply(self._cargo, weights, *self._results)
+    def combine(self) -> Tensor:  # noqa: D102
+        combined: Tensor = _Combine.apply(self._cargo, self._weights, *self._results)
         return combined
 
 

@@ -13,16 +13,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from omnitrain.errors import UserError
 from omnitrain.models.left_out import any_layer
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of, use_omnitrain_experts
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
+from omnitrain.parallel.deepep import DeepEpDispatcher, open_deepep
 from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
 from omnitrain.parallel.shared_experts import Early, shared_experts
 from omnitrain.parallel.token_shares import ShareOfTokens
@@ -30,6 +34,8 @@ from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 _SPREADS = "ep_dispatch_experts"  # the style in plans of transformers
+
+_UNMEASURED = 4  # chunks, where nobody measures
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None
         use_omnitrain_experts(module, layer.backend)
 
 
-def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, plan: ComponentPlan) -> None:
+def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, plan: ComponentPlan) -> str:
     """Keep this rank's part of the experts of ``layers``, and let tokens travel to theirs.
 
     Args:
@@ -133,20 +139,45 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
         layers: their numbers of experts are multiples of the mesh's size.
         mesh: ``[ep]``.
         plan: of their component.
+
+    Returns:
+        What moves their rows: ``torch`` or ``deepep``.
+
+    Raises:
+        UserError: DeepEP is asked for, and no exchange goes through it; nothing is changed then.
     """
+    buffer = _deepep_buffer([model.get_submodule(layer.name) for layer in layers], mesh, plan)
     # A shard of a shard is put together in two steps, of which torch warns; it is done when weights are saved.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for layer in layers:
         module = model.get_submodule(layer.name)
         for name in names_by_expert(module):
             module._parameters[name] = _own_part(getattr(module, name), mesh)
-        dispatcher = RankDispatcher(GroupLink(mesh.get_group()), plan.expert_chunks or 1)
+        by_torch = RankDispatcher(GroupLink(mesh.get_group()), _chunks(plan, layer.num_experts // mesh.size()))
+        dispatcher = by_torch if buffer is None else DeepEpDispatcher(buffer)
         set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
-        if (plan.expert_chunks or 1) > 1:
+        if plan.expert_chunks not in (None, 1):
             above = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(above, module)) is not None:
                 set_experts(module, meanwhile=Early(above, shared).compute)
         use_omnitrain_experts(module, layer.backend)
+    return "torch" if buffer is None else "deepep"
+
+
+def _deepep_buffer(experts: Sequence[nn.Module], mesh: DeviceMesh, plan: ComponentPlan) -> Any:
+    """What DeepEP moves the rows of these experts through; None: torch moves them."""
+    if plan.expert_dispatcher in (None, "torch"):
+        return None
+    widths = [module.get_parameter("down_proj").size(2 if module.is_transposed else 1) for module in experts]
+    on_cuda = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device(mesh.device_type)
+    buffer, problem = open_deepep(mesh.get_group(), max(widths), device)
+    if problem and plan.expert_dispatcher == "deepep":
+        raise UserError(
+            f"expert_dispatcher: found deepep, but an exchange by it failed: {problem}; use torch, or auto to fall "
+            "back on it"
+        )
+    return buffer
 
 
 def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: DeviceMesh) -> None:
@@ -155,6 +186,13 @@ def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: Devic
         module = model.get_submodule(layer.name)
         set_experts(module, dispatcher=ShareOfTokens(settings_of(module).dispatcher, tp_mesh.get_group()))
         use_omnitrain_experts(module, layer.backend)
+
+
+def _chunks(plan: ComponentPlan, num_experts: int) -> int:
+    """Of so many experts on a rank; where it is to be measured, a fixed number until somebody does."""
+    if isinstance(plan.expert_chunks, str):
+        return min(_UNMEASURED, num_experts)
+    return plan.expert_chunks or 1
 
 
 def _own_part(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

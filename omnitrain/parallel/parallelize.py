@@ -163,16 +163,17 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
 
 
 def _spread_experts(
-    model: OmniModel, plans: Mapping[str, ComponentPlan], plan: ParallelPlan, state: ParallelState
+    model: OmniModel, plans: dict[str, ComponentPlan], plan: ParallelPlan, state: ParallelState
 ) -> dict[str, tuple[str, ...]]:
-    """Component -> names of its modules of experts that are now spread over ranks."""
+    """Component -> names of its modules of experts that are now spread over ranks; plans say what moves their rows."""
     spread = {}
     for name, layers in expert_layers(model).items():
         chosen = chosen_layers(model, layers, plan.ep_plan)
         if plans[name].expert_rows is not None:
             bound_rows(model, layers, plans[name].expert_rows)
         if (plans[name].ep or 1) > 1:
-            spread_experts(model, chosen, state.ep_mesh, plans[name])
+            used = spread_experts(model, chosen, state.ep_mesh, plans[name])
+            plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
         share_tokens(model, layers, state.tp_mesh)
     return spread

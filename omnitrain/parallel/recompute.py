@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from omnitrain.ops.attention import inside, packed_row
 from omnitrain.ops.experts import RoutingTape, is_experts
@@ -33,6 +38,13 @@ SAVED_OPS = (
     "aten._scaled_dot_product_fused_attention_overrideable",
     "torch_attn._varlen_attn",
     "flash_attn._flash_attn_varlen_forward",
+)
+
+
+# A recompute must call the ops of its forward. Units of FSDP within a block name more of what they do in the recompute,
+# where none of them finds that the model's forward has begun.
+SAC_IGNORED_OPS.update(
+    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
 )
 
 

@@ -133,7 +133,12 @@ class Routers:
             lambda _, arguments, kwargs: self._note_index(layer, arguments), with_kwargs=True
         )
         if self._balance.loss != "none" or self._balance.z_weight:
-            router, place = router_beside(self._model, parent)
+            found = find_router(self._model, parent)
+            if found is None:
+                raise UserError(
+                    f"train.experts: the model declares no router scores beside the experts of {parent}; use loss: none"
+                )
+            router, place = found
             router.register_forward_hook(lambda _, arguments, output: self._note_scores(layer, output[place]))
         return layer
 
@@ -292,7 +297,7 @@ def _rows(pack: Pack, share: Share) -> _Rows:
     return _Rows(rows.to(device), sample[here[rows]].to(device), len(pack.info.ids), len(here), part is not None)
 
 
-def router_beside(model: nn.Module, parent: str) -> tuple[nn.Module, int]:
+def find_router(model: nn.Module, parent: str) -> tuple[nn.Module, int] | None:
     """The router below ``parent``, and where in its output its scores are, as the model declares to transformers."""
     recorders = [
         recorder
@@ -305,9 +310,7 @@ def router_beside(model: nn.Module, parent: str) -> tuple[nn.Module, int]:
         for recorder in recorders:
             if isinstance(module, recorder.target_class):
                 return module, recorder.index
-    raise UserError(
-        f"train.experts: the model declares no router scores beside the experts of {parent}; use loss: none"
-    )
+    return None
 
 
 def _choice_bias(layer: nn.Module, num_experts: int) -> Tensor | None:

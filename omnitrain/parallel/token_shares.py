@@ -24,26 +24,23 @@ class ShareOfTokens:
     """
 
     def __init__(self, inner: Dispatcher, alike: dist.ProcessGroup) -> None:
-        self._inner, self._alike = inner, alike
+        self.inner, self._alike = inner, alike
 
     @property
     def bytes_sent(self) -> int:  # noqa: D102
-        return self._inner.bytes_sent
+        return self.inner.bytes_sent
 
     @bytes_sent.setter
     def bytes_sent(self, number: int) -> None:
-        self._inner.bytes_sent = number
+        self.inner.bytes_sent = number
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:  # noqa: D102
-        return self._inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
+        return self.inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
 
-    def depart(self, tokens: Tensor, plan: Any, spans: LayerSpans) -> Journey:  # noqa: D102
-        return _JourneyOfShare(self, self._inner.depart(tokens[self._own(len(tokens))], plan, spans))
-
-    def combined(self, journey: Journey, weights: Tensor) -> Tensor:
-        """The results of all tokens ``[T, H]``, of which ``journey`` has this rank's."""
-        num_tokens = len(weights)
-        return gather_rows(journey.combine(weights[self._own(num_tokens)]), self._shares(num_tokens), self._alike)
+    def depart(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> Journey:  # noqa: D102
+        own = self._own(len(tokens))
+        journey = self.inner.depart(tokens[own], weights[own], plan, spans)
+        return _JourneyOfShare(journey, self._shares(len(tokens)), self._alike)
 
     def _shares(self, num_tokens: int) -> list[int]:
         """How many of the tokens each rank takes."""
@@ -57,10 +54,10 @@ class ShareOfTokens:
 
 
 class _JourneyOfShare:
-    def __init__(self, dispatcher: ShareOfTokens, journey: Journey) -> None:
+    def __init__(self, journey: Journey, shares: list[int], alike: dist.ProcessGroup) -> None:
         self.num_chunks = journey.num_chunks
         self.arrive, self.send_back = journey.arrive, journey.send_back
-        self._dispatcher, self._journey = dispatcher, journey
+        self._journey, self._shares, self._alike = journey, shares, alike
 
-    def combine(self, weights: Tensor) -> Tensor:
-        return self._dispatcher.combined(self._journey, weights)
+    def combine(self) -> Tensor:
+        return gather_rows(self._journey.combine(), self._shares, self._alike)

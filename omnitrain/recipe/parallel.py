@@ -23,6 +23,8 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep")
 _TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops", "recomputed_parts"))
 
 Degree = Annotated[int | None, Field(ge=1)]
+Chunks = Annotated[int, Field(ge=1)] | Literal["auto"] | None
+AUTO_CHUNKS = "auto"
 RecomputedPart = Literal["attention", "router", "expert_activation"]
 OffloadedTensor = Literal["dispatched_rows", "mlp_input"]
 DType = Literal["float32", "bfloat16"]  # float16 would need losses scaled
@@ -117,10 +119,16 @@ class ComponentPlan(Strict):
         description="Rows (tokens times experts of each) that a layer's experts compute at a time. Of more, inputs and "
         "results alone wait for the backward, which computes the rest again. Unset: all at once.",
     )
-    expert_chunks: Degree = Field(
+    expert_chunks: Chunks = Field(
         None,
         description="Chunks of a rank's experts whose rows travel by themselves under `ep`: while the experts of one "
-        "compute, rows of the others are on their way. 1: everything one after the other. Unset: 1.",
+        "compute, rows of the others are on their way. 1: everything one after the other. `auto`: what the run's first "
+        "steps show to be fastest. Unset: 1.",
+    )
+    expert_dispatcher: Literal["torch", "deepep", "auto"] | None = Field(
+        None,
+        description="What moves rows of experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be "
+        "installed; `auto`: DeepEP where an exchange by it works at the start, else `torch`. Unset: `torch`.",
     )
     delay_wgrad: bool | None = Field(
         None,
@@ -192,6 +200,8 @@ class ComponentPlan(Strict):
             inherited = {name: value for name, value in inherited.items() if name not in ("freeze", "lora")}
         if own.get("mode") == "replicate":
             inherited.pop("parameter_offload", None)  # a default is for what is sharded
+        if own.get("activation_offload") or own.get("recompute") in ("full", "selective"):
+            inherited.pop("offloaded_tensors", None)  # a default is for what keeps them
         if self.precision is not None and default.precision is not None:
             both = _set_fields(default.precision) | _set_fields(self.precision)
             own["precision"] = Precision(**both)
@@ -226,6 +236,21 @@ class ParallelPlan(Strict):
         None,
         description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own, or all.",
     )
+
+    @model_validator(mode="after")
+    def _components_agree_with_the_default(self) -> ParallelPlan:
+        problems = []
+        for name in self.components:
+            try:
+                self.of(name)
+            except ValidationError as error:
+                problems += [
+                    located(found["msg"], ("components", name, *found["loc"]), found["input"])
+                    for found in error.errors()
+                ]
+        if problems:
+            raise ValidationError.from_exception_data("ParallelPlan", problems)
+        return self
 
     def of(self, component: str) -> ComponentPlan:
         """The component's plan over the default one."""
@@ -270,6 +295,16 @@ class ParallelPlan(Strict):
                 if not any(matches(glob, name) for name in every_name)
             ),
         ]
+
+    def with_expert_chunks(self, number: int) -> ParallelPlan:
+        """The same with ``number`` wherever `expert_chunks` is `auto`."""
+
+        def found(plan: ComponentPlan) -> ComponentPlan:
+            is_open = plan.expert_chunks == AUTO_CHUNKS
+            return plan.model_copy(update={"expert_chunks": number}) if is_open else plan
+
+        components = {name: found(plan) for name, plan in self.components.items()}
+        return self.model_copy(update={"default": found(self.default), "components": components})
 
     def path_of(self, component: str, *fields: str) -> str:
         """Where the component's value of one of ``fields`` was written: its own plan, or the default one."""

@@ -84,9 +84,9 @@ def _branches(annotation: Any) -> list[Any]:
 
 
 def _names_a_branch(part: str | int, branches: list[Any]) -> bool:
-    """`str` or `dict[str,any]` instead of a key: pydantic's way to say which branch of a union it tried."""
-    names = {getattr(get_origin(branch) or branch, "__name__", "") for branch in branches}
-    return str(part).partition("[")[0] in names
+    """`str`, `constrained-int` or `dict[str,any]`, no key: pydantic's way to say which branch of a union it tried."""
+    names = {getattr(get_origin(branch) or branch, "__name__", "").lower() for branch in branches}
+    return str(part).partition("[")[0].removeprefix("constrained-").lower() in names
 
 
 def _meant_path(spot: _Spot) -> Path:
@@ -106,15 +106,15 @@ def _line(spot: _Spot, details: list[ErrorDetails]) -> str:
     if kind == "value_error":
         return f"{path}: {first['msg'].removeprefix('Value error, ')}"
     expected = ", or ".join(_expectation(detail) for detail in details)
-    return f"{path}: found {_shown(found)}; expected {expected}; {_advice(spot, first)}"
+    return f"{path}: found {_shown(found)}; expected {expected}; {_advice(spot, details)}"
 
 
 def _expectation(detail: ErrorDetails) -> str:
     return _NODE_CLASS.sub("a mapping of keys to values", _SUBJECT.sub("", detail["msg"]))
 
 
-def _advice(spot: _Spot, detail: ErrorDetails) -> str:
-    if detail["type"] == "literal_error":
+def _advice(spot: _Spot, details: list[ErrorDetails]) -> str:
+    for detail in (detail for detail in details if detail["type"] == "literal_error"):
         match = nearest(str(detail["input"]), re.findall(r"'([^']+)'", detail["ctx"]["expected"]))
         if match is not None:
             return f"did you mean `{match}`?"

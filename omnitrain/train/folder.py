@@ -54,7 +54,12 @@ class RunFolder:
             console.print(f"{self.path} held an earlier run; it is now {aside}")
         self.path.mkdir(parents=True, exist_ok=True)
         self.store.clear_unfinished()
-        save_recipe(self.recipe, self.path / "recipe.yaml")
+        self.save_recipe(self.recipe)
+
+    def save_recipe(self, recipe: Recipe) -> None:
+        """Write ``recipe.yaml``; at the start, and when something was measured that belongs into it."""
+        self.recipe = recipe
+        save_recipe(recipe, self.path / "recipe.yaml")
 
     def list_rejected(self, rejected: Iterable[Rejected]) -> Path:
         """Write ``rejected.jsonl``: rows that were skipped, and why."""

@@ -29,6 +29,7 @@ from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.applied import AppliedLayout, layout_of
+from omnitrain.parallel.expert_chunks import ExpertChunks
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
@@ -87,7 +88,7 @@ class Trainer:
     """Trains the model of a recipe.
 
     Attributes:
-        recipe: as given.
+        recipe: as given, with what was measured in the place of `auto`.
         folder: where the run writes.
         model: the model, in place.
         processor: rows -> samples.
@@ -129,6 +130,8 @@ class Trainer:
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
         self.routers.continue_from(state.expert_shares)
+        self.expert_chunks = ExpertChunks(self.model, state.expert_chunks)
+        self.recipe = self.folder.recipe = self._with_what_was_measured()
         self.loader, self.heldout = self._open_data(state)
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
@@ -204,9 +207,7 @@ class Trainer:
             metrics = self.ranks.first(self._open_folder)
             interrupted = False
             while self.step < train.steps and not interrupted:
-                batch = first.pop() if first else self._next_batch(steps)
-                with self.spans.step(self.step + 1, self.ranks.peers.rank):
-                    loss, norm = self.train_step(batch)
+                loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
@@ -266,6 +267,25 @@ class Trainer:
         assert batch is not None
         self.stopwatch.add(int(batch.plan.tokens.sum()), time.perf_counter() - waiting)
         return batch
+
+    def _measured_step(self, batch: StepBatch) -> tuple[float, float]:
+        peers, chunks = self.ranks.peers, self.expert_chunks.settled
+        with (
+            self.spans.step(self.step + 1, peers.rank),
+            self.expert_chunks.measured(int(batch.plan.tokens.sum()), peers),
+        ):
+            loss, norm = self.train_step(batch)
+        if self.expert_chunks.settled != chunks:
+            self.recipe = self._with_what_was_measured()
+            self.ranks.first(lambda: self.folder.save_recipe(self.recipe))
+            console.print(f"expert_chunks: {self.expert_chunks.settled} was the fastest number, and stays")
+        return loss, norm
+
+    def _with_what_was_measured(self) -> Recipe:
+        """The recipe without `auto`, as far as that was measured."""
+        if (chunks := self.expert_chunks.settled) is None:
+            return self.recipe
+        return self.recipe.model_copy(update={"parallel": self.recipe.parallel.with_expert_chunks(chunks)})
 
     def train_step(self, batch: StepBatch) -> tuple[float, float]:
         """One optimizer step over ``batch`` and the batches of all other ranks.
@@ -350,7 +370,13 @@ class Trainer:
             data = merge_states(self.ranks.peers.gather(self.data_state))
             seconds, rows = time.perf_counter() - self._started, self.loader.order.lengths
             state = TrainingState(
-                self.step, seconds, self.steps_without_targets, data, rows, self.routers.expert_shares()
+                self.step,
+                seconds,
+                self.steps_without_targets,
+                data,
+                rows,
+                self.routers.expert_shares(),
+                self.expert_chunks.settled,
             )
 
             def write(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 import omnitrain as ot
 from omnitrain.errors import UserError
@@ -20,9 +21,12 @@ from omnitrain.plan.mesh import fit_mesh
 from tests.parallel.factories import (
     any_to_any,
     ernie4_5_vl_moe,
+    moe_of_32_experts,
     qwen2_5_vl,
     qwen3_moe_with,
     qwen3_moe_with_six_experts,
+    qwen3_moe_with_two_experts,
+    qwen3_vl_moe,
     qwen3_with_dropout,
 )
 
@@ -39,6 +43,10 @@ def resolve(model: ot.OmniModel, plan: ot.ParallelPlan, flags: CallFlags | None 
 
 def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
     return ot.ParallelPlan(components={component: ot.ComponentPlan(**fields)})
+
+
+def by_default(**fields: Any) -> ot.ParallelPlan:
+    return ot.ParallelPlan(default=ot.ComponentPlan(**fields))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,13 @@ def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
         ),
         (plan(expert_rows=8), r"image_encoder.expert_rows: found 8, but the component has no experts; remove it"),
         (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
+        (by_default(expert_chunks=2), r"default.expert_chunks: found 2, but no component has experts that are spread"),
+        (by_default(expert_rows=8), r"default.expert_rows: found 8, but no component has experts; remove it"),
+        (by_default(offloaded_tensors=["mlp_input"]), r"default.offloaded_tensors: found .* has experts and keeps"),
+        (
+            by_default(recompute="parts", recomputed_parts=["router"]),
+            r"default.recomputed_parts: found \['router'\], but no component has such parts; remove it",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_what_would(
@@ -97,6 +112,8 @@ def moe() -> ot.OmniModel:
     return build_omni_model(foundation=qwen3_moe_with_six_experts())
 
 
+ONE_CHUNK_TOO_MANY = {"default": {"expert_chunks": 4}}
+NOTHING_TO_MEASURE = {"components": {"foundation": {"expert_chunks": "auto"}}}
 EXPERTS = "foundation.model.layers.0.mlp.experts"
 
 
@@ -104,10 +121,18 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
     ("refused", "ep", "message"),
     [
         ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
+        (ONE_CHUNK_TOO_MANY, 2, r"default.expert_chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
+        (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where no row travels; remove it"),
         ({"default": {"ep": 4}}, 2, r"default.ep: found 4, but the parallel state has 2; set it in one place"),
         ({"default": {"ep": 4}}, 1, r"default.ep: found 4, but the parallel state has 1; use 1(\n|$)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
+        (
+            {"default": {"ep": 2, "expert_dispatcher": "deepep"}},
+            2,
+            r"default.expert_dispatcher: found deepep, but deep_ep is not installed; use torch, or auto to fall back",
+        ),
+        ({"components": {"foundation": {"expert_dispatcher": "auto"}}}, 1, r"found auto with ep 1, where no row tra"),
         ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, which spreads nothing; set ep above 1, or"),
         ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
     ],
@@ -145,6 +170,11 @@ def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> 
     assert resolve(moe, ot.ParallelPlan(ep_plan={"layers.1.mlp.experts.*": 0}), ep=2)["foundation"].ep == 2
 
 
+def test_a_dispatcher_that_is_not_there_is_left_out_where_any_will_do(moe: ot.OmniModel) -> None:
+    wanted = ot.ParallelPlan(default=ot.ComponentPlan(ep=2, expert_dispatcher="auto"))
+    assert resolve(moe, wanted, ep=2)["foundation"].expert_dispatcher == "torch"
+
+
 def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_omni_model(foundation=ernie4_5_vl_moe())
     layers = expert_layers(model)["foundation"]
@@ -157,6 +187,48 @@ def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(mon
     monkeypatch.setattr(model.foundation, "_ep_plan", {vision: "ep_dispatch_experts"})
     with pytest.raises(UserError, match=r"the model's own plan also spreads .*layers.1.mlp.vision_moe, which"):
         resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(ep=2)), ep=2)
+
+
+def test_experts_of_another_backend_cannot_leave_gradients_for_later() -> None:
+    model = build_omni_model(foundation=moe_of_32_experts())
+    use_omnitrain_experts(model, "grouped_mm")
+    with pytest.raises(UserError, match=r"default.delay_wgrad: found true, but experts backend grouped_mm"):
+        resolve(model, by_default(ep=4, delay_wgrad=True), ep=4)
+
+
+def test_chunks_are_counted_where_the_experts_can_be_spread_and_only_if_asked_for() -> None:
+    model = build_omni_model(foundation=qwen3_moe_with_two_experts())
+    with pytest.raises(UserError, match=r"1 problem\n.*ep: found 4, which does not divide the 2 experts"):
+        resolve(model, by_default(ep=4), ep=4)
+    with pytest.raises(UserError, match=r"expert_chunks: found 2, but a rank has 1 experts of a layer; use 1 to 1"):
+        resolve(model, by_default(ep=2, expert_chunks=2), ep=2)
+
+
+def test_routers_that_a_model_does_not_declare_cannot_be_named() -> None:
+    model = build_omni_model(foundation=ernie4_5_vl_moe())
+    with pytest.raises(UserError, match=r"default.recomputed_parts: found router, but Ernie.* declares none beside"):
+        resolve(model, by_default(recompute="parts"))
+    parts = ["attention", "expert_activation"]
+    found = resolve(model, by_default(recompute="parts", recomputed_parts=parts))
+    assert found["foundation"].recomputed_parts == parts and found["image_encoder"].recomputed_parts == ["attention"]
+
+
+def test_a_default_for_experts_gives_way_to_what_a_component_says() -> None:
+    model = build_omni_model(foundation=qwen3_vl_moe())
+    default = ot.ComponentPlan(offloaded_tensors=["mlp_input"])
+    for own in ({"recompute": "full"}, {"activation_offload": True}):
+        given = ot.ParallelPlan(default=default, components={"image_encoder": ot.ComponentPlan(**own)})
+        found = resolve(model, given)
+        assert found["foundation"].offloaded_tensors and not found["image_encoder"].offloaded_tensors
+    with pytest.raises(ValidationError, match=r"components.foundation.offloaded_tensors\s+set with `recompute: full`"):
+        ot.ParallelPlan(default=ot.ComponentPlan(recompute="full"), components={"foundation": default})
+
+
+@pytest.mark.parametrize("fields", [{"offloaded_tensors": ["mlp_input"]}, {"compile": True}])
+def test_what_the_call_recomputes_is_not_offloaded_or_compiled(fields: dict[str, Any]) -> None:
+    model = build_omni_model(foundation=moe_of_32_experts())
+    with pytest.raises(UserError, match=f"default.{next(iter(fields))}: .*, but enable_gradient_checkpointing is True"):
+        resolve(model, by_default(**fields), CallFlags(recompute=True))
 
 
 @pytest.mark.parametrize(

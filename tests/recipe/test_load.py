@@ -68,6 +68,10 @@ def test_branches_of_a_union_make_one_line(recipe_file: Path) -> None:
         "  model.encoders.image_encoder.processor: found [3]; expected a valid string, or a valid dictionary; "
         "change it, or remove it",
     ]
+    assert refusal(recipe_file, ["parallel.default.expert_chunks=atuo"])[1:] == [
+        "  parallel.default.expert_chunks: found 'atuo'; expected a valid integer, unable to parse string as an "
+        "integer, or 'auto'; did you mean `auto`?",
+    ]
 
 
 def test_sampling_of_something_the_model_does_not_write_is_refused(recipe_file: Path) -> None:

@@ -116,7 +116,8 @@ def omnitrain_attention(
         softcap=kwargs.get("softcap"),
         position_bias=kwargs.get("position_bias"),
         sinks=kwargs.get("s_aux"),
-        read=rows_read_of(module) if spec.shard is None else None,  # ranks of a shard exchange queries first
+        # Ranks of a shard exchange queries first.
+        read=rows_read_of(module, query.size(2)) if spec.shard is None else None,
     )
 
     def compute(whole: Call) -> torch.Tensor:

@@ -39,8 +39,8 @@ class Journey(Protocol):
         """Results ``[R, H]`` of these rows."""
         ...
 
-    def combine(self, weights: Tensor) -> Tensor:
-        """Weights ``[T, k]`` -> the weighted sums ``[T, H]`` of the results."""
+    def combine(self) -> Tensor:
+        """The weighted sums ``[T, H]`` of the results."""
         ...
 
 
@@ -57,8 +57,11 @@ class Dispatcher(Protocol):
         """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
         ...
 
-    def depart(self, tokens: Tensor, plan: Any, spans: LayerSpans) -> Journey:
-        """Send a row of each of the tokens ``[T, H]`` to each of its experts. All of a journey is differentiable."""
+    def depart(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> Journey:
+        """Send a row of each of the tokens ``[T, H]`` to each of its experts. All of a journey is differentiable.
+
+        The weights ``[T, k]`` are for the sums that come back.
+        """
         ...
 
 
@@ -70,8 +73,8 @@ class _Here:
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Routes:
         return sort_by_expert(top_k_index, num_experts)
 
-    def depart(self, tokens: Tensor, plan: Routes, spans: LayerSpans) -> _Stay:
-        return _Stay(tokens, plan)
+    def depart(self, tokens: Tensor, weights: Tensor, plan: Routes, spans: LayerSpans) -> _Stay:
+        return _Stay(tokens, weights, plan)
 
 
 class _Stay:
@@ -79,8 +82,8 @@ class _Stay:
 
     num_chunks = 1
 
-    def __init__(self, tokens: Tensor, routes: Routes) -> None:
-        self._rows, self._routes = take_rows(tokens, routes), routes
+    def __init__(self, tokens: Tensor, weights: Tensor, routes: Routes) -> None:
+        self._rows, self._weights, self._routes = take_rows(tokens, routes), weights, routes
 
     def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
         return self._rows, self._routes.ends
@@ -88,8 +91,8 @@ class _Stay:
     def send_back(self, chunk: int, results: Tensor) -> None:
         self._rows = results
 
-    def combine(self, weights: Tensor) -> Tensor:
-        return combine_rows(self._rows, weights, self._routes)
+    def combine(self) -> Tensor:
+        return combine_rows(self._rows, self._weights, self._routes)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def omnitrain_experts(
     memory = ProductMemory(settings.row_budget, settings.recomputes_activation)
     compute = chosen(module, hidden_states, backend).run
     # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
-    journey = settings.dispatcher.depart(hidden_states, plan, spans)
+    journey = settings.dispatcher.depart(hidden_states, top_k_weights, plan, spans)
     work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
     for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.num_chunks, work)):
         rows, ends = journey.arrive(chunk)
@@ -168,4 +171,4 @@ def omnitrain_experts(
         journey.send_back(chunk, results)
     if settings.meanwhile is not None:
         settings.meanwhile()
-    return journey.combine(top_k_weights)
+    return journey.combine()

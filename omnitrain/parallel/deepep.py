@@ -1,0 +1,194 @@
+"""Rows of experts by DeepEP (github.com/deepseek-ai/DeepEP, its `Buffer`), where that is installed and works.
+
+DeepEP sends a token once to each rank that has some of its experts, with its weights, and adds up on the way back what
+these ranks make of it. So each rank weighs the results of its own experts. Both ways are each other's backward. It
+moves bf16 rows on CUDA, waits for the device in every dispatch, also in a recompute, and overlaps nothing by itself.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from omnitrain.ops.experts import LayerSpans, Routes, combine_rows, is_replaying, sort_by_expert, take_rows
+
+
+def deepep_problem(device_type: str, compute: str | None) -> str:
+    """Why DeepEP cannot be used; empty: it can be tried.
+
+    Args:
+        device_type: of the ranks.
+        compute: dtype of the rows.
+    """
+    if find_spec("deep_ep") is None:
+        return "deep_ep is not installed"
+    if device_type != "cuda":
+        return f"DeepEP runs on CUDA, not on {device_type}"
+    if compute != "bfloat16":
+        return f"DeepEP moves rows of bfloat16, and the component computes in {compute}"
+    return ""
+
+
+def open_deepep(group: dist.ProcessGroup, hidden: int, device: torch.device) -> tuple[Any, str]:
+    """A buffer for rows of ``hidden`` numbers through which a real exchange went; every rank calls this.
+
+    Returns:
+        The buffer, and why there is none on some rank; empty: there is one on all.
+    """
+    buffer: Any = None
+    problem = ""
+    try:
+        kind = import_module("deep_ep").Buffer
+        size, nvlink, rdma = hidden * torch.bfloat16.itemsize, 0, 0
+        for config in (kind.get_dispatch_config(group.size()), kind.get_combine_config(group.size())):
+            nvlink = max(nvlink, config.get_nvl_buffer_size_hint(size, group.size()))
+            rdma = max(rdma, config.get_rdma_buffer_size_hint(size, group.size()))
+        buffer = kind(group, nvlink, rdma)
+        problem = _probe(buffer, group, hidden, device)
+    except Exception as error:  # of code that is not ours
+        problem = f"{type(error).__name__}: {error}"
+    works = torch.tensor(float(not problem), device=device)
+    dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
+    if works.item():
+        return buffer, ""
+    return None, problem or "its exchange failed on another rank"
+
+
+def _probe(buffer: Any, group: dist.ProcessGroup, hidden: int, device: torch.device) -> str:
+    """Each rank sends a token to the experts of all; what comes back must be as many times as large."""
+    ranks = group.size()
+    index = torch.arange(ranks, device=device).expand(4, -1)
+    tokens = torch.full((4, hidden), float(group.rank() + 1), device=device, dtype=torch.bfloat16)
+    trip = _Trip(buffer, tokens, torch.ones(index.shape, device=device), index, ranks)
+    rows, _ = trip.arrive(0)
+    trip.send_back(0, rows)
+    found = trip.combine()
+    return "" if torch.equal(found, ranks * tokens) else "what came back from its exchange is not what was sent"
+
+
+class DeepEpDispatcher:
+    """A :class:`omnitrain.ops.experts.Dispatcher` over a DeepEP buffer.
+
+    Args:
+        buffer: of the ranks among which the experts are spread, in order.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        self.bytes_sent = 0
+        self._buffer = buffer
+
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> tuple[Tensor, int]:  # noqa: D102
+        return top_k_index, num_experts
+
+    def depart(self, tokens: Tensor, weights: Tensor, plan: tuple[Tensor, int], spans: LayerSpans) -> _Trip:  # noqa: D102
+        with spans.waiting("dispatch"):
+            trip = _Trip(self._buffer, tokens, weights, *plan)
+        if not is_replaying():
+            self.bytes_sent += trip.rows_to_others * tokens.size(1) * tokens.element_size()
+        return trip
+
+
+class _Trip:
+    """A :class:`omnitrain.ops.experts.Journey`; all experts of a rank are one chunk.
+
+    Attributes:
+        rows_to_others: that this rank sends, of tokens, and gets back.
+    """
+
+    num_chunks = 1
+
+    def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
+        self._call = _Call(buffer, index, num_experts)
+        self._dtype = weights.dtype
+        self._tokens, self._weights = _Dispatch.apply(self._call, tokens, weights.float())
+        self._routes = self._call.routes()
+        self.rows_to_others = self._call.rows_to_others
+
+    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
+        return take_rows(self._tokens, self._routes)[: self._call.num_rows], self._routes.ends
+
+    def send_back(self, chunk: int, results: Tensor) -> None:
+        padded = torch.nn.functional.pad(results, (0, 0, 0, len(self._routes.token_of_row) - len(results)))
+        weighed = combine_rows(padded, self._weights.to(self._dtype), self._routes)
+        self._results: Tensor = _Combine.apply(self._call, weighed)
+
+    def combine(self) -> Tensor:
+        return self._results
+
+
+class _Call:
+    """One dispatch of DeepEP, and what its way back needs."""
+
+    def __init__(self, buffer: Any, index: Tensor, num_experts: int) -> None:
+        self.buffer, self.index, self.num_experts = buffer, index, num_experts
+        self.rows_to_others = self.num_rows = 0
+        self._handle: Any = None
+        self._received = index
+
+    def there(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``[n, H]`` that have experts here, and their weights ``[n, k]``, 0 for experts elsewhere."""
+        per_rank, per_rdma_rank, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(
+            self.index, self.num_experts
+        )
+        received, self._received, its_weights, counts, self._handle, _ = self.buffer.dispatch(
+            tokens,
+            topk_idx=self.index,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        self.num_rows = sum(counts)
+        sent = per_rank.tolist()
+        self.rows_to_others = 2 * (sum(sent) - sent[self.buffer.rank])
+        return received, its_weights
+
+    def there_again(self, tokens: Tensor) -> Tensor:
+        """The same way for other numbers of the same tokens."""
+        received: Tensor = self.buffer.dispatch(tokens.contiguous(), handle=self._handle)[0]
+        return received
+
+    def back(self, rows: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Sums over the ranks that a token was sent to, of what they have of it."""
+        combined, its_weights, _ = self.buffer.combine(rows.contiguous(), self._handle, topk_weights=weights)
+        return combined, its_weights
+
+    def routes(self) -> Routes:
+        """Received tokens to rows of experts here. One more row stands for the experts elsewhere, and is nobody's."""
+        own = self.num_experts // self.buffer.group_size
+        routes = sort_by_expert(self._received.where(self._received >= 0, own), own + 1)
+        if not len(self._received):
+            return Routes(routes.token_of_row, routes.row_of_slot, routes.ends[:-1])
+        token = torch.cat([routes.token_of_row[: self.num_rows], routes.token_of_row.new_zeros(1)])
+        return Routes(token, routes.row_of_slot.clamp(max=self.num_rows), routes.ends[:-1])
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.call = call
+        return call.there(tokens, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_tokens: Tensor, of_weights: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        return None, *ctx.call.back(of_tokens, of_weights.contiguous())
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, rows: Tensor) -> Tensor:
+        ctx.call = call
+        return call.back(rows)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.call.there_again(gradient)
