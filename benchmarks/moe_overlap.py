@@ -18,14 +18,17 @@ and the last of its results have nothing to hide behind, a part ``1 / n``. ``bou
 forward has half of the bytes, but a third of the products, and can hide no more than it has of either.
 
 Memory is the largest sum of live tensor bytes within a step, less what was there before it, as torch's profiler sees
-the allocator.
+the allocator. It is that of a layer as thin inside as Qwen3-30B-A3B's, and twice as wide as the one that is timed. Four
+such layers, one behind the other, show what ``offloaded_tensors: [dispatched_rows]`` saves: the peak must fall by the
+bytes of the rows that came to three of them. The fourth has its rows back by then, for its weights' gradients. Host
+memory is not torch's here, so that a CPU shows what a GPU would.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -42,6 +45,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from omnitrain.ops.experts import ExpertWeights, set_experts
 from omnitrain.ops.experts.grouped import grouped_experts
 from omnitrain.ops.experts.spans import NOT_RECORDED
+from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.expert_exchange import GroupLink, Link, RankDispatcher
 from omnitrain.parallel.experts import ExpertLayer, spread_experts
 from omnitrain.parallel.state import init_parallel_state
@@ -53,6 +57,7 @@ FORMULA = (
     "/ (R x products' seconds); over_transformers_Rx = median over rounds of (transformers / overlap seconds)"
 )
 RANKS, TOP_K, ITEMSIZE = 2, 2, 4
+LAYERS, INNER = 4, (3, 8)  # of the trials of memory: how many, and their width inside to that of tokens
 ALL_TO_ALLS = 4  # rows and results, and the gradients of both
 MOST_BITS = 400e6  # per second: up to there the transfer takes few of the processors' cycles
 SIDES = ("plain", "overlap", "transformers", "compute", "communication")
@@ -131,10 +136,18 @@ class Layer:
             return self._communicate()
         experts = self.theirs if side == "transformers" else self.ours
         if experts is self.ours:
-            self._set(StillLink(self.link) if side == "compute" else self.link, overlaps=side != "plain")
+            self.set(StillLink(self.link) if side == "compute" else self.link, overlaps=side != "plain")
         output = experts(self.hidden, self.index, self.weights)
         output.backward(self.gradient)
         return [output.detach(), *self._taken_gradients(experts)]
+
+    def step_of_several(self, layers: int) -> None:
+        """Forward and backward of the layer as it is set, applied ``layers`` times."""
+        hidden: Tensor = self.hidden
+        for _ in range(layers):
+            hidden = self.ours(hidden, self.index, self.weights)
+        hidden.backward(self.gradient)
+        self._taken_gradients(self.ours)
 
     def _taken_gradients(self, experts: nn.Module) -> list[Tensor]:
         learned = [self.hidden, self.weights, *experts.parameters()]
@@ -145,10 +158,11 @@ class Layer:
 
     def forward(self) -> None:
         """Of ``compute``."""
-        self._set(StillLink(self.link), overlaps=True)
+        self.set(StillLink(self.link), overlaps=True)
         self.ours(self.hidden, self.index, self.weights)
 
-    def _set(self, link: Link, *, overlaps: bool) -> None:
+    def set(self, link: Link, *, overlaps: bool) -> None:
+        """Let our experts exchange over ``link``, in chunks or not."""
         chunks = self.sizes.chunks if overlaps else 1
         set_experts(self.ours, dispatcher=RankDispatcher(link, chunks), delays_weight_gradients=overlaps)
 
@@ -204,13 +218,49 @@ def peak_bytes(layer: Layer, side: str) -> int:
     return peak_of(profiled, "step")
 
 
+class HostMemory(ActivationOffload):
+    """Of a CPU: copies in memory that torch's profiler does not see, and back into such as it sees."""
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """See :class:`ActivationOffload`."""
+        self.num_bytes += tensor.nbytes
+        return torch.from_numpy(tensor.detach().numpy().copy())
+
+    def back(self, host: Tensor) -> tuple[Tensor, None]:
+        """See there."""
+        return host.clone(), None
+
+
+def offload_savings(layer: Layer) -> dict[str, float]:
+    """MiB by which the peak of several layers falls where the rows that came wait in host memory, and should fall."""
+    peaks = []
+    offload = HostMemory(torch.device("cpu"))
+    for saving in (None, offload.saving_only):
+        layer.set(layer.link, overlaps=True)
+        set_experts(layer.ours, saving=saving)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, record_function("step"):
+            layer.step_of_several(LAYERS)
+        peaks.append(peak_of(profiled, "step"))
+    set_experts(layer.ours, saving=None)
+    expected = offload.num_bytes * (LAYERS - 1) / LAYERS
+    saved = peaks[0] - peaks[1]
+    return {
+        "offload_saved_to_predicted": saved / expected,
+        "offload_predicted_mib": expected / 2**20,
+        "overlap_peak_mib_of_layers": peaks[0] / 2**20,
+    }
+
+
 def run_rank(sizes: Sizes, ratios: Sequence[float], rounds: int, steps: int, is_limited: bool) -> dict[str, Any]:
     """What one rank measures."""
     settle()
     dist.init_process_group("gloo")
+    thin = Layer(replace(sizes, hidden=2 * sizes.hidden, inner=2 * sizes.hidden * INNER[0] // INNER[1]))
+    peaks = {side: peak_bytes(thin, side) for side in ("plain", "overlap", "transformers")}
+    offload = offload_savings(thin)
+    del thin
     layer = Layer(sizes)
     check_equal(layer)
-    peaks = {side: peak_bytes(layer, side) for side in ("plain", "overlap", "transformers")}
     products = slowest(median(seconds(layer.multiply, 1) for _ in range(3)))
     share_of_forward = seconds(layer.forward, 1) / seconds(lambda: layer.step("compute"), 1)
     bits = layer.bits
@@ -227,6 +277,7 @@ def run_rank(sizes: Sizes, ratios: Sequence[float], rounds: int, steps: int, is_
     return {
         "rounds": taken,
         "peaks": peaks,
+        "offload": offload,
         "products": products,
         "share_of_forward": share_of_forward,
         "megabits_per_second": {f"{ratio:g}x": rate / 1e6 for ratio, rate in rates.items()},
@@ -289,6 +340,7 @@ def main() -> None:
         figures |= figures_of(found, f"{ratio:g}x", given.chunks)
     figures |= {"peak_ratio": peaks["overlap"] / peaks["plain"]}
     figures |= {f"{side}_peak_mib": peak / 2**20 for side, peak in peaks.items()}
+    figures |= found["offload"]
     figures |= {"products_seconds": found["products"]}
     figures |= {name: float(size) for name, size in vars(sizes).items()}
     report(Result("moe_overlap", FORMULA, figures, found["rounds"]), given.json)

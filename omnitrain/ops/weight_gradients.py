@@ -40,26 +40,24 @@ class WeightGradients:
         return len(self._waiting)
 
     def add(self, key: Hashable, make: MakeGradient) -> None:
-        """Leave a gradient for later; several of one key add up, in the order in which they were left."""
+        """Leave a gradient for later; there may be several of one key, which add up to its gradient."""
         self._waiting.append((key, make))
 
     def of(self, key: Hashable) -> Later:
         """:meth:`add` for ``key``."""
         return partial(self.add, key)
 
-    def made(self) -> dict[Any, Tensor]:
-        """Compute what waits; nothing waits afterwards."""
-        gradients: dict[Any, Tensor] = {}
-        waiting, self._waiting = self._waiting, []
+    def made(self) -> Iterator[tuple[Any, Tensor]]:
+        """Compute what waits, one after the other; each lets go of its operands. Nothing waits afterwards."""
+        waiting, self._waiting = self._waiting[::-1], []
         with self._around():
-            for key, make in waiting:
-                gradient = make()
-                gradients[key] = gradients[key] + gradient if key in gradients else gradient
-        return gradients
+            while waiting:
+                key, make = waiting.pop()
+                yield key, make()
 
     def accumulate(self) -> None:
         """Compute what waits, and add it to the ``grad`` of the parameters that are its keys."""
-        for parameter, gradient in self.made().items():
+        for parameter, gradient in self.made():
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 

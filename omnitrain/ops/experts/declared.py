@@ -149,7 +149,7 @@ class _InChunks(torch.autograd.Function):
     def forward(
         ctx: Any, work: WeightGradients | None, names: tuple[str, ...], borders: tuple[int, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.work, ctx.names, ctx.num_chunks = work, names, len(borders) - 1
+        ctx.work, ctx.names, ctx.borders = work, names, borders
         ctx.set_materialize_grads(False)
         chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(borders)]
         frozen = [
@@ -161,18 +161,47 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        later = {} if ctx.work is None else ctx.work.made()
+        whole = _Wholes(ctx.borders)
         backward = torch._C._current_graph_task_id()
-        found: list[Tensor | None] = []
-        for place, name in enumerate(ctx.names):
-            chunks = [
-                later.get((backward, name, chunk), gradients[chunk * len(ctx.names) + place])
-                for chunk in range(ctx.num_chunks)
-            ]
-            parts = [part for part in chunks if part is not None]
-            assert len(parts) in (0, ctx.num_chunks), f"{name}: some experts have a gradient, others have none"
-            found.append(None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts))
-        return None, None, None, *found
+        for (of_backward, name, chunk), gradient in ctx.work.made() if ctx.work is not None else ():
+            if of_backward == backward:
+                whole.add(name, chunk, gradient)
+            del gradient  # before the next one is computed
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                whole.add(ctx.names[place % len(ctx.names)], place // len(ctx.names), gradient)
+        return None, None, None, *(whole.of(name) for name in ctx.names)
+
+
+class _Wholes:
+    """Gradients of all experts, of which each chunk's is put into its place as it comes: nothing is there twice."""
+
+    def __init__(self, borders: tuple[int, ...]) -> None:
+        self._borders = borders
+        self._wholes: dict[str, Tensor] = {}
+        self._chunks: dict[str, set[int]] = {}
+
+    def add(self, name: str, chunk: int, gradient: Tensor) -> None:
+        """Of the tensor ``name``; several of one chunk add up."""
+        there = self._chunks.setdefault(name, set())
+        if name not in self._wholes:
+            is_whole = len(self._borders) == 2
+            self._wholes[name] = gradient if is_whole else gradient.new_empty(self._borders[-1], *gradient.shape[1:])
+            if is_whole:
+                there.add(chunk)
+                return
+        place = self._wholes[name][self._borders[chunk] : self._borders[chunk + 1]]
+        if chunk in there:
+            place += gradient
+        else:
+            place.copy_(gradient)
+        there.add(chunk)
+
+    def of(self, name: str) -> Tensor | None:
+        """None: no chunk has one."""
+        number = len(self._chunks.get(name, ()))
+        assert number in (0, len(self._borders) - 1), f"{name}: some experts have a gradient, others have none"
+        return self._wholes.get(name)
 
 
 def _local(weight: Tensor) -> Tensor:
