@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omnitrain.ops.experts import grouped, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts import LayerSpans, grouped, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.spans import NOT_RECORDED
+from omnitrain.ops.spans import SpanRecorder
 from omnitrain.parallel.expert_exchange import RankDispatcher
 from omnitrain.parallel.shared_experts import shared_experts
 from tests.parallel import factories
@@ -87,6 +89,23 @@ def test_everything_is_on_its_way_before_anything_is_awaited_and_weights_are_com
     link.events.clear()
     output.sum().backward()
     assert link.events == [*under_way, *4 * ["weights"], *back]
+
+
+def test_every_product_exchange_and_wait_is_recorded_once_and_recording_changes_no_bit() -> None:
+    layer, recorder = experts_layer("moe_of_32_experts"), SpanRecorder()
+    use_omnitrain_experts(layer)
+    hidden = torch.randn(1, 40, layer.experts.hidden_dim)
+    set_experts(layer.experts, dispatcher=RankDispatcher(SlowLoopback(), 2), delays_weight_gradients=True)
+    expected = trained(layer, hidden)
+    set_experts(layer.experts, spans=LayerSpans(recorder, "layer"))
+    recorder.begin()
+    found = trained(layer, hidden)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    seen = Counter((s.what.kind, s.what.name, s.what.phase, s.what.chunk) for s in recorder.end().spans)
+    both = [("compute", "experts"), *((kind, way) for kind in ("link", "wait") for way in ("dispatch", "combine"))]
+    of_chunks = {(*what, phase, chunk) for what in both for phase in ("forward", "backward") for chunk in (0, 1)}
+    of_all = {("wait", "counts", "forward", None), ("compute", "weight gradients", "backward", None)}
+    assert seen == Counter(of_chunks | of_all)
 
 
 def test_weights_are_not_left_for_later_where_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,29 +29,30 @@ class LayerSpans:
         """``wait`` for an exchange that starts now; its call ends the span on the link, and is one of waiting."""
         if not self._recorder.is_on:
             return wait
-        on_the_link, waiting = (self._what(kind, name, chunk, backward=backward) for kind in ("link", "wait"))
-        started = self._recorder.mark()
+        what, started = self._what("link", name, chunk, backward=backward), self._recorder.mark()
 
         def measured() -> None:
-            with self._during(waiting):
+            with self._during("wait", name, chunk, backward=backward):
                 wait()
-            self._recorder.add(on_the_link, started, self._recorder.mark())
+            self._recorder.add(what, started, self._recorder.mark())
 
         return measured
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
         """For an exchange that is made inside, in a forward."""
-        return self._during(self._what("wait", name))
+        return self._during("wait", name)
 
     def weight_gradients(self) -> AbstractContextManager[None]:
         """Those that a backward left for later are computed inside."""
-        return self._during(self._what("compute", "weight gradients", backward=True))
+        return self._during("compute", "weight gradients", backward=True)
 
     def experts(self, chunk: int, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What ``compute`` makes of ``rows``. Its backward begins with the gradient of that, and ends with theirs."""
-        with self._during(self._what("compute", "experts", chunk)):
+        if not self._recorder.is_on:
+            return compute()
+        with self._during("compute", "experts", chunk):
             results = compute()
-        if self._recorder.is_on and rows.requires_grad and results.requires_grad:
+        if rows.requires_grad and results.requires_grad:
             what, begun = self._what("compute", "experts", chunk, backward=True), list[Mark]()
             results.register_hook(lambda _: begun.append(self._recorder.mark()))
             rows.register_hook(lambda _: self._recorder.add(what, begun.pop(), self._recorder.mark()))
@@ -62,13 +63,13 @@ class LayerSpans:
         return What(kind, name, phase, self._layer, chunk)
 
     @contextmanager
-    def _during(self, what: What) -> Iterator[None]:
+    def _during(self, kind: Kind, name: str, chunk: int | None = None, *, backward: bool = False) -> Iterator[None]:
         if not self._recorder.is_on:
             yield
             return
         started = self._recorder.mark()
         yield
-        self._recorder.add(what, started, self._recorder.mark())
+        self._recorder.add(self._what(kind, name, chunk, backward=backward), started, self._recorder.mark())
 
 
 NOT_RECORDED = LayerSpans(SpanRecorder(), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,12 +10,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import omnitrain as ot
 from omnitrain.data.pack import Pack
+from omnitrain.models.build import build_omni_model
 from omnitrain.ops.collectives import gather_rows, scatter_rows
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.verify import verify
 from tests.parallel import factories
-from tests.parallel.laid_out import laid_out
+from tests.parallel.laid_out import full, laid_out
 from tests.parallel.test_sequence import samples_of, text
 
 DIVIDED = {"foundation": ot.ComponentPlan(sequence_parallel=True)}
@@ -75,6 +77,24 @@ def test_blocks_keep_the_tokens_of_their_rank_alone(ranks: RankPool) -> None:
 def test_code_between_blocks_that_knows_tokens_keeps_them_whole_and_the_table_says_so(ranks: RankPool) -> None:
     (_, said), _ = ranks.run(kept, "qwen3_omni_moe_thinker", True, timeout_s=60, world=2)
     assert said.startswith("tokens whole on each tp rank: on a small twin, it does not run: IndexError")
+
+
+def gradients(divide: bool, skip: bool) -> dict[str, Tensor]:
+    """Of two samples, few of whose rows are read."""
+    model = build_omni_model(foundation=factories.qwen3()).train()
+    assert not skip or model.runner.skip_unread_rows()["Qwen3MLP"] == 1
+    laid_out({}, {"foundation": {"sequence_parallel": divide}}, {"tp_size": 2}, model=model)
+    samples = [text(37, 0), text(11, 1)]
+    samples[0].loss_mask[:] = np.isin(np.arange(37), (5, 6, 20, 36))
+    ot.accumulate_gradients(model, step_planner(model)([Pack.from_samples(samples)]))
+    return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_rows_that_nobody_reads_are_left_out_of_divided_tokens_too(ranks: RankPool) -> None:
+    (expected, _), (found, _) = (ranks.run(gradients, on, on, timeout_s=60, world=2) for on in (False, True))
+    assert found.keys() == expected.keys()
+    errors = [float((found[name] - grad).abs().max() / grad.abs().max()) for name, grad in expected.items()]
+    assert max(errors) < 5e-6
 
 
 def transposed() -> tuple[float, float]:

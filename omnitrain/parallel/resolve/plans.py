@@ -1,0 +1,112 @@
+"""One complete plan per component, from what the plan, the parallel state and the call say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from omnitrain.models.lora import adapters_of
+from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_layers
+from omnitrain.parallel.lora import adapters_for, lora_problems
+from omnitrain.parallel.resolve.asked import STATE_AXIS, Asked, CallFlags
+from omnitrain.parallel.resolve.component import component_plan
+from omnitrain.parallel.resolve.model_problems import model_problems
+from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
+from omnitrain.parallel.units import blocks_of, stays_fp32
+from omnitrain.recipe.globs import matches
+from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, raise_problems
+
+
+def resolve_plans(
+    model: OmniModel,
+    plan: ParallelPlan,
+    state: ParallelState,
+    flags: CallFlags,
+    tensors: TensorPlan | None = None,
+) -> dict[str, ComponentPlan]:
+    """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
+
+    Raises:
+        PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
+            model is changed before.
+    """
+    components, frozen = model.components, _frozen(model)
+    names = _names(model)
+    problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
+    tensors = tensors or tensor_plan(model, plan, state.size("tp"))
+    blocks, layers = blocks_of(model), expert_layers(model)
+    adapters, wrong = adapters_for(model, plan)
+    unfit = list(lora_problems(adapters_of(model) | adapters, layers, plan, state))
+    problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
+    problems += model_problems(model, layers, plan, state)
+    problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
+    plans = {}
+    for name in components:
+        tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
+        spread = chosen_layers(model, layers[name], plan.ep_plan)
+        asked = Asked(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread, name in adapters)
+        found = component_plan(asked)
+        problems += asked.problems
+        if found is not None:
+            plans[name] = found
+            problems += () if name in adapters else _fp32_problems(model, name, found)
+    raise_problems(problems)
+    return plans
+
+
+def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
+    """The part of :func:`resolve_plans` that is the same for any number of ranks.
+
+    Raises:
+        PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
+    """
+    problems = plan.problems(_names(model), frozen=_frozen(model))
+    raise_problems([*problems, *adapters_for(model, plan)[1]])
+
+
+def _frozen(model: OmniModel) -> list[str]:
+    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
+
+
+def _names(model: OmniModel) -> dict[str, list[str]]:
+    """Component -> its modules and parameters, relative to it."""
+    names = {}
+    for component, parameters in model.components.items():
+        root = component if component in (FOUNDATION, *model.encoder_names, *model.decoder_names) else FOUNDATION
+        paths = [path.removeprefix(f"{root}.") for path in parameters]
+        modules = {path.rsplit(".", cut)[0] for path in paths for cut in range(1, path.count(".") + 1)}
+        names[component] = [*paths, *sorted(modules)]
+    return names
+
+
+def _matching(globs: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    every_name = [name for own in names.values() for name in own]
+    return {glob: dim for glob, dim in globs.items() if any(matches(glob, name) for name in every_name)}
+
+
+def _degrees_of(state: ParallelState) -> dict[str, int]:
+    return {axis: state.size(STATE_AXIS.get(axis, axis)) for axis in AXES}
+
+
+def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
+    """Parameters that must stay fp32 and train have to be in modules of their own: a unit has one dtype."""
+    keep = stays_fp32(model)
+    own = [name for name, p in model.components[component].items() if p.requires_grad]
+    kept = {name for name in own if keep(name)}
+    assert plan.precision is not None
+    if kept and plan.precision.compute != "float32":
+        for name in sorted(kept):
+            beside = [other for other in own if other.rpartition(".")[0] == name.rpartition(".")[0]]
+            if not kept.issuperset(beside):
+                yield (
+                    f"components.{component}.precision: {name} must stay float32 beside parameters that are not; "
+                    "use compute: float32, or freeze it"
+                )
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """The dtype that a plan names."""
+    return None if name is None else getattr(torch, name)
