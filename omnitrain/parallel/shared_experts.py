@@ -32,7 +32,15 @@ def shared_experts(layer: nn.Module, experts: nn.Module) -> nn.Module | None:
     inner: Any = experts
     weight = inner.down_proj
     width = weight.size(-1) if inner.is_transposed else weight.size(-2)
-    hidden = torch.zeros(1, _TRIAL_TOKENS, width, dtype=weight.dtype, device=weight.device)
+    for dtype in dict.fromkeys(parameter.dtype for parameter in layer.parameters()):  # what is frozen keeps its own
+        hidden = torch.zeros(1, _TRIAL_TOKENS, width, dtype=dtype, device=weight.device)
+        if (found := _called_behind(layer, experts, hidden)) is not None:
+            return found
+    return None
+
+
+def _called_behind(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.Module | None:
+    """The one child that is called behind ``experts`` and with ``hidden`` alone, where ``layer`` takes that."""
     calls: list[tuple[nn.Module, bool]] = []  # behind the experts: who, and whether with the hidden states alone
 
     def note(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -42,7 +50,7 @@ def shared_experts(layer: nn.Module, experts: nn.Module) -> nn.Module | None:
         calls.clear()
         return torch.zeros_like(rows)
 
-    drawn_on = [weight.device] if weight.device.type == "cuda" else []
+    drawn_on = [hidden.device] if hidden.device.type == "cuda" else []
     with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(drawn_on):  # some routers draw in training
         for child in layer.children():
             if child is not experts:
@@ -51,7 +59,7 @@ def shared_experts(layer: nn.Module, experts: nn.Module) -> nn.Module | None:
         experts.forward = compute_nothing
         try:
             layer(hidden)
-        except (TypeError, ValueError, RuntimeError):
+        except Exception:  # of a model's code that is asked for something else than in training
             return None
     return calls[0][0] if [is_alike for _, is_alike in calls] == [True] else None
 

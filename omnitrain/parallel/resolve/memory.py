@@ -36,7 +36,8 @@ def _recompute(asked: Asked) -> dict[str, Any]:
     if wanted == "selective":
         return {"recompute": wanted, "saved_ops": _saved_ops(asked)}
     if wanted == "parts":
-        return {"recompute": wanted, "recomputed_parts": _recomputed_parts(asked)}
+        parts = _recomputed_parts(asked)
+        return {"recompute": wanted, "recomputed_parts": parts} if parts else {"recompute": "none"}
     return {"recompute": wanted}
 
 
