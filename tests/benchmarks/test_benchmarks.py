@@ -23,7 +23,7 @@ SIZES = {
     "moe_overlap": [
         "--rounds=1",
         "--tokens=32",
-        "--hidden=16",
+        "--hidden=256",
         "--inner=16",
         "--experts=8",
         "--chunks=4",
