@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +65,7 @@ class ExpertWeights:
         down_bias: the same of the second product.
         first_adapter: beside ``first``, or None.
         down_adapter: beside ``down``, or None.
-        first_later: takes the gradient of ``first``, which autograd then gets from there; None: autograd computes it.
+        first_later: takes the gradient of ``first``, which autograd then gets from there; None: autograd gets it.
         down_later: the same of the second product.
     """
 
@@ -91,18 +91,17 @@ class ExpertWeights:
         Args:
             chunks: at most the number of experts.
             work: computes the gradients of the matrices of all chunks, when nothing else of the backward of what was
-                called since is left to do; None: autograd does, as it goes.
+                called since is left to do; None: they are computed as the backward goes.
         """
         if chunks == 1 and work is None:
             return [self]
         names = tuple(self._tensors)
-        flat = _InChunks.apply(work, names, chunk_borders(self.num_experts, chunks), *self._tensors.values())
+        gradients = _Gradients(chunk_borders(self.num_experts, chunks), work)
+        flat = _InChunks.apply(gradients, names, *self._tensors.values())
         of_chunk = [dict(zip(names, flat[chunk * len(names) :], strict=False)) for chunk in range(chunks)]
         matrices = self.first_name, self.down_name
         return [
-            ExpertWeights(
-                self.module, tensors, {} if work is None else {name: _later(work, name, chunk) for name in matrices}
-            )
+            ExpertWeights(self.module, tensors, {name: gradients.taker(name, chunk) for name in matrices})
             for chunk, tensors in enumerate(of_chunk)
         ]
 
@@ -137,21 +136,14 @@ def chunk_borders(num_experts: int, chunks: int) -> tuple[int, ...]:
     return tuple(num_experts * chunk // chunks for chunk in range(chunks + 1))
 
 
-def _later(work: WeightGradients, name: str, chunk: int) -> Later:
-    """Leaves what a backward wants; one that did not come as far as the weights has left it to no other."""
-    return lambda make: work.add((torch._C._current_graph_task_id(), name, chunk), make)
-
-
 class _InChunks(torch.autograd.Function):
-    """Tensors in chunks along dim 0. Gradients come from the chunks, or from what these left for later."""
+    """Tensors in chunks along dim 0. Gradients come from the chunks, or from what these gave away or left for later."""
 
     @staticmethod
-    def forward(
-        ctx: Any, work: WeightGradients | None, names: tuple[str, ...], borders: tuple[int, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.work, ctx.names, ctx.borders = work, names, borders
+    def forward(ctx: Any, gradients: _Gradients, names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.names = gradients, names
         ctx.set_materialize_grads(False)
-        chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(borders)]
+        chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(gradients.borders)]
         frozen = [
             part for chunk in chunks for part, tensor in zip(chunk, tensors, strict=True) if not tensor.requires_grad
         ]
@@ -161,20 +153,53 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        whole = _Wholes(ctx.borders)
-        backward = torch._C._current_graph_task_id()
-        for (of_backward, name, chunk), gradient in ctx.work.made() if ctx.work is not None else ():
-            if of_backward == backward:
-                whole.add(name, chunk, gradient)
-            del gradient  # before the next one is computed
+        whole = ctx.gradients.made()
         for place, gradient in enumerate(gradients):
             if gradient is not None:
                 whole.add(ctx.names[place % len(ctx.names)], place // len(ctx.names), gradient)
-        return None, None, None, *(whole.of(name) for name in ctx.names)
+        return None, None, *(whole.of(name) for name in ctx.names)
+
+
+class _Gradients:
+    """Those of matrices that chunks give away in a backward, so that none is there twice.
+
+    They go by backwards: one that did not come as far as the weights has left nothing for another.
+
+    Args:
+        borders: of the chunks.
+        work: computes them when :meth:`made` asks for them; None: they are computed at once.
+    """
+
+    def __init__(self, borders: tuple[int, ...], work: WeightGradients | None) -> None:
+        self.borders = borders
+        self._work = work
+        self._wholes: dict[int, _Wholes] = {}
+
+    def taker(self, name: str, chunk: int) -> Later:
+        """Takes the gradient of a chunk of the tensor ``name``."""
+
+        def take(make: Callable[[], Tensor]) -> None:
+            backward = torch._C._current_graph_task_id()
+            if self._work is not None:
+                self._work.add((backward, name, chunk), make)
+            else:
+                self._wholes.setdefault(backward, _Wholes(self.borders)).add(name, chunk, make())
+
+        return take
+
+    def made(self) -> _Wholes:
+        """All that were taken in this backward."""
+        backward = torch._C._current_graph_task_id()
+        whole = self._wholes.pop(backward, None) or _Wholes(self.borders)
+        for (of_backward, name, chunk), gradient in self._work.made() if self._work is not None else ():
+            if of_backward == backward:
+                whole.add(name, chunk, gradient)
+            del gradient  # before the next one is computed
+        return whole
 
 
 class _Wholes:
-    """Gradients of all experts, of which each chunk's is put into its place as it comes: nothing is there twice."""
+    """Gradients of all experts, of which each chunk's is put into its place as it comes."""
 
     def __init__(self, borders: tuple[int, ...]) -> None:
         self._borders = borders
