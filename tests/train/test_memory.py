@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,19 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.attention.backends import sdpa
 from omnitrain.recipe import Recipe
 from omnitrain.train.memory import KeptMemory, _kept, measure_kept_memory
 from omnitrain.train.trainer import Trainer
 from tests.tiny import TASKS, png, tiny_model, tiny_processor, tiny_recipe, tiny_row, tiny_samples, wav, webp
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fused_attention() -> Iterator[None]:
+    """As on CUDA, where memory is told; on CPU, short segments have explicit scores, which are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "SHORT", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
