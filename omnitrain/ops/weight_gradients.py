@@ -72,7 +72,7 @@ def delayed_linears(modules: Iterable[nn.Module], work: WeightGradients) -> Iter
         modules: whose linear layers; none of subclasses, nor what has another forward already.
         work: takes the gradients in backwards, whenever they are.
     """
-    linears = {
+    linears: set[nn.Module] = {
         part
         for module in modules
         for part in module.modules()
@@ -80,14 +80,14 @@ def delayed_linears(modules: Iterable[nn.Module], work: WeightGradients) -> Iter
     }
     try:
         for linear in linears:
-            linear.forward = partial(_linear, linear, work)  # type: ignore[method-assign]
+            linear.forward = partial(_linear, linear, work)
         yield
     finally:
         for linear in linears:
             del linear.forward
 
 
-def _linear(linear: nn.Linear, work: WeightGradients, x: Tensor) -> Tensor:
+def _linear(linear: Any, work: WeightGradients, x: Tensor) -> Tensor:
     if not linear.weight.requires_grad:
         return F.linear(x, linear.weight, linear.bias)
     y: Tensor = _LinearForNow.apply(x, linear.weight, linear.bias, work.of(linear.weight))

@@ -41,7 +41,7 @@ def test_linears_of_attention_leave_their_weights_gradients_and_nothing_else() -
 
 def test_what_has_another_forward_keeps_it() -> None:
     linear = nn.Linear(2, 2)
-    linear.forward = lambda x: x  # type: ignore[method-assign]
+    linear.forward = lambda x: x
     with delayed_linears([linear], WeightGradients()):
         assert linear(5) == 5
     assert linear(5) == 5

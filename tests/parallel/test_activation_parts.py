@@ -74,7 +74,7 @@ def test_weights_that_a_part_of_a_block_gathers_for_its_call_stay_on_the_device(
     block = nn.Sequential(nn.Linear(64, 64, bias=False))
     gathered = nn.Parameter(DTensor.from_local(torch.randn(64, 64), mesh, [Shard(0)], run_check=False))
     block[0].register_forward_pre_hook(lambda part, _: part._parameters.update(weight=gathered))
-    block[0].forward = lambda x: x @ block[0].weight.to_local().t()  # type: ignore[method-assign]
+    block[0].forward = lambda x: x @ block[0].weight.to_local().t()
     offload = ActivationOffload(torch.device("cpu"))
     offload.attach(block)
     rows = torch.randn(32, 64, requires_grad=True)
