@@ -9,9 +9,10 @@ same clipping and as many data workers, in fp32 on one thread:
 - ``hf_grouped``: the same over ``train_sampling_strategy="group_by_length"``;
 - ``hf_flattened``: ``DataCollatorWithFlattening``, samples end to end in one row, attention by sdpa.
 
-HF neither logs nor saves. Its batch size is ``pack_tokens / mean length``, so that a step has as many tokens on all
-sides. Each run of a round has a fresh process, as a user's run has: no side finds the memory, the threads or the caches
-that another left behind. Its clock runs from the end of the warm-up to the end of the last step.
+A sample counts as many tokens on all sides. No loss reads its last one: ``Trainer.fit`` does not give it to the model,
+the collators do. HF neither logs nor saves. Its batch size is ``pack_tokens / mean length``, so that a step has about
+as many tokens on all sides. Each run of a round has a fresh process, as a user's run has: no side finds the memory, the
+threads or the caches that another left behind. Its clock runs from the end of the warm-up to the end of the last step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from statistics import fmean, median
@@ -54,7 +55,7 @@ from omnitrain.train.trainer import Trainer
 
 FORMULA = (
     "ratio = median over rounds of (omnitrain / best of hf_padded, hf_grouped, hf_flattened), "
-    "each = input tokens without padding / seconds"
+    "each = tokens of the samples trained, without padding / seconds"
 )
 HF_SIDES = ("hf_padded", "hf_grouped", "hf_flattened")
 WARM_UP = 2  # steps of a run before its clock starts
@@ -68,6 +69,7 @@ def quickstart_samples(recipe: Recipe, limit: int | None) -> tuple[list[Sample],
     made = [processor.sample(rows[index], index) for index in range(0, len(rows), stride)]
     samples = [dataclasses.replace(sample, spans=()) for sample in made if isinstance(sample, Sample)]
     assert len(samples) == len(made), [sample for sample in made if isinstance(sample, Rejected)]
+    assert len({sample.id for sample in samples}) == len(samples)
     return samples, processor.tokenizer
 
 
@@ -89,10 +91,11 @@ class ReadySamples:
 
 
 class Marked(Around):
-    """Notes when the trainer asks for each step (it has then finished the one before) and how long its packs are."""
+    """Notes when the trainer asks for each step (it has then finished the one before) and how long its samples are."""
 
-    def __init__(self, loader: StepLoader) -> None:
+    def __init__(self, loader: StepLoader, lengths: Mapping[str, int]) -> None:
         super().__init__(loader)
+        self.lengths = lengths
         self.asked: list[float] = []
         self.tokens: list[int] = []
 
@@ -101,7 +104,7 @@ class Marked(Around):
         while True:
             self.asked.append(time.perf_counter())
             step = next(steps)
-            self.tokens.append(sum(pack.num_tokens for pack in step.packs))
+            self.tokens.append(sum(self.lengths[sample] for pack in step.packs for sample in pack.info.ids))
             yield step
 
 
@@ -111,8 +114,9 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
     then = step_planner(trainer.model, trainer.ranks.meeting)
-    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, then=then)
-    marked = Marked(loader)
+    without_tails = trainer.model.runner.contract.without_tails
+    loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, without_tails=without_tails, then=then)
+    marked = Marked(loader, {sample.id: len(sample) for sample in samples})
     trainer.loader = marked
     trainer.fit()
     seconds = marked.asked[WARM_UP + steps] - marked.asked[WARM_UP]

@@ -115,7 +115,8 @@ def measure(rounds: int, steps: int, skipped: int, folder: str) -> Result:
     recipe = Recipe.load(QUICKSTART, [*changes, f"train.steps={total + 1}", f"output_dir={folder}/run"])
     trainer = Trainer(recipe)
     in_process = recipe.data.model_copy(update={"workers": 0})
-    drawn = build_dataloader(in_process, trainer.processor, seed=recipe.train.seed)
+    without_tails = trainer.model.runner.contract.without_tails
+    drawn = build_dataloader(in_process, trainer.processor, seed=recipe.train.seed, without_tails=without_tails)
     packs = [pack for (pack,) in islice(drawn, skipped, skipped + total)]
     bare = BareLoop(trainer.model, packs, recipe)
     watched = Rounds(trainer, bare, WARM_UP + rounds, steps, skipped)

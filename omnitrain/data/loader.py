@@ -111,6 +111,7 @@ class StepLoader:
         seed: int,
         state: LoaderState | None = None,
         alone: bool = False,
+        without_tails: bool = False,
         slots: int = 1,
         rank: int = 0,
         ranks: int = 1,
@@ -123,7 +124,7 @@ class StepLoader:
             raise ValueError(f"{ranks} ranks share {slots} packs: give `idle`, for ranks whose share is empty")
         self.sources = sources
         self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed, slots)
-        self.rows = PreparedRows(sources, processor, data.pack_tokens, cached=data.cached_samples)
+        self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
         self.rejected = {row.id: row for row in begin.rejected}
         own = {slot: begin.of_slot(slot) for slot in share.slots}
         self._steps = _Steps(data, self.order, self.rows, share, own, alone, idle, then)
@@ -171,6 +172,7 @@ def build_dataloader(
     seed: int = 0,
     state: LoaderState | None = None,
     alone: bool = False,
+    without_tails: bool = False,
     slots: int = 1,
     rank: int = 0,
     ranks: int = 1,
@@ -188,6 +190,8 @@ def build_dataloader(
         seed: of the data order.
         state: continue from here: :meth:`StepLoader.state`, or of several ranks the merged one.
         alone: one sample per pack, for a model that cannot keep several apart (``not model.runner.contract.packs``).
+        without_tails: the model is not given what comes behind the last token of a sample that a loss reads; for one
+            to which that makes no difference (``model.runner.contract.without_tails``).
         slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
         rank: among the ranks that draw data.
         ranks: how many draw data: a divisor or a multiple of ``slots``. With more of them than slots, the samples of a
@@ -209,6 +213,7 @@ def build_dataloader(
         seed=seed,
         state=state,
         alone=alone,
+        without_tails=without_tails,
         slots=slots,
         rank=rank,
         ranks=ranks,

@@ -153,21 +153,20 @@ class Pack:
         _check_alike(samples)
         ordered = sorted(samples, key=lambda sample: (len(sample), sample.index))
         borders = [0, *accumulate(len(sample) for sample in ordered)]
-        ids = np.concatenate([sample.input_ids for sample in ordered])
-        text_rows = np.concatenate(
-            [start + np.flatnonzero(sample.loss_mask[1:]) for start, sample in zip(borders, ordered, strict=False)]
-        )
+        read = [np.flatnonzero(sample.loss_mask[1:]) for sample in ordered]
+        text_rows = [start + rows for start, rows in zip(borders, read, strict=False)]
+        text_labels = [sample.input_ids[rows + 1] for rows, sample in zip(read, ordered, strict=True)]
         placed = [
             _Placed(i, start + span.positions, span)
             for i, (start, sample) in enumerate(zip(borders, ordered, strict=False))
             for span in sample.spans
         ]
         return cls(
-            input_ids=torch.from_numpy(ids)[None],
-            position_ids=_position_row(ordered),
+            input_ids=_row([sample.input_ids for sample in ordered], ordered),
+            position_ids=_row([sample.position_ids for sample in ordered], ordered),
             cu_seqlens=torch.tensor(borders, dtype=torch.int32),
-            text_rows=torch.from_numpy(text_rows),
-            text_labels=torch.from_numpy(ids[text_rows + 1]),
+            text_rows=torch.from_numpy(np.concatenate(text_rows)),
+            text_labels=torch.from_numpy(np.concatenate(text_labels)),
             inputs=_media_batches([entry for entry in placed if not entry.span.is_target]),
             targets=_media_batches([entry for entry in placed if entry.span.is_target]),
             info=PackInfo(
@@ -177,7 +176,7 @@ class Pack:
                 indices=tuple(sample.index for sample in ordered),
             ),
             token_inputs={
-                name: torch.from_numpy(np.concatenate([sample.token_inputs[name] for sample in ordered]))[None]
+                name: _row([sample.token_inputs[name] for sample in ordered], ordered)
                 for name in ordered[0].token_inputs
             },
         )
@@ -206,9 +205,10 @@ def _check_alike(samples: Sequence[Sample]) -> None:
         raise ValueError(f"samples {sample.id!r} and {first.id!r} cannot share a pack: {found}")
 
 
-def _position_row(samples: Sequence[Sample]) -> torch.Tensor:
-    positions = np.concatenate([sample.position_ids for sample in samples], axis=-1)
-    return torch.from_numpy(positions).unsqueeze(-2)
+def _row(values: Sequence[np.ndarray], samples: Sequence[Sample]) -> torch.Tensor:
+    """Values of the tokens that the model is given, ``[..., T]`` of each sample, as one row ``[..., 1, T]``."""
+    given = [own[..., : len(sample)] for own, sample in zip(values, samples, strict=True)]
+    return torch.from_numpy(np.concatenate(given, axis=-1)).unsqueeze(-2)
 
 
 def _media_batches(placed: list[_Placed]) -> dict[str, MediaBatch]:

@@ -31,9 +31,15 @@ class PreparedRows(Dataset[Any]):
     """
 
     def __init__(
-        self, sources: Sequence[RowSource], processor: OmniProcessor, max_tokens: int | None, cached: int = 0
+        self,
+        sources: Sequence[RowSource],
+        processor: OmniProcessor,
+        max_tokens: int | None,
+        cached: int = 0,
+        without_tails: bool = False,
     ) -> None:
         self.sources, self.processor, self.max_tokens, self.cached = sources, processor, max_tokens, cached
+        self.without_tails = without_tails
 
     def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
         index, source, row = draw
@@ -47,7 +53,8 @@ class PreparedRows(Dataset[Any]):
         return functools.lru_cache(maxsize=self.cached)(self._prepare)
 
     def _prepare(self, source: int, row: int) -> Sample | Rejected:
-        return self.processor.sample(self.sources[source][row], max_tokens=self.max_tokens)
+        sample = self.processor.sample(self.sources[source][row], max_tokens=self.max_tokens)
+        return sample.without_tail() if self.without_tails and isinstance(sample, Sample) else sample
 
 
 class SlotRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,6 +57,8 @@ class MediaSpan:
 class Sample:
     """Token ids, what is trained on, positions and media of one example.
 
+    Its length is the number of tokens that the model is given.
+
     Attributes:
         id: names the row in errors and reports.
         source: metrics are split by it.
@@ -67,6 +69,8 @@ class Sample:
         index: position in the global data order.
         token_inputs: further arguments of the foundation's forward with one value per token, ``[T]`` each
             (``mm_token_type_ids``, ``token_type_ids``).
+        num_inputs: how many tokens, from the first on, the model is given; None: all. One behind them is a label at
+            most.
     """
 
     id: str
@@ -77,9 +81,19 @@ class Sample:
     spans: tuple[MediaSpan, ...] = ()
     index: int = 0
     token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
+    num_inputs: int | None = None
 
     def __len__(self) -> int:
-        return len(self.input_ids)
+        return len(self.input_ids) if self.num_inputs is None else self.num_inputs
+
+    def without_tail(self) -> Sample:
+        """The same sample, of which the model is given nothing behind the last token that a loss reads.
+
+        Media are given whole. For a causal model it changes neither a loss nor a gradient.
+        """
+        media = [int(span.positions.max(initial=0)) + 1 for span in self.spans]
+        trained = np.flatnonzero(self.loss_mask)[-1:].tolist()  # it is read one token before
+        return replace(self, num_inputs=max([1, *media, *trained]))
 
 
 @dataclass(frozen=True)

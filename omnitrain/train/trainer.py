@@ -171,6 +171,7 @@ class Trainer:
             seed=self.recipe.train.seed,
             state=state.data,
             alone=not self.model.runner.contract.packs,
+            without_tails=self.model.runner.contract.without_tails,
             slots=self.recipe.train.micro_batches,
             rank=self.ranks.data_rank,
             ranks=self.ranks.data_size,

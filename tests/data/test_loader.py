@@ -92,6 +92,20 @@ def test_kept_samples_are_the_same_samples(processor: OmniProcessor, tmp_path: P
     assert all((a.input_ids == b.input_ids).all() for a, b in zip(plain, kept, strict=True))
 
 
+def test_samples_without_tails_are_a_token_shorter_and_predict_the_same(
+    processor: OmniProcessor, tmp_path: Path
+) -> None:
+    settings = data(tmp_path, rows(7))
+    whole, cut = (
+        first_packs(build_dataloader(settings, processor, alone=True, without_tails=without), 7)
+        for without in (False, True)
+    )
+    assert indices(cut) == indices(whole)
+    for one, other in zip(whole, cut, strict=True):
+        assert other.num_tokens == one.num_tokens - 1
+        assert other.text_rows.equal(one.text_rows) and other.text_labels.equal(one.text_labels)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(processor: OmniProcessor, tmp_path: Path, workers: int) -> None:
     alone = first_packs(build_dataloader(data(tmp_path, rows()), processor), 6)

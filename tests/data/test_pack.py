@@ -44,6 +44,21 @@ def test_media_rows_land_on_their_tokens() -> None:
     assert pack.loss_counts() == {"text": 2, "pen": 1}
 
 
+def test_a_model_is_not_given_what_no_loss_reads_at_the_end() -> None:
+    answered = dataclasses.replace(sample([1, 2, 3, 4, 5], [2, 3], 0), token_inputs={"kind": np.arange(5)})
+    other = dataclasses.replace(sample([6, 7], [1], 1), token_inputs={"kind": np.arange(2)})
+    pack = Pack.from_samples([answered.without_tail(), other.without_tail()])
+    assert pack.input_ids.tolist() == [[6, 1, 2, 3]] and pack.position_ids.tolist() == [[0, 0, 1, 2]]
+    assert pack.token_inputs["kind"].tolist() == [[0, 0, 1, 2]] and pack.info.lengths == (1, 3)
+    assert pack.text_rows.tolist() == [0, 2, 3] and pack.text_labels.tolist() == [7, 3, 4]
+
+
+def test_media_at_the_end_are_given_whole() -> None:
+    drawing = sample([1, 2, 0, 0, 3], [1], 0, (span("pen", 2, 2, is_target=True),))
+    assert len(drawing.without_tail()) == 4
+    assert len(sample([1, 2], []).without_tail()) == 1
+
+
 def test_an_empty_pack_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
         Pack.from_samples([])

@@ -72,6 +72,14 @@ def test_any_packing_gives_the_same_loss_and_gradients(model: OmniModel, samples
     assert_same_step(step_gradients(model, [Pack.from_samples(samples)]), step_gradients(model, uneven))
 
 
+def test_without_the_tokens_that_no_loss_reads_loss_and_gradients_are_the_same(
+    model: OmniModel, samples: list[Sample]
+) -> None:
+    cut = [sample.without_tail() for sample in samples]
+    assert sum(map(len, cut)) <= sum(map(len, samples)) - len(samples)
+    assert_same_step(*(step_gradients(model, [Pack.from_samples(some)]) for some in (samples, cut)))
+
+
 def test_each_trainable_parameter_gets_a_gradient(model: OmniModel, samples: list[Sample]) -> None:
     _, gradients = step_gradients(model, [Pack.from_samples(samples)])
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}

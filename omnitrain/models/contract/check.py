@@ -20,6 +20,7 @@ from omnitrain.models.contract.measure import (
     leaking_class,
     logit_error,
     mixing_modalities,
+    needs_no_tails,
     own_loss_fact,
     packing_fact,
     unread_side_features,
@@ -84,7 +85,7 @@ def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> 
 
 def _checked(trial: Trial) -> Contract:
     outputs = (_modalities, _attention, _head, _items, _side_features, _packing, _left_out, _own_loss)
-    for check in (*outputs, _last_rows, _gradients):
+    for check in (*outputs, _last_rows, _tails, _gradients):
         check(trial)
         if trial.contract.refusals:
             break
@@ -203,11 +204,18 @@ def _last_rows(trial: Trial) -> None:
         trial.note("last rows", "passed", f"rows that no loss reads can be left out of {', '.join(found)}")
 
 
+def _tails(trial: Trial) -> None:
+    """What comes behind the last token that a loss reads need not be given; gradients are then checked without it."""
+    if attempt(partial(needs_no_tails, trial)) is True:
+        trial.use(without_tails=True)
+        trial.note("tails", "passed", "what comes behind the last token that a loss reads is not given to the model")
+
+
 def _gradients(trial: Trial) -> None:
     """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
     fact = attempt(partial(gradient_fact, trial))
-    if fact is not None and trial.contract.row_local:
-        trial.use(row_local=())
+    if fact is not None and (trial.contract.row_local or trial.contract.without_tails):
+        trial.use(row_local=(), without_tails=False)
         trial.note("last rows", "fallback", f"{fact} without the rows that no loss reads; all are computed")
         fact = attempt(partial(gradient_fact, trial))
     if fact is not None and trial.contract.packs:

@@ -53,6 +53,7 @@ class Contract:
         by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
         row_local: modules of which a row reaches the same row of the last hidden states only; items of a module list
             are named by their place from its end.
+        without_tails: what comes behind the last token that a loss reads makes no difference.
         left_out: modules that some samples leave out, in the order of a forward that leaves nothing out.
         without_gradient: parameters of the twin that no loss reaches.
         findings: every check with what it measured.
@@ -64,6 +65,7 @@ class Contract:
     segmented: tuple[str, ...] = ()
     by_sample: tuple[str, ...] = ()
     row_local: tuple[str, ...] = ()
+    without_tails: bool = False
     left_out: tuple[LeftOut, ...] = ()
     without_gradient: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -139,6 +140,19 @@ def leaking_class(trial: Trial) -> str | None:
 
 
 @torch.no_grad()
+def needs_no_tails(trial: Trial) -> bool:
+    """Whether a sample's first tokens have the same logits without its last ones; not in a model with experts."""
+    return not trial.has_experts and all(_tail_error(trial, case) <= TOLERANCE for case in trial.telling_cases)
+
+
+def _tail_error(trial: Trial, case: Case) -> float:
+    sample = case.probe.sample
+    trained = sample.loss_mask & (np.arange(len(sample)) < len(sample) - 3)
+    pack = Pack.from_samples([replace(sample, loss_mask=trained).without_tail()])
+    return relative(trial.logits(pack, trial.media(pack)), case.logits[: pack.num_tokens])
+
+
+@torch.no_grad()
 def own_loss_fact(trial: Trial) -> str | None:
     """What transformers adds to the loss of a sample's tokens, such as a router's balance, is not in our loss."""
     case, forward = trial.cases[0], inspect.signature(type(trial.plain).forward)
@@ -159,6 +173,8 @@ def gradient_fact(trial: Trial) -> str | None:
     """Loss and gradients of all samples are those of plain transformers."""
     cases = trial.telling_cases
     samples = [case.probe.sample for case in cases]
+    if trial.contract.without_tails:
+        samples = [sample.without_tail() for sample in samples]
     packs = [samples] if trial.contract.packs else [[sample] for sample in samples]
     trial.start_gradients(cases)
     total = 0.0

@@ -20,11 +20,11 @@ def row_local_modules(trial: Trial) -> tuple[str, ...]:
     """Their names, with items of a module list by their place from its end; none in a model with experts.
 
     Measured on a text: the gradient of a row of the last hidden states must reach the same row of a module's output,
-    and be exactly zero at all others. (A router of experts counts rows, so leaving some out would show in its counts.)
+    and be exactly zero at all others.
     """
-    model: Any = trial.ours
-    if any(parameter.ndim == 3 for parameter in model.get_decoder().parameters()):
+    if trial.has_experts:
         return ()
+    model = trial.ours
     names = list(_candidates(model))
     calls: dict[str, list[Tensor]] = {name: [] for name in names}
     handles = [model.get_submodule(name).register_forward_hook(_noting(calls[name])) for name in names]

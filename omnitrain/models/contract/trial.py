@@ -90,6 +90,12 @@ class Trial:
         self.runner = FoundationRunner(self.ours, self.contract, native=self.native)
         self.runner.skip_unread_rows()
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are routers: they count rows, so leaving out what no loss reads would show in their counts."""
+        foundation: Any = self.plain
+        return any(parameter.ndim == 3 for parameter in foundation.get_decoder().parameters())
+
     # Plain transformers -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -69,6 +69,12 @@ class LeakingOutsideOfModules(Qwen3ForCausalLM):
         return super().forward(inputs_embeds=embeds + embeds.cumsum(1) / 4, **kwargs)
 
 
+class LookingAhead(Qwen3ForCausalLM):
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        embeds = self.model.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=embeds + embeds.flip(1).cumsum(1).flip(1) / 4, **kwargs)
+
+
 class CountingPlaces(Qwen3ForCausalLM):
     """Scales rows by where they lie, whatever their position ids."""
 

@@ -38,8 +38,8 @@ def facts(contract: Contract, check: str) -> str:
 
 def test_a_sound_model_passes_every_check() -> None:
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
-    assert [finding.outcome for finding in contract.findings] == ["passed"] * 5
-    assert contract == Contract(findings=contract.findings, row_local=contract.row_local)
+    assert [finding.outcome for finding in contract.findings] == ["passed"] * 6
+    assert contract == Contract(findings=contract.findings, row_local=contract.row_local, without_tails=True)
     assert "bit for bit" in facts(contract, "attention")
 
 
@@ -57,7 +57,12 @@ def test_where_rows_mix_at_the_end_only_what_follows_is_row_local() -> None:
 
 def test_a_model_with_experts_computes_all_rows() -> None:
     config = FAMILIES["qwen3_vl_moe"]()
-    assert check_contract(foundation_class(config), config).row_local == ()
+    contract = check_contract(foundation_class(config), config)
+    assert contract.row_local == () and not contract.without_tails
+
+
+def test_a_model_that_looks_ahead_is_given_whole_samples() -> None:
+    assert not checked(broken.LookingAhead).without_tails
 
 
 def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
