@@ -312,7 +312,7 @@ class Trainer:
             self.compiled.check()
         self.watch.at(phase="optimizer")
         norm = clip_gradients(self.model.parameters(), settings.max_grad_norm).item()
-        loss = self.ranks.loss_peers.sum(part.item())
+        loss = self.ranks.peers.sum(part.item())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             everywhere = self.ranks.peers.gather([pack.info.ids for pack in batch.packs])
             ids = list(dict.fromkeys(names for packs in everywhere for names in packs))
