@@ -117,16 +117,13 @@ class _Signals:
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         self._caught: list[int] = []
 
-    def catch(self) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, self._keep)
-
     def take(self) -> list[int]:
         taken, self._caught = self._caught, []
         return taken
 
     def __enter__(self) -> _Signals:
-        self.catch()
+        for number in _SIGNALS:
+            signal.signal(number, self._keep)
         return self
 
     def __exit__(self, *error: object) -> None:
