@@ -104,7 +104,7 @@ def test_metrics_split_losses_and_tokens_by_head_and_source(tmp_path: Path) -> N
 
 
 def test_ops_and_compile_are_chosen_in_the_recipe_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnitrain.train.trainer.compile_blocks", partial(compile_blocks, backend="eager"))
+    monkeypatch.setattr("omnitrain.train.prepare.compile_blocks", partial(compile_blocks, backend="eager"))
     plain, changed = tiny_recipe(tmp_path, steps=3), ["model.ops.patch_embed=torch", "train.compile=true"]
     Trainer(
         load(plain, f"output_dir={tmp_path / 'plain'}", "model.ops.rms_norm=torch", "model.ops.unread_rows=torch")
