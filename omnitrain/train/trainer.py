@@ -132,8 +132,8 @@ class Trainer:
         self._show()
         self.stopwatch = Stopwatch()
         with (
-            _settled_objects_uncollected(),
             Interrupt() as interrupt,
+            _settled_objects_uncollected(),
             StepProgress(train.steps, self.step) as progress,
             contextlib.closing(iter(self.loader)) as steps,
             self.watch,
