@@ -22,6 +22,7 @@ from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.native import NativeRows
 from omnitrain.models.part import here
 from omnitrain.ops.attention import RowPart
+from omnitrain.ops.device import moved
 
 Exchange = Callable[..., tuple[Tensor, ...]]
 
@@ -106,7 +107,7 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
             if codes is not None:
                 labels[name] = codes
             if share.part is not None and component not in share.cut:
-                rows = rows.at(index) if isinstance(rows, NativeRows) else rows[index]
+                rows = rows.at(index) if isinstance(rows, NativeRows) else rows[moved(index, rows.device)]
             if not len(index):  # the model runs as over text
                 idle += _tensors(rows)
             elif isinstance(rows, NativeRows):
@@ -158,13 +159,13 @@ def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
 def _minimal(model: Any, name: str) -> _Made:
     if name.startswith(NATIVE_PREFIX):
         port = model.runner.native.ports[name.removeprefix(NATIVE_PREFIX)]
-        return port.encode(model.foundation, _moved(port.minimal_input(), model.device))
+        return port.encode(model.foundation, _there(port.minimal_input(), model.device))
     features, num_tokens = model.get_submodule(name).minimal_input()
-    return model.get_submodule(name).lm_encode(_moved(features, model.device), num_tokens)
+    return model.get_submodule(name).lm_encode(_there(features, model.device), num_tokens)
 
 
-def _moved(features: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in features.items()}
+def _there(features: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: moved(tensor, device) for name, tensor in features.items()}
 
 
 def _tensors(made: _Made) -> list[Tensor]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.native.probe import ProbeInput
 from omnitrain.models.native.rows import NativeRows, RowLayout, flatten
+from omnitrain.ops.device import moved
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def override(
                 object.__setattr__(module, port.method, _returning(output))
                 patched.append((module, port.method))
             device = value.main.device
-            arguments |= {name: tensor.to(device) for name, tensor in port.trigger.items()}
+            arguments |= {name: moved(tensor, device) for name, tensor in port.trigger.items()}
         yield arguments
     finally:
         for module, name in patched:
