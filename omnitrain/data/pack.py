@@ -114,11 +114,6 @@ class Pack:
         return self.input_ids.size(1)
 
     @property
-    def max_seqlen(self) -> int:
-        """Length of the longest sample, tokens."""
-        return max(self.info.lengths)
-
-    @property
     def read_rows(self) -> torch.Tensor:
         """``[n]`` int64, on the host: rows from which a head predicts, each once, for each has one successor."""
         return torch.cat([self.text_rows, *(batch.positions - 1 for batch in self.targets.values())])

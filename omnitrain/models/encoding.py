@@ -95,7 +95,7 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
         idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
         if component in share.exchanges:
             own = [rows for parts in made.values() for rows in parts]
-            received = share.exchanges[component](*_joined(own or minimal[:1], is_empty=not own))
+            received = share.exchanges[component](*_sent(own or minimal[:1], is_empty=not own))
             idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
             counts = {name: batch.num_tokens for name, batch in batches.items()}
             if component in share.cut:
@@ -182,8 +182,8 @@ def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | N
     return NativeRows.cat(made) if isinstance(made[0], NativeRows) else torch.cat(list(made)), None
 
 
-def _joined(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
-    """Rows of several calls end to end; ``is_empty``: none of them."""
+def _sent(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
+    """What goes into an exchange: rows of several calls end to end; ``is_empty``: none of them."""
     joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
     return [tensor[:0] for tensor in joined] if is_empty else joined
 
