@@ -1,29 +1,15 @@
 """Recipes: what a user writes, as one typed tree with YAML, overrides and Python as its spellings."""
 
+from omnitrain.recipe.data import ChatFormat, Columns, Data, DataSource
+from omnitrain.recipe.evaluation import Evaluation, Sampling
 from omnitrain.recipe.globs import assign_globs, match_globs
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.load import json_schema, load_recipe, save_recipe
+from omnitrain.recipe.model import Decoder, Encoder, HFSource, Model, Ops, Projector
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
 from omnitrain.recipe.shipped import copy_recipe, find_recipe, list_recipes, recipes_folder, summary
-from omnitrain.recipe.tree import (
-    ChatFormat,
-    Columns,
-    Compile,
-    Data,
-    DataSource,
-    Decoder,
-    Encoder,
-    Evaluation,
-    ExpertsBalance,
-    HFSource,
-    Model,
-    Ops,
-    Optimizer,
-    Projector,
-    Recipe,
-    Sampling,
-    Train,
-)
+from omnitrain.recipe.train import Compile, ExpertsBalance, Optimizer, Train
+from omnitrain.recipe.tree import Recipe
 
 __all__ = [
     "ChatFormat",

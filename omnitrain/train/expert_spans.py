@@ -15,7 +15,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.models.peers import Peers
 from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
 from omnitrain.ops.spans import Recorded, SpanRecorder
-from omnitrain.recipe.tree import Train
+from omnitrain.recipe import Train
 from omnitrain.train.chrome_trace import write_chrome_trace
 
 

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from omnitrain.data.loader import first_samples
 from omnitrain.data.pack import Pack
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import RowSource
 from omnitrain.data.sample import Sample
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.planning import facts_of
@@ -53,6 +56,22 @@ class KeptMemory:
             full = self.constant + grows * pack_tokens / len(sample)
             largest[sample.source] = max(full, largest.get(sample.source, 0.0))
         return largest
+
+
+def kept_by_source(
+    model: OmniModel, processor: OmniProcessor, sources: Sequence[RowSource], pack_tokens: int
+) -> dict[str, float]:
+    """Source -> bytes that a pack keeps which is full of its rows, measured on the first of each kind.
+
+    Args:
+        model: see :func:`measure_kept_memory`.
+        processor: of the model.
+        sources: data sets.
+        pack_tokens: length of a pack; rows of which no two fit are left out.
+    """
+    firsts = first_samples(sources, processor).values()
+    samples = [first for first in firsts if isinstance(first, Sample) and 2 * len(first) <= pack_tokens]
+    return measure_kept_memory(model, samples).of_full_packs(samples, pack_tokens) if samples else {}
 
 
 def measure_kept_memory(model: OmniModel, samples: Sequence[Sample]) -> KeptMemory:

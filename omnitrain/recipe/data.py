@@ -1,0 +1,97 @@
+"""The ``data`` node: data sets, how rows become samples, how samples become packs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from omnitrain.recipe.strict import Strict
+
+
+class Columns(Strict):
+    """Names of the columns in the data."""
+
+    id: str = Field("id", description="Unique string id of a row; rows without the column are named by position.")
+    source: str = Field("task", description="String column by which metrics are split; absent: the data set's name.")
+    messages: str = Field("messages", description="Chat messages, OpenAI style: role, content parts (type, text).")
+    images: str = Field("images", description="Images of the row, in the order of its image parts.")
+    audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
+    videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
+
+
+class DataSource(Strict):
+    """One data set."""
+
+    path: str = Field(description="Parquet file, glob of parquet files, folder of them, or a Hub data set id.")
+    name: str | None = Field(None, description="Name in metrics. Unset: the file's stem.")
+    split: str = Field("train", description="Split to take when `path` is a Hub data set.")
+    weight: float = Field(1.0, gt=0, description="Share of this source among all samples drawn (relative).")
+    columns: Columns = Field(default_factory=Columns, description="Column names.")
+
+
+class ChatFormat(Strict):
+    """How a conversation becomes text; only what follows `assistant` up to and with `end` is trained on."""
+
+    system: str = Field("<|im_start|>system\n", description="Opens a system message.")
+    user: str = Field("<|im_start|>user\n", description="Opens a user message.")
+    assistant: str = Field("<|im_start|>assistant\n", description="Opens an assistant message.")
+    end: str = Field("<|im_end|>", description="Closes every message; ends generation.")
+    separator: str = Field("\n", description="Follows `end`.")
+    image: str = Field("<|image|>", description="Start token of an image, read or written.")
+    audio: str = Field("<|audio|>", description="Start token of an audio clip, read or written.")
+    video: str = Field("<|video|>", description="Start token of a video.")
+
+
+class ProcessorArguments(Strict):
+    """Further arguments of every call of a HF processor, for each of its parts."""
+
+    images_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the image processor.")
+    videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the video processor.")
+    audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the feature extractor.")
+
+
+class Data(Strict):
+    """Data sets, how rows become samples, how samples become packs."""
+
+    train: list[DataSource] = Field(min_length=1, description="Training data sets, mixed by weight.")
+    heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
+    chat: ChatFormat | None = Field(
+        None, description="The chat format. Unset: the one saved with `model.checkpoint`, else the defaults below."
+    )
+    processor: str | None = Field(
+        None,
+        description="Folder or Hub id of a HF processor (or tokenizer), whose chat template renders the conversations. "
+        "Unset: the foundation's own, where the foundation reads media by itself or `chat` is unset.",
+    )
+    processor_arguments: ProcessorArguments = Field(
+        default_factory=lambda: ProcessorArguments(), description="Further arguments of every call of the HF processor."
+    )
+    audio_in_video: bool = Field(
+        False, description="Read videos together with their sound, where the HF processor can."
+    )
+    max_frames: int = Field(
+        128,
+        ge=1,
+        description="Frames decoded from a video at most, evenly spaced, before the HF processor samples its own.",
+    )
+    pack_tokens: int = Field(4096, ge=1, description="Length of a packed micro-batch, tokens; never padded.")
+    overlong: Literal["drop", "error"] = Field(
+        "drop", description="A sample longer than `pack_tokens`: `drop` (counted and listed) or `error`."
+    )
+    packing_buffer: int = Field(64, ge=1, description="Samples held back to choose from when filling a pack.")
+    cached_samples: int = Field(
+        0, ge=0, description="Prepared samples that each worker keeps: data that fits is decoded once, not every epoch."
+    )
+    workers: int = Field(
+        1,
+        ge=0,
+        description="Background processes: one makes packs, the others prepare rows for it; a single one does both.",
+    )
+
+    @model_validator(mode="after")
+    def _one_chat_format(self) -> Data:
+        texts = {"system", "user", "assistant", "end", "separator"}
+        if self.processor is not None and self.chat is not None and (given := texts & self.chat.model_fields_set):
+            raise ValueError(f"`processor` brings a chat template of its own; remove {sorted(given)} from `chat`")
+        return self

@@ -1,0 +1,32 @@
+"""The ``evaluation`` node: held-out loss, and how answers are drawn and scored."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from omnitrain.recipe.strict import Strict
+
+
+class Sampling(Strict):
+    """How the next token is drawn."""
+
+    temperature: float = Field(0.0, ge=0, description="0: greedy.")
+    top_k: int | None = Field(None, ge=1, description="Keep the k most likely tokens.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Keep the smallest set with this probability mass.")
+
+
+class Evaluation(Strict):
+    """Held-out loss and generated answers at the end of a run."""
+
+    examples_per_source: int | None = Field(None, ge=1, description="Held-out rows per source. Unset: all.")
+    batch_size: int = Field(64, ge=1, description="Prompts generated together.")
+    max_new_tokens: int = Field(256, ge=1, description="Longest answer, text and media tokens together.")
+    sampling: dict[str, Sampling] = Field(
+        default_factory=dict, description="`text` or a decoder's name -> how its tokens are drawn. Unset: greedy."
+    )
+    scorer: str | None = Field(
+        None,
+        description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`, called with the list of answers, returns {name: number}. "
+        "Unset: exact match of text, per source.",
+    )
+    saved_samples: int = Field(4, ge=0, description="Generated answers per source written to `samples/`.")

@@ -1,0 +1,107 @@
+"""The ``train`` node: the loop, the optimizer, and what is done to the model while it trains."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from omnitrain.recipe.strict import Strict
+
+
+class Optimizer(Strict):
+    """AdamW with fp32 state, linear warm-up, cosine decay (Loshchilov & Hutter 2019, 2017)."""
+
+    learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0.")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="Shape after the warm-up.")
+    final_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate of `cosine`, as a share of the peak.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled decay, on matrices only.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="Decay rates of the two moments."
+    )
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null: never.")
+
+
+class Compile(Strict):
+    """``torch.compile`` of the foundation's blocks."""
+
+    enabled: bool = Field(True, description="Compile each block, once for all lengths. Needs a C++ compiler on CPU.")
+    max_recompiles: int = Field(8, ge=0, description="More recompiles than these stop the run.")
+
+
+def _compile_shorthand(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+class ExpertsBalance(Strict):
+    """The routers of a mixture-of-experts model: what keeps them balanced, and whose decisions they take."""
+
+    loss: Literal["none", "sample", "previous_step", "micro_batch"] = Field(
+        "none",
+        description="Loss for the balance of experts, per layer: within each sample (`sample`), or against the shares "
+        "of the step before (`previous_step`); both are the same on any layout. `micro_batch` is that of transformers, "
+        "which depends on how samples are packed and spread.",
+    )
+    weight: float = Field(0.001, ge=0, description="Of that loss in the total.")
+    z_weight: float = Field(0.0, ge=0, description="Of the squared log-sum-exp of the routers' scores in the total.")
+    bias_rate: float = Field(
+        0.0,
+        ge=0,
+        description="How far the bias by which a router chooses moves per step, towards experts with fewer tokens. "
+        "For routers that have one, such as DeepSeek-V3's.",
+    )
+    record: str | None = Field(None, description="Folder to which the experts of each sample's tokens are written.")
+    replay: str | None = Field(
+        None,
+        description="Folder of an earlier `record`: tokens of samples in it go to the experts written there.",
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> ExpertsBalance:
+        if self.record is not None and self.replay is not None:
+            raise ValueError("`record` and `replay` exclude each other: what is taken is known already; remove one")
+        return self
+
+
+class Trace(Strict):
+    """What is written down of single steps."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="Optimizer steps, from 1, of which every rank writes a Chrome trace to `trace/`: when its experts "
+        "computed, what was on its way, and when they waited for it.",
+    )
+
+
+class Train(Strict):
+    """The loop."""
+
+    steps: int = Field(1000, ge=1, description="Optimizer steps.")
+    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, over all ranks.")
+    seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
+    device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
+    cpu_threads: int | None = Field(None, ge=1, description="Threads of one operation on CPU. Unset: torch's default.")
+    loss_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="`text` or a decoder's name -> weight of its mean loss in the total. Unset: 1.",
+    )
+    log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
+    save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    stop_seconds: float = Field(
+        600,
+        gt=0,
+        description="After Ctrl-C, ranks of `--nproc` have so long to finish the step and save.",
+    )
+    stall_seconds: float | None = Field(
+        600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
+    )
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
+    experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of experts.")
+    trace: Trace = Field(default_factory=Trace, description="Steps that are written down in detail.")
+    compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
+        default_factory=lambda: Compile(enabled=False),
+        description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",
+    )

@@ -1,0 +1,87 @@
+"""The model of a run, ready to train: built on every rank, with its operations chosen, laid out, perhaps compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.models.omni import OmniModel
+from omnitrain.ops.compile import CompiledBlocks, compile_blocks
+from omnitrain.ops.fuse import FusedOp
+from omnitrain.parallel.applied import AppliedLayout, layout_of
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.recipe import Recipe
+from omnitrain.recipe.load import require_heads
+from omnitrain.recipe.parallel import FOUNDATION, PlanError
+from omnitrain.train.ranks import Ranks
+from omnitrain.train.setup import build_from_recipe, compute_dtype, load_checkpoint, use_ops
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """What a run trains.
+
+    Attributes:
+        model: in place, in training mode.
+        processor: rows -> samples.
+        ops: component name -> the backends of its operations.
+        layout: how the model lies on the ranks; None: one process without a plan.
+        compiled: the blocks that are compiled; None: none.
+    """
+
+    model: OmniModel
+    processor: OmniProcessor
+    ops: Mapping[str, Mapping[str, FusedOp]]
+    layout: AppliedLayout | None
+    compiled: CompiledBlocks | None
+
+
+def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
+    """Build what ``recipe`` trains. Every rank calls it.
+
+    Args:
+        recipe: of the run.
+        ranks: all of it.
+        device: of this rank.
+        checkpoint: of the run, to continue from; None: it begins.
+
+    Raises:
+        UserError: whatever does not fit together in recipe and weights.
+    """
+    model, processor = ranks.one_by_one(lambda: _build(recipe, checkpoint))
+    ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel))
+    compiled = _compiled(model, recipe)
+    layout = _lay_out(model, recipe, ranks, device)
+    if compiled is None and layout is not None:
+        compiled = layout.components[FOUNDATION].compiled
+    return PreparedModel(model, processor, ops, layout, compiled)
+
+
+def _build(recipe: Recipe, checkpoint: Path | None) -> tuple[OmniModel, OmniProcessor]:
+    model, processor = load_checkpoint(checkpoint, recipe.model.freeze) if checkpoint else build_from_recipe(recipe)
+    require_heads(recipe, model.decoders)
+    _ = model.runner  # checks the contract
+    return model.train(), processor
+
+
+def _compiled(model: OmniModel, recipe: Recipe) -> CompiledBlocks | None:
+    settings = recipe.train.compile
+    return compile_blocks(model.foundation, max_recompiles=settings.max_recompiles) if settings.enabled else None
+
+
+def _lay_out(model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device) -> AppliedLayout | None:
+    """Put the model on the ranks as the plan says; a process alone without a plan just has it on its device."""
+    if ranks.state is None:
+        model.to(device)
+        return None
+    try:
+        build_parallelize_model(
+            model, parallel_state=ranks.state, parallel_plan=recipe.parallel, enable_mixed_precision=None
+        )
+    except PlanError as error:
+        raise error.under("parallel") from None
+    return layout_of(model)

@@ -1,0 +1,50 @@
+"""A checkpoint of a run, whatever its layout: the ranks give their parts, the first one writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from omnitrain.checkpoint.whole import whole_optimizer_state, whole_weights
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.models.lora_files import save_adapters, split_weights
+from omnitrain.models.omni import OmniModel
+from omnitrain.train.folder import RunFolder
+from omnitrain.train.ranks import Ranks
+from omnitrain.train.state import TrainingState, trainable, write_state
+
+
+def save_checkpoint(
+    run: RunFolder,
+    ranks: Ranks,
+    model: OmniModel,
+    processor: OmniProcessor,
+    optimizer: torch.optim.Optimizer,
+    state: TrainingState,
+) -> None:
+    """Write ``state.step``'s folder, which is complete or not there at all. Every rank calls it.
+
+    Args:
+        run: where to.
+        ranks: all of the run.
+        model: sharded or not; adapters go into files of their own.
+        processor: of the model.
+        optimizer: of its trained parameters.
+        state: where the run stands, the same on all ranks.
+    """
+    weights = whole_weights(model, keep=ranks.is_first)
+    moments = whole_optimizer_state(model, optimizer)
+
+    def write(folder: Path) -> None:
+        base, adapters = split_weights(model, weights)
+        model.save_pretrained(folder, state_dict=base)
+        save_adapters(model, folder, adapters)
+        processor.save_pretrained(folder)
+        write_state(folder, state, trainable(model), moments)
+
+    def save() -> None:
+        run.store.save(state.step, write)
+        run.list_rejected(state.data.rejected)
+
+    ranks.first(save)
