@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from omnitrain.ops.experts.declared import ExpertWeights
+from omnitrain.ops.experts.declared import ExpertWeights, LaterInPieces, Piece
 from omnitrain.ops.experts.lora import ExpertAdapter
-from omnitrain.ops.weight_gradients import Later
 
 Before = Callable[[Tensor], Tensor]
 
@@ -98,7 +97,7 @@ def grouped_linear(
     ends: Tensor,
     *,
     transposed: bool,
-    later: Later | None = None,
+    later: LaterInPieces | None = None,
     before: Before | None = None,
 ) -> Tensor:
     """Each row times its expert's matrix, plus its expert's bias.
@@ -109,7 +108,7 @@ def grouped_linear(
         bias: ``[E, out]`` or None.
         ends: ``[E]`` int32, the last one ``S``.
         transposed: see ``weight``.
-        later: takes the gradient of ``weight`` in the backward, which then returns none.
+        later: takes the gradient of ``weight``, piece by piece, in the backward, which then returns none.
         before: makes ``[S, in]`` of ``rows`` of any width; it has no parameters, and is computed again in the backward.
 
     Returns:
@@ -129,7 +128,7 @@ class _GroupedProduct(torch.autograd.Function):
         weight: Tensor,
         ends: Tensor,
         transposed: bool,
-        later: Later | None,
+        later: LaterInPieces | None,
         before: Before | None,
     ) -> Tensor:
         factor = (rows if before is None else before(rows)).to(weight.dtype)
@@ -155,8 +154,10 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             factor = factor.detach()
             left, right = (factor, gradient) if ctx.transposed else (gradient, factor)
-            make = partial(_of_experts, left, right, ends)
-            of_weight = make() if ctx.later is None else ctx.later(make)
+            if ctx.later is None:
+                of_weight = _of_experts(left, right, ends)
+            else:
+                ctx.later(partial(_of_piece, left, right, ends))
         return None if of_rows is None else of_rows.to(ctx.dtype), of_weight, None, None, None, None
 
 
@@ -174,6 +175,12 @@ def _of_experts(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     height, width = left.size(1), right.size(1)
     left, right = (F.pad(rows, (0, _missing(rows, 1))) if _missing(rows, 1) else rows for rows in (left, right))
     return F.grouped_mm(left.t(), right, offs=ends)[:, :height, :width]
+
+
+def _of_piece(left: Tensor, right: Tensor, ends: Tensor, piece: Piece) -> Tensor:
+    """:func:`_of_experts` for some of the experts: each one's product is the same."""
+    rows = slice(piece.first_row, piece.end_row)
+    return _of_experts(left[rows], right[rows], ends[piece.start : piece.stop] - piece.first_row)
 
 
 def _missing(tensor: Tensor, dim: int) -> int:
