@@ -43,7 +43,7 @@ from omnitrain.ops.experts import (
 
 Wait = Callable[[], Any]
 
-_PIECES = 1  # of a rank's experts
+_PIECES = 16  # of a rank's experts
 
 
 class Link(Protocol):

@@ -18,7 +18,7 @@ from omnitrain.ops.experts import LayerSpans, grouped, set_experts, use_omnitrai
 from omnitrain.ops.experts.spans import NOT_RECORDED
 from omnitrain.ops.spans import SpanRecorder
 from omnitrain.parallel.expert_exchange import RankDispatcher
-from omnitrain.parallel.shared_experts import shared_experts
+from omnitrain.parallel.shared_experts import Early, shared_experts
 from tests.parallel import factories
 from tests.parallel.laid_out import counted
 
@@ -84,7 +84,7 @@ def test_everything_is_on_its_way_before_anything_is_awaited_and_weights_are_com
 
     monkeypatch.setattr(grouped.F, "grouped_mm", noted)
     set_experts(layer.experts, dispatcher=RankDispatcher(link, 2), delays_weight_gradients=True)
-    set_experts(layer.experts, meanwhile=lambda: link.events.append("shared"))
+    set_experts(layer.experts, meanwhile=lambda spans: link.events.append("shared"))
     output = layer(torch.randn(1, 40, layer.experts.hidden_dim).requires_grad_())
     both = ["rows", "rows"]
     there, back = ["start 0", "start 1"], ["wait 2", "wait 3"]
@@ -110,6 +110,26 @@ def test_every_product_exchange_and_wait_is_recorded_once_and_recording_changes_
     of_chunks = {(*what, phase, chunk) for what in both for phase in ("forward", "backward") for chunk in (0, 1)}
     of_all = {("wait", "counts", "forward", None), ("compute", "weight gradients", "backward", None)}
     assert seen == Counter(of_chunks | of_all)
+
+
+def test_shared_experts_that_fill_a_wait_are_in_the_trace_and_recording_changes_no_bit() -> None:
+    layer, recorder = experts_layer("glm4_moe"), SpanRecorder()
+    use_omnitrain_experts(layer)
+    hidden = torch.randn(1, 40, layer.experts.hidden_dim)
+    early = Early(layer, layer.shared_experts)
+    dispatcher = RankDispatcher(SlowLoopback(), 2)
+    set_experts(layer.experts, dispatcher=dispatcher, delays_weight_gradients=True, meanwhile=early.compute)
+    expected = trained(layer, hidden)
+    set_experts(layer.experts, spans=LayerSpans(recorder, "layer"))
+    recorder.begin()
+    found = trained(layer, hidden)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    spans = {(s.what.kind, s.what.name, s.what.phase, s.what.chunk): s for s in recorder.end().spans}
+    forward, backward = (spans["compute", "shared experts", phase, None] for phase in ("forward", "backward"))
+    assert spans["link", "combine", "forward", 1].start < forward.start
+    assert forward.start + forward.seconds <= spans["wait", "combine", "forward", 0].start
+    assert spans["link", "combine", "backward", 0].start < backward.start
+    assert backward.start + backward.seconds <= spans["wait", "combine", "backward", 1].start
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

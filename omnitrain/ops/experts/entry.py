@@ -113,7 +113,7 @@ class ExpertSettings:
     recomputes_activation: bool = False
     saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
-    meanwhile: Callable[[], None] | None = None
+    meanwhile: Callable[[LayerSpans], None] | None = None
     spans: LayerSpans = NOT_RECORDED
 
 
@@ -169,5 +169,5 @@ def omnitrain_experts(
             results = spans.experts(chunk, rows, partial(compute, experts, rows, ends, memory))
         journey.send_back(chunk, results)
     if settings.meanwhile is not None:
-        settings.meanwhile()
+        settings.meanwhile(spans)
     return journey.combine()
