@@ -71,7 +71,7 @@ def plan_once(given: Topology, gathered: np.ndarray) -> StepPlan:
     plan = plan_step(given, decode_tables(given, gathered))
     for micro_batch in range(plan.num_micro_batches):
         plan.calls_of(RANKS // 2, ENCODER, micro_batch)
-        plan.rank_routes(RANKS // 2, ENCODER, micro_batch)
+        plan.routes(ENCODER, micro_batch)
     return plan
 
 

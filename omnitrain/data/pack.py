@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from omnitrain.data.sample import MediaItem, MediaSpan, Sample
+from omnitrain.ops.device import moved
 
 IGNORED = -100
 
@@ -39,8 +40,8 @@ class MediaGroup:
 
     def to(self, device: torch.device) -> MediaGroup:
         """The same items on ``device``."""
-        moved = {name: _moved(tensor, device) for name, tensor in self.features.items()}
-        return MediaGroup(moved, self.num_rows, self.num_tokens)
+        there = {name: moved(tensor, device) for name, tensor in self.features.items()}
+        return MediaGroup(there, self.num_rows, self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class MediaBatch:
 
     Attributes:
         groups: the items, those of one shape together; usually one group. No item is ever padded.
-        positions: ``[rows]`` int64, the token that each of the component's rows fills, in order of groups and items.
+        positions: ``[rows]`` int64, the token that each of the component's rows fills, in order of groups and items;
+            always on the host.
         samples: index in the pack of each item's sample, in the same order.
     """
 
@@ -63,10 +65,8 @@ class MediaBatch:
         return tuple(count for group in self.groups for count in group.num_tokens)
 
     def to(self, device: torch.device) -> MediaBatch:
-        """The same batch on ``device``."""
-        return MediaBatch(
-            tuple(group.to(device) for group in self.groups), _moved(self.positions, device), self.samples
-        )
+        """The same batch with its features on ``device``."""
+        return MediaBatch(tuple(group.to(device) for group in self.groups), self.positions, self.samples)
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,14 @@ class PackInfo:
 class Pack:
     """A micro-batch.
 
+    Which rows are meant (``text_rows``, positions of media) stays on the host wherever the rest is: what depends on it,
+    such as what of a row is on a rank, is then known without waiting for a device.
+
     Attributes:
         input_ids: ``[1, T]`` int64.
         position_ids: ``[1, T]`` int64, or ``[axes, 1, T]``; restarting with every sample.
         cu_seqlens: ``[samples + 1]`` int32, sample borders.
-        text_rows: ``[n]`` int64, tokens whose successor is a trained text token.
+        text_rows: ``[n]`` int64, tokens whose successor is a trained text token; on the host.
         text_labels: ``[n]`` int64, those successors (labels are shifted already).
         inputs: encoder name -> items to read.
         targets: decoder name -> items to learn to write.
@@ -111,13 +114,8 @@ class Pack:
         return self.input_ids.size(1)
 
     @property
-    def max_seqlen(self) -> int:
-        """Length of the longest sample, tokens."""
-        return max(self.info.lengths)
-
-    @property
     def read_rows(self) -> torch.Tensor:
-        """``[n]`` int64, rows from whose hidden states a head predicts: each once, for each has one successor."""
+        """``[n]`` int64, on the host: rows from which a head predicts, each once, for each has one successor."""
         return torch.cat([self.text_rows, *(batch.positions - 1 for batch in self.targets.values())])
 
     def loss_counts(self) -> dict[str, int]:
@@ -125,20 +123,20 @@ class Pack:
         return {"text": self.text_labels.numel()} | {n: b.positions.numel() for n, b in self.targets.items()}
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack with its tensors on ``device``."""
+        """The same pack on ``device``, but for what stays on the host."""
         device = torch.device(device)
         if device == self.input_ids.device:
             return self
         return Pack(
-            input_ids=_moved(self.input_ids, device),
-            position_ids=_moved(self.position_ids, device),
-            cu_seqlens=_moved(self.cu_seqlens, device),
-            text_rows=_moved(self.text_rows, device),
-            text_labels=_moved(self.text_labels, device),
+            input_ids=moved(self.input_ids, device),
+            position_ids=moved(self.position_ids, device),
+            cu_seqlens=moved(self.cu_seqlens, device),
+            text_rows=self.text_rows,
+            text_labels=moved(self.text_labels, device),
             inputs={name: batch.to(device) for name, batch in self.inputs.items()},
             targets={name: batch.to(device) for name, batch in self.targets.items()},
             info=self.info,
-            token_inputs={name: _moved(tensor, device) for name, tensor in self.token_inputs.items()},
+            token_inputs={name: moved(tensor, device) for name, tensor in self.token_inputs.items()},
         )
 
     @classmethod
@@ -180,11 +178,6 @@ class Pack:
                 for name in ordered[0].token_inputs
             },
         )
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``. A plain copy to a GPU would first wait for all that is queued there."""
-    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 class _Placed(NamedTuple):

@@ -22,6 +22,7 @@ from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.native import NativeRows
 from omnitrain.models.part import here
 from omnitrain.ops.attention import RowPart
+from omnitrain.ops.device import moved
 
 Exchange = Callable[..., tuple[Tensor, ...]]
 
@@ -94,7 +95,7 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
         idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
         if component in share.exchanges:
             own = [rows for parts in made.values() for rows in parts]
-            received = share.exchanges[component](*_joined(own or minimal[:1], is_empty=not own))
+            received = share.exchanges[component](*_sent(own or minimal[:1], is_empty=not own))
             idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
             counts = {name: batch.num_tokens for name, batch in batches.items()}
             if component in share.cut:
@@ -106,7 +107,7 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
             if codes is not None:
                 labels[name] = codes
             if share.part is not None and component not in share.cut:
-                rows = rows.at(index) if isinstance(rows, NativeRows) else rows[index]
+                rows = rows.at(index) if isinstance(rows, NativeRows) else rows[moved(index, rows.device)]
             if not len(index):  # the model runs as over text
                 idle += _tensors(rows)
             elif isinstance(rows, NativeRows):
@@ -158,13 +159,13 @@ def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
 def _minimal(model: Any, name: str) -> _Made:
     if name.startswith(NATIVE_PREFIX):
         port = model.runner.native.ports[name.removeprefix(NATIVE_PREFIX)]
-        return port.encode(model.foundation, _moved(port.minimal_input(), model.device))
+        return port.encode(model.foundation, _there(port.minimal_input(), model.device))
     features, num_tokens = model.get_submodule(name).minimal_input()
-    return model.get_submodule(name).lm_encode(_moved(features, model.device), num_tokens)
+    return model.get_submodule(name).lm_encode(_there(features, model.device), num_tokens)
 
 
-def _moved(features: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in features.items()}
+def _there(features: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: moved(tensor, device) for name, tensor in features.items()}
 
 
 def _tensors(made: _Made) -> list[Tensor]:
@@ -181,8 +182,8 @@ def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | N
     return NativeRows.cat(made) if isinstance(made[0], NativeRows) else torch.cat(list(made)), None
 
 
-def _joined(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
-    """Rows of several calls end to end; ``is_empty``: none of them."""
+def _sent(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
+    """What goes into an exchange: rows of several calls end to end; ``is_empty``: none of them."""
     joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
     return [tensor[:0] for tensor in joined] if is_empty else joined
 

@@ -27,6 +27,7 @@ from omnitrain.models.part import cut_pack, here
 from omnitrain.models.segments import run_by_segment
 from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.device import moved
 from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
 Head = Callable[[Tensor, nn.Module], Tensor]
@@ -37,7 +38,7 @@ class InsertedRows:
     """Rows that take the place of token embeddings.
 
     Attributes:
-        positions: ``[n]`` int64 into the flattened batch ``[B * T]``.
+        positions: ``[n]`` int64 into the flattened batch ``[B * T]``; on the host.
         rows: ``[n, hidden]``.
     """
 
@@ -185,7 +186,8 @@ class FoundationRunner:
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
         own = pack if part is None else cut_pack(pack, part)
         row = self.row_of(pack, part)
-        with reading(ReadRows(here(part, pack.read_rows)[1], own.num_tokens)):
+        read = moved(here(part, pack.read_rows)[1], own.input_ids.device)
+        with reading(ReadRows(read, own.num_tokens)):
             return run(own, media or EncodedMedia(), row)
 
     def _loss_in_head(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor]:
@@ -194,7 +196,7 @@ class FoundationRunner:
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             term = linear_cross_entropy(
-                hidden[0, pack.text_rows],
+                hidden[0, moved(pack.text_rows, hidden.device)],
                 lm_head.weight,
                 pack.text_labels,
                 getattr(lm_head, "bias", None),
@@ -211,14 +213,15 @@ class FoundationRunner:
     def _loss_on_logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor | None]:
         """What the model makes of the supervised rows' logits; of all logits where it does not call its head."""
         states: list[Tensor] = []
+        text_rows = moved(pack.text_rows, pack.input_ids.device)
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             states.append(hidden)
-            logits: Tensor = lm_head.forward(hidden[:, pack.text_rows])
+            logits: Tensor = lm_head.forward(hidden[:, text_rows])
             return logits
 
         logits = self.run_pack(pack, media, head, row).logits[0]
-        supervised = logits if states else logits[pack.text_rows]
+        supervised = logits if states else logits[text_rows]
         term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
         return term, states[0] if states else None
 
@@ -321,7 +324,7 @@ def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRow
             return embeds
         length = ids.size(1)
         for part in inserted:  # the result is no view: a compiled first block would differ from the others by that
-            where = (part.positions // length, part.positions % length)
+            where = (moved(part.positions // length, ids.device), moved(part.positions % length, ids.device))
             embeds = embeds.index_put(where, part.rows.to(embeds.dtype))
         return embeds
 

@@ -249,7 +249,7 @@ class _Foundation:
         """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
         # A placeholder that was drawn is text, and must not take a row from the media of the next prompt.
         tokens = [self.text_token if token in self.placeholders else token for token in tokens]
-        end = torch.tensor([self.input_ids.size(1)], device=embeds.device)
+        end = torch.tensor([self.input_ids.size(1)])
         self.inserted += [(number, InsertedRows(end, row[None])) for number, row in enumerate(embeds)]
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)[:, None]], dim=1)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)

@@ -32,6 +32,7 @@ from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.part import filled_up, here
 from omnitrain.models.spread import by_first, is_spread
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
+from omnitrain.ops.device import moved
 
 
 class OmniConfig(PreTrainedConfig):
@@ -208,7 +209,8 @@ class OmniModel(PreTrainedModel):
             before = pack.targets[name].positions - 1 if name in labels else pack.text_rows[:0]
             index, rows = here(part, before)
             if len(rows):
-                losses[name], read[name] = decoder.lm_head(hidden[0, rows], labels[name][index]), before[index]
+                states, own = hidden[0, moved(rows, hidden.device)], labels[name][moved(index, hidden.device)]
+                losses[name], read[name] = decoder.lm_head(states, own), before[index]
             else:
                 idle.append(idle_head(decoder, hidden))
         losses = {"text": replace(text, sum=tied(text.sum, idle))} | losses

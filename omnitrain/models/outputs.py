@@ -15,7 +15,8 @@ class OmniOutput:
 
     Attributes:
         losses: ``text`` and decoder names -> :class:`LossTerm`.
-        read: loss -> ``[n]`` int64, for each entry of its ``rows`` the token of the pack from which it was predicted.
+        read: loss -> ``[n]`` int64, for each entry of its ``rows`` the token of the pack it was predicted from; on
+            the host.
         hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None where it hides
             them. A trainer leaves out rows that no head reads (``model.ops.unread_rows``); of a row that several ranks
             share, each has its own tokens.

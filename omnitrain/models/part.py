@@ -13,6 +13,7 @@ from torch import Tensor
 
 from omnitrain.data.pack import Pack, PackInfo
 from omnitrain.ops.attention import RowPart
+from omnitrain.ops.device import moved
 
 
 def here(part: RowPart | None, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,15 +21,15 @@ def here(part: RowPart | None, positions: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         part: of the row; None: all of it.
-        positions: ``[n]`` int64, tokens of the whole row, in any order.
+        positions: ``[n]`` int64, tokens of the whole row, in any order; on the host, as all that is made of it.
 
     Returns:
         ``[m]`` int64, indices into ``positions``; ``[m]`` int64, rows of the part.
     """
     if part is None:
-        return torch.arange(len(positions), device=positions.device), positions
-    place = torch.searchsorted(part.rows, positions).clamp(max=len(part.rows) - 1)
-    index = (part.rows[place] == positions).nonzero()[:, 0]
+        return torch.arange(len(positions)), positions
+    place = torch.searchsorted(part.host_rows, positions).clamp(max=len(part.host_rows) - 1)
+    index = (part.host_rows[place] == positions).nonzero()[:, 0]
     return index, place[index]
 
 
@@ -40,7 +41,7 @@ def cut_pack(pack: Pack, part: RowPart) -> Pack:
         input_ids=pack.input_ids[:, part.rows],
         position_ids=pack.position_ids[..., part.rows],
         text_rows=rows,
-        text_labels=pack.text_labels[index],
+        text_labels=pack.text_labels[moved(index, pack.text_labels.device)],
         inputs={},
         targets={},
         token_inputs={name: values[:, part.rows] for name, values in pack.token_inputs.items()},

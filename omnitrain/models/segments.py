@@ -49,13 +49,13 @@ def _segmented_forward(kind: type[nn.Module]) -> Callable[..., Any]:
         if row.part is not None and (shared := by_heads(alone)) is not None:
             return shared(self, *args, **kwargs)
         if row.part is not None:
-            args, kwargs = gather_rows((args, kwargs), row.part)
+            args, kwargs = gathered_whole((args, kwargs), row.part)
         outputs = []
         for start, stop in pairwise(row.borders):
             with packed((0, stop - start)):
                 sample = cut_rows((args, kwargs), row.borders[-1], start, stop)
                 outputs.append(alone(self, *sample[0], **sample[1]))
-        whole = _joined(outputs, [stop - start for start, stop in pairwise(row.borders)])
+        whole = _end_to_end(outputs, [stop - start for start, stop in pairwise(row.borders)])
         return whole if row.part is None else keep_rows(whole, row.part)
 
     return forward
@@ -104,7 +104,7 @@ def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
     return value
 
 
-def gather_rows(value: Any, part: RowPart) -> Any:
+def gathered_whole(value: Any, part: RowPart) -> Any:
     """The whole row of everything that runs along a part of it."""
     if isinstance(value, MaskSpec):
         return value.whole
@@ -113,7 +113,7 @@ def gather_rows(value: Any, part: RowPart) -> Any:
             raise UserError("a mask of the tokens of one rank says nothing of the others: no ranks can share a row")
         dim = row_dim(value.shape, part.rows.numel())
         return value if dim is None else part.gather(value, dim)
-    return _each(value, lambda item: gather_rows(item, part))
+    return _each(value, lambda item: gathered_whole(item, part))
 
 
 def keep_rows(value: Any, part: RowPart) -> Any:
@@ -135,12 +135,12 @@ def _each(value: Any, change: Callable[[Any], Any]) -> Any:
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
-def _joined(outputs: list[Any], lengths: list[int]) -> Any:
+def _end_to_end(outputs: list[Any], lengths: list[int]) -> Any:
     """The outputs of all segments end to end; what does not run along the row (a state) is the last one's."""
     last = outputs[-1]
     if isinstance(last, Tensor):
         dims = [row_dim(part.shape, length) for part, length in zip(outputs, lengths, strict=True)]
         return last if dims[0] is None else torch.cat(outputs, dim=dims[0])
     if isinstance(last, (list, tuple)):
-        return type(last)(_joined(list(parts), lengths) for parts in zip(*outputs, strict=True))
+        return type(last)(_end_to_end(list(parts), lengths) for parts in zip(*outputs, strict=True))
     return last

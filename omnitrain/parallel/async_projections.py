@@ -158,7 +158,7 @@ class _ProjectAndGather(torch.autograd.Function):
                 heads = projection.normed(made[-1]).unflatten(1, (-1, projection.head_width))
                 arriving[-1].append((run, exchange.start_gather(heads, projection.spans, run)))
             if projection.norm is not None:
-                before_norm.append(_joined(made))
+                before_norm.append(_concatenated(made))
         ctx.projections, ctx.exchange = projections, exchange
         ctx.save_for_backward(x, *before_norm, *parameters)
         return tuple(_whole_row(runs, exchange) for runs in arriving)
@@ -181,7 +181,7 @@ class _ProjectAndGather(torch.autograd.Function):
         of_parameters: dict[int, list[Tensor | None]] = {}
         for index in order:
             backward = _LinearBackward(projections[index], parameters[index], before_norm[index])
-            own = _joined([backward.rows(arrived()[0].flatten(1)) for arrived in arriving[index]])
+            own = _concatenated([backward.rows(arrived()[0].flatten(1)) for arrived in arriving[index]])
             of_x = own if of_x is None else of_x + own
             of_parameters[index] = backward.parameters(x)
         return None, None, of_x, *(found for index in range(len(projections)) for found in of_parameters[index])
@@ -205,7 +205,7 @@ class _LinearBackward:
 
     def parameters(self, x: Tensor) -> list[Tensor | None]:
         """Of weight, bias and the norm's parameters; None: of what is frozen."""
-        return [*_of_linear(_joined(self._gradients), x, self._weight, *self._bias), *self._of_norm]
+        return [*_of_linear(_concatenated(self._gradients), x, self._weight, *self._bias), *self._of_norm]
 
     def _through_norm(self, before_norm: Tensor, gradient: Tensor) -> Tensor:
         assert self._projection.norm is not None
@@ -228,7 +228,7 @@ def _of_linear(gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None 
     return [of_weight, *([] if bias is None else [gradient.sum(0) if bias.requires_grad else None])]
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -263,8 +263,8 @@ class _ScatterAndProject(torch.autograd.Function):
             rows.append(arrived()[0].flatten(1))
             outputs.append(F.linear(rows[-1], *parameters))
         ctx.spans, ctx.exchange = spans, exchange
-        ctx.save_for_backward(_joined(rows), *parameters)
-        return _joined(outputs)
+        ctx.save_for_backward(_concatenated(rows), *parameters)
+        return _concatenated(outputs)
 
     @staticmethod
     @once_differentiable

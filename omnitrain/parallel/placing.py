@@ -83,11 +83,11 @@ def _work(
     for call in calls:
         if call.items:
             name = plan.topology.entrances[call.entrance].name
-            work.setdefault(name, []).append(_joined([items[number] for number in call.items]))
+            work.setdefault(name, []).append(_one_call([items[number] for number in call.items]))
     return {name: tuple(made) for name, made in work.items()}
 
 
-def _joined(items: Sequence[MediaCall]) -> MediaCall:
+def _one_call(items: Sequence[MediaCall]) -> MediaCall:
     """Items that stack, as one call."""
     groups = [item.items for item in items]
     return MediaCall(

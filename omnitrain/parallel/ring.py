@@ -62,7 +62,7 @@ def ring_attention(
     if any(section.segment is not None for rank in of_ranks for section in rank):
         pieces = [index for index, section in enumerate(sections) if section.segment is not None]
         # A rank without pieces takes part, too: it hands on what others send.
-        query, key, value = (_joined([parts[index] for index in pieces], parts[0]) for parts in states)
+        query, key, value = (_all_tokens([parts[index] for index in pieces], parts[0]) for parts in states)
         ring = _Ring(call.mask, of_ranks, group, Scoring(call.mask, call.scaling, call.softcap))
         out = _RingAttention.apply(ring, query, key, value, call.sinks).transpose(0, 1)[None]
         for index, part in zip(pieces, out.split([lengths[index] for index in pieces], dim=1), strict=True):
@@ -91,7 +91,7 @@ def _sections_of_ranks(split: SequenceSplit, borders: Sequence[int]) -> tuple[tu
     return tuple(sections_of(split.chunks(cp_rank), borders) for cp_rank in range(split.cp))
 
 
-def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
+def _all_tokens(pieces: list[Tensor], like: Tensor) -> Tensor:
     """``[heads, tokens of all pieces, width]``."""
     return (torch.cat(pieces, dim=2) if pieces else like[:, :, :0])[0]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from omnitrain.models.part import fewest_tokens
 from omnitrain.ops.collectives import gather_rows
+from omnitrain.ops.device import moved
 from omnitrain.parallel.head_exchange import equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.ulysses import UlyssesShard
@@ -74,7 +75,12 @@ class SequencePart:
     @cached_property
     def rows(self) -> Tensor:
         """``[t]`` int64, ascending: this rank's tokens."""
-        return torch.from_numpy(self.split.rows[self.place]).to(self.device)
+        return moved(self.host_rows, self.device)
+
+    @property
+    def host_rows(self) -> Tensor:
+        """``rows``, on the host."""
+        return torch.from_numpy(self.split.rows[self.place])
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +90,7 @@ class SequencePart:
     @cached_property
     def in_order(self) -> Tensor:
         """``[T]`` int64: where each token is among those of all ranks, rank by rank."""
-        return torch.from_numpy(np.concatenate(self.split.rows).argsort()).to(self.device)
+        return moved(torch.from_numpy(np.concatenate(self.split.rows).argsort()), self.device)
 
     @property
     def num_ranks(self) -> int:

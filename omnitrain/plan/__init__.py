@@ -2,7 +2,7 @@
 
 from omnitrain.plan.collectives import Collective, implied_collectives
 from omnitrain.plan.show import ComponentLine, component_lines
-from omnitrain.plan.step import Call, RankRoutes, Routes, StepPlan, plan_step
+from omnitrain.plan.step import Call, Routes, StepPlan, plan_step
 from omnitrain.plan.tables import (
     ItemFacts,
     MicroBatchFacts,
@@ -26,7 +26,6 @@ __all__ = [
     "PlannedComponent",
     "Port",
     "RankFacts",
-    "RankRoutes",
     "Routes",
     "StepPlan",
     "StepTables",

@@ -90,22 +90,6 @@ class MeshShape:
         """Place of ``rank`` in its group on the product of ``axes``, such as its ``dp`` rank."""
         return int(np.searchsorted(self.group(rank, *axes), rank))
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of ``rank`` on every axis of both views."""
-        dense = np.unravel_index(rank, self._sizes(DENSE_AXES))
-        expert = np.unravel_index(rank, self._sizes(EXPERT_AXES))
-        both = [*zip(DENSE_AXES, dense, strict=True), *zip(EXPERT_AXES, expert, strict=True)]
-        return {axis: int(place) for axis, place in both}
-
-    def rank_at(self, **places: int) -> int:
-        """The rank at these places on the axes of one view; axes left out are at 0.
-
-        Raises:
-            ValueError: a place outside its axis.
-        """
-        view = _view(tuple(places))
-        return int(np.ravel_multi_index([places.get(axis, 0) for axis in view], self._sizes(view)))
-
     def __str__(self) -> str:
         degrees = {axis: getattr(self, axis) for axis in (*DENSE_AXES, "ep")}
         return " x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1) or "one rank"

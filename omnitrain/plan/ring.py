@@ -58,7 +58,7 @@ def sections_of(runs: Sequence[Run], borders: Sequence[int]) -> tuple[Section, .
         Ascending; whole segments that are neighbours make one section.
     """
     sections: list[Section] = []
-    for start, stop in _joined(runs):
+    for start, stop in _merged(runs):
         for segment, (first, end) in enumerate(pairwise(borders)):
             if max(start, first) >= min(stop, end):
                 continue
@@ -97,12 +97,12 @@ def block_between(queries: Run, keys: Run, *, causal: bool, window: int | None) 
     return Block((first, end), (first_key, end_key), kind)
 
 
-def _joined(runs: Sequence[Run]) -> list[Run]:
+def _merged(runs: Sequence[Run]) -> list[Run]:
     """Runs of at least one token, those that touch made one."""
-    joined: list[Run] = []
+    merged: list[Run] = []
     for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         elif start < stop:
-            joined.append((start, stop))
-    return joined
+            merged.append((start, stop))
+    return merged

@@ -47,25 +47,6 @@ class Routes:
     rows: np.ndarray
 
 
-@dataclass(frozen=True)
-class RankRoutes:
-    """What one rank sends and receives in the exchange of a component.
-
-    Attributes:
-        sent: ``[n]`` int64 items, those for rank 0 first; ascending for each consumer.
-        received: ``[m]`` int64 items, those of rank 0 first; ascending for each producer.
-        sent_rows: ``[ranks]`` int64, rows for each consumer.
-        received_rows: ``[ranks]`` int64, rows of each producer.
-        order: ``[m]`` int64; ``received[order]`` are the items in the order in which this rank needs them.
-    """
-
-    sent: np.ndarray
-    received: np.ndarray
-    sent_rows: np.ndarray
-    received_rows: np.ndarray
-    order: np.ndarray
-
-
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """Everything the ranks decide together for one optimizer step. ``M``: its micro-batches, ``E``: entrances.
@@ -154,21 +135,6 @@ class StepPlan:
             travels &= self.topology.group_of[routes.consumer] == self.topology.group_of[rank]
         return bool(travels.any())
 
-    def rank_routes(self, rank: int, component: str, micro_batch: int) -> RankRoutes:
-        """What ``rank`` sends and receives, items that stay on it included."""
-        ranks, ports = self.topology.world_size, self.topology.ports_of(component)
-        sent, consumer = self._copies(np.concatenate([self._made(rank, micro_batch, port) for port in ports]))
-        by_consumer = stable_order(consumer, sent)
-        needed = self._needed(rank, component, micro_batch)
-        by_producer = stable_order(self.producer[needed])
-        return RankRoutes(
-            sent=sent[by_consumer],
-            received=needed[by_producer],
-            sent_rows=_sums(consumer, self.rows[sent], ranks),
-            received_rows=_sums(self.producer[needed], self.rows[needed], ranks),
-            order=np.argsort(by_producer, kind="stable"),
-        )
-
     def loads(self, component: str) -> np.ndarray:
         """``[M, ranks of the component]`` int64: cost of what each of them encodes; of what several share, its part."""
         micro_batch, port = np.divmod(self.slot, max(1, len(self.topology.ports)))
@@ -205,16 +171,6 @@ class StepPlan:
         """Items of a component in a micro-batch."""
         first, ports = micro_batch * len(self.topology.ports), self.topology.ports_of(component)
         return np.flatnonzero((self.slot >= first + ports.start) & (self.slot < first + ports.stop))
-
-    def _needed(self, rank: int, component: str, micro_batch: int) -> np.ndarray:
-        """Those of them whose rows are in the sequence of ``rank``, in the order in which it needs them."""
-        first, ports = micro_batch * len(self.topology.ports), self.topology.ports_of(component)
-        parts = []
-        for owner in sorted(self.topology.data_groups[self.topology.group_of[rank]]):
-            start, stop = np.searchsorted(self.owner, [owner, owner + 1])
-            low, high = np.searchsorted(self.slot[start:stop], [first + ports.start, first + ports.stop])
-            parts.append(np.arange(start + low, start + high))
-        return np.concatenate(parts)
 
     def _copies(self, item: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each item as often as it has consumers, and those."""

@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from omnitrain.data.pack import Pack
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.peers import ALONE, Peers
+from omnitrain.ops.device import moved
 
 
 class LossMeter:
@@ -26,10 +28,13 @@ class LossMeter:
 
     def add(self, pack: Pack, output: OmniOutput) -> None:
         """Take in the losses of one pack."""
-        ids = [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
-        source_of_sample = torch.tensor(ids).to(pack.cu_seqlens.device, non_blocking=True)
+        source_of_sample = torch.tensor(
+            [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
+        )
+        ends = torch.tensor(list(accumulate(pack.info.lengths)))
         for name, term in output.losses.items():
-            sources = source_of_sample[torch.bucketize(output.read[name], pack.cu_seqlens[1:], right=True)]
+            own = source_of_sample[torch.bucketize(output.read[name], ends, right=True)]
+            sources = moved(own, term.rows.device)
             # Doubles count tokens exactly, and past 2^24, where adding 1 to a float no longer changes it.
             values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1).double()
             self._total(name, values).index_add_(0, sources, values)

@@ -23,7 +23,7 @@ def test_samples_lie_end_to_end_shortest_first() -> None:
     assert pack.input_ids.tolist() == [[4, 5, 1, 2, 3]]
     assert pack.position_ids.tolist() == [[0, 1, 0, 1, 2]]
     assert pack.cu_seqlens.tolist() == [0, 2, 5]
-    assert pack.info.ids == ("s1", "s0") and pack.max_seqlen == 3
+    assert pack.info.ids == ("s1", "s0")
 
 
 def test_labels_are_shifted_within_each_sample() -> None:
@@ -64,11 +64,12 @@ def test_an_empty_pack_is_refused() -> None:
         Pack.from_samples([])
 
 
-def test_a_pack_moves_whole() -> None:
+def test_a_pack_moves_and_which_rows_are_meant_stays_on_the_host() -> None:
     moved = Pack.from_samples([sample([1, 2], [1], 0, (span("eye", 0, 1),))]).to("meta")
     eye = moved.inputs["eye"]
-    tensors = [moved.input_ids, moved.text_rows, eye.positions, eye.groups[0].features["x"]]
-    assert {tensor.device for tensor in tensors} == {torch.device("meta")}
+    there = [moved.input_ids, moved.text_labels, eye.groups[0].features["x"]]
+    assert {tensor.device for tensor in there} == {torch.device("meta")}
+    assert {tensor.device for tensor in (moved.text_rows, moved.read_rows, eye.positions)} == {torch.device("cpu")}
 
 
 def test_rows_of_one_item_may_lie_apart() -> None:

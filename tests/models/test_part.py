@@ -38,4 +38,4 @@ def test_a_row_is_filled_up_with_a_sample_of_its_own() -> None:
 
 
 def part(rows: torch.Tensor) -> Any:
-    return SimpleNamespace(rows=rows)
+    return SimpleNamespace(rows=rows, host_rows=rows)

@@ -52,9 +52,19 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_would(degrees: dict
         fit_mesh(8, **degrees)
 
 
+def coordinates(shape: MeshShape, rank: int) -> dict[str, int]:
+    """Place of ``rank`` on every axis of both views: the last axis counts fastest."""
+    found = {}
+    for view in (DENSE_AXES, EXPERT_AXES):
+        rest = rank
+        for axis in reversed(view):
+            rest, found[axis] = divmod(rest, getattr(shape, axis))
+    return found
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_groups_are_the_ranks_that_differ_on_their_axes_alone(shape: MeshShape) -> None:
-    places = [shape.coordinates(rank) for rank in range(shape.world_size)]
+    places = [coordinates(shape, rank) for rank in range(shape.world_size)]
     for view in (DENSE_AXES, EXPERT_AXES):
         for axes in itertools.chain.from_iterable(itertools.combinations(view, n) for n in range(len(view) + 1)):
             others = [axis for axis in view if axis not in axes]
@@ -65,15 +75,13 @@ def test_groups_are_the_ranks_that_differ_on_their_axes_alone(shape: MeshShape) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ranks_coordinates_and_places_agree(shape: MeshShape) -> None:
+def test_a_place_is_where_the_rank_is_on_an_axis(shape: MeshShape) -> None:
     for rank in range(shape.world_size):
-        coordinates = shape.coordinates(rank)
-        for view in (DENSE_AXES, EXPERT_AXES):
-            assert shape.rank_at(**{axis: coordinates[axis] for axis in view}) == rank
-        for axis, place in coordinates.items():
+        expected = coordinates(shape, rank)
+        for axis, place in expected.items():
             assert shape.place(rank, axis) == place
             assert shape.group(rank, axis)[place] == rank
-        assert shape.place(rank, "dp") == coordinates["dp_replicate"] * shape.dp_shard + coordinates["dp_shard"]
+        assert shape.place(rank, "dp") == expected["dp_replicate"] * shape.dp_shard + expected["dp_shard"]
     assert [shape.place(rank, "fsdp") for rank in range(shape.world_size)] == shape.places("fsdp").tolist()
 
 

@@ -117,22 +117,22 @@ def test_counts_tokens_and_the_end_are_those_of_all_ranks_together(seed: int) ->
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_ranks_send_is_what_they_receive_in_the_order_in_which_they_need_it(seed: int) -> None:
+def test_every_item_goes_from_who_encodes_it_to_all_that_share_its_sample_in_order(seed: int) -> None:
     plan, _ = random_plan(seed)
-    ranks = range(plan.topology.world_size)
+    group_of = {rank: set(group) for group in plan.topology.data_groups for rank in group}
     for component in [c.name for c in plan.topology.components if c.ports]:
         for m in range(plan.num_micro_batches):
-            routes = plan.routes(component, m)
-            ends = [plan.rank_routes(rank, component, m) for rank in ranks]
-            sent = np.stack([end.sent_rows for end in ends])
-            assert np.array_equal(sent, np.stack([end.received_rows for end in ends]).T)
-            for rank, end in zip(ranks, ends, strict=True):
-                own = routes.item[routes.consumer == rank]
-                assert end.received[end.order].tolist() == own.tolist() == sorted(own)
-                assert end.received.tolist() == sorted(own, key=lambda item: (plan.producer[item], item))
-                leaving = routes.producer == rank
-                pairs = sorted(zip(routes.consumer[leaving], routes.item[leaving], strict=True))
-                assert end.sent.tolist() == [item for _, item in pairs]
+            routes, calls = plan.routes(component, m), {}
+            for rank in range(plan.topology.world_size):
+                calls |= {item: rank for call in plan.calls_of(rank, component, m) for item in call.items}
+                own = routes.item[routes.consumer == rank].tolist()
+                assert own == sorted(own)
+            assert set(routes.item.tolist()) == calls.keys()
+            for item in calls:
+                ways = routes.item == item
+                assert set(routes.consumer[ways].tolist()) == group_of[int(plan.owner[item])]
+                assert set(routes.producer[ways].tolist()) == {plan.producer[item]}
+                assert set(routes.rows[ways].tolist()) == {plan.rows[item]}
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -28,7 +28,7 @@ class Recorded:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens, self.num_rows, self.attention = num_tokens, num_tokens, self
-        self.rows = torch.arange(num_tokens)
+        self.rows = self.host_rows = torch.arange(num_tokens)
         self.heads: set[int] = set()
         self.attended: list[tuple[Call, Tensor]] = []
         self.gathered: list[Tensor] = []
@@ -61,7 +61,8 @@ class Replayed:
     num_ranks = 1
 
     def __init__(self, whole: Recorded, rows: Tensor) -> None:
-        self.rows, self.num_tokens, self.num_rows, self.attention = rows, whole.num_tokens, len(rows), self
+        self.rows = self.host_rows = rows
+        self.num_tokens, self.num_rows, self.attention = whole.num_tokens, len(rows), self
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
         self.errors = [0.0]
 

@@ -124,6 +124,6 @@ def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any
 
 def _cut(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> dict[str, NativeRows]:
     """Of rows in the order of their placeholders, those for the tokens of a part."""
-    ids = pack.input_ids[0]
+    ids = pack.input_ids[0].cpu()
     placeholders = {name: (ids == runner.native.ports[name].token_id).nonzero()[:, 0] for name in media.native}
     return {name: rows.at(here(part, placeholders[name])[0]) for name, rows in media.native.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -141,7 +142,7 @@ class Trial:
     def losses(self, pack: Pack, media: EncodedMedia) -> dict[int, Tensor]:
         """Sample index -> ``[n]``, one per token that is trained on."""
         rows = self.runner.text_loss(pack, media)[0].rows
-        owner = torch.bucketize(pack.text_rows, pack.cu_seqlens[1:], right=True)
+        owner = torch.bucketize(pack.text_rows, torch.tensor(list(accumulate(pack.info.lengths))), right=True)
         return {index: rows[owner == place] for place, index in enumerate(pack.info.indices)}
 
     @property

@@ -38,8 +38,8 @@ class MediaTokenizer(Protocol):
         """The weightless side, for data workers."""
         ...
 
-    def encode(self, features: TensorFeatures) -> torch.Tensor:
-        """Codes of all items end to end, ``[n]`` int64, without ends."""
+    def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
+        """Codes of all items end to end, ``[n]`` int64, without ends. ``num_tokens``: of each item, with its end."""
         ...
 
     def decode(self, codes: torch.Tensor) -> Any:
@@ -113,7 +113,7 @@ class ImageVQTokenizer:
         """Images -> pixels."""
         return ImageTargetAdapter(self.image_size, self.side**2)
 
-    def encode(self, features: TensorFeatures) -> torch.Tensor:
+    def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """``pixel_values`` ``[n, 3, size, size]`` -> ``[n * side * side]`` codes, row by row."""
         pixels = features["pixel_values"].to(self.model.dtype)
         wants_sizes = "image_sizes" in inspect.signature(self.model.encode).parameters
@@ -171,7 +171,7 @@ class MelTokenizer:
         """Waveforms -> log-mel frames."""
         return MelTargetAdapter(self.model.config)
 
-    def encode(self, features: TensorFeatures) -> torch.Tensor:
+    def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """``frames`` ``[codes * frames_per_code, mels]`` -> ``[codes]``."""
         return self.model.encode(features["frames"])
 
@@ -196,11 +196,11 @@ class CodecTargetAdapter(ComponentAdapter):
         self.sampling_rate, self.hop, self.num_codebooks = sampling_rate, hop, num_codebooks
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """``waveform`` ``[samples]`` and ``num_samples`` ``[1]``; tokens are the codes and the end."""
+        """``waveform`` ``[samples]``; tokens are the codes and the end."""
         samples = media.resampled(self.sampling_rate).samples
         samples = np.pad(samples, (0, -len(samples) % self.hop))
         count = len(samples) // self.hop * self.num_codebooks + 1
-        return {"waveform": samples, "num_samples": np.array([len(samples)], dtype=np.int64)}, count
+        return {"waveform": samples}, count
 
 
 class CodecTokenizer:
@@ -223,12 +223,13 @@ class CodecTokenizer:
         """Waveforms -> samples."""
         return CodecTargetAdapter(self.sampling_rate, self.hop, self.num_codebooks)
 
-    def encode(self, features: TensorFeatures) -> torch.Tensor:
-        """``waveform`` ``[samples of all clips]``, ``num_samples`` ``[clips]`` -> ``[n]`` codes.
+    def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
+        """``waveform`` ``[samples of all clips]`` -> ``[n]`` codes.
 
         One clip at a time: a codec's convolutions would otherwise see the padding of its neighbours.
         """
-        clips = features["waveform"].to(self.model.dtype).split(features["num_samples"].tolist())
+        num_samples = [(count - 1) // self.num_codebooks * self.hop for count in num_tokens]
+        clips = features["waveform"].to(self.model.dtype).split(num_samples)
         return torch.cat([self._flatten(self._clip_codes(clip[None, None])) for clip in clips])
 
     def _clip_codes(self, clip: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -87,7 +86,7 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
             ValueError: the tokenizer made another number of codes.
         """
         with torch.no_grad():
-            labels = self._with_ends(self.codec.encode(features), num_tokens)
+            labels = self._with_ends(self.codec.encode(features, num_tokens), num_tokens)
         return self.embedding(labels), labels
 
     def _with_ends(self, codes: torch.Tensor, num_tokens: tuple[int, ...]) -> torch.Tensor:
@@ -98,11 +97,8 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
             )
         if not ends:
             return codes
-        is_end = torch.zeros(sum(num_tokens), dtype=torch.bool)
-        is_end[torch.tensor(list(accumulate(num_tokens))) - 1] = True
-        labels = codes.new_full((sum(num_tokens),), self.codec.num_codes)
-        labels[~is_end.to(codes.device)] = codes
-        return labels
+        end = codes.new_full((1,), self.codec.num_codes)
+        return torch.cat([part for own in codes.split([count - 1 for count in num_tokens]) for part in (own, end)])
 
     def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
         """Cross entropy of ``labels`` ``[n]`` under the hidden states before them, ``[n, hidden]``."""

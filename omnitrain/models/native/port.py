@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.native.probe import ProbeInput
 from omnitrain.models.native.rows import NativeRows, RowLayout, flatten
+from omnitrain.ops.device import moved
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class NativePort:
         probe: makes tiny inputs.
         parameters: names of all that the feature method reads, in the model.
         items_are_independent: rows of an item are the same whether encoded alone or beside others (of its size, unless
-            ``sizes_may_differ``).
+            ``probe.variable``).
         items_stack: the features of two items of one size, joined along dim 0 as packs join them, are those of both in
             one call.
         minimal_rows: that the tower makes of :meth:`minimal_input`; 0: it refuses that, alone.
@@ -60,11 +61,6 @@ class NativePort:
     def method(self) -> str:
         """Name of the feature method."""
         return method_name(self.modality)
-
-    @property
-    def sizes_may_differ(self) -> bool:
-        """Items of different sizes can share a call, without influence on each other."""
-        return self.probe.variable
 
     @property
     def side(self) -> tuple[str, ...]:
@@ -140,7 +136,7 @@ def override(
                 object.__setattr__(module, port.method, _returning(output))
                 patched.append((module, port.method))
             device = value.main.device
-            arguments |= {name: tensor.to(device) for name, tensor in port.trigger.items()}
+            arguments |= {name: moved(tensor, device) for name, tensor in port.trigger.items()}
         yield arguments
     finally:
         for module, name in patched:

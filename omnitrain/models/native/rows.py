@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from omnitrain.errors import UserError
+from omnitrain.ops.device import moved
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,9 @@ class NativeRows:
             counts=tuple(count for call in calls for count in call.counts),
         )
 
-    def select(self, items: Sequence[int]) -> NativeRows:
-        """These items, in this order."""
-        starts = [sum(self.counts[:item]) for item in range(len(self.counts))]
-        index = [row for item in items for row in range(starts[item], starts[item] + self.counts[item])]
-        return self.at(torch.tensor(index, dtype=torch.long), tuple(self.counts[item] for item in items))
-
     def at(self, index: Tensor, counts: Sequence[int] | None = None) -> NativeRows:
-        """These rows. ``index``: [n] int64, may be empty; ``counts``: their items (None: one item)."""
-        index = index.to(self.main.device)
+        """These rows. ``index``: [n] int64, on the host, may be empty; ``counts``: their items (None: one item)."""
+        index = moved(index, self.main.device)
         return replace(
             self,
             main=self.main.index_select(0, index),

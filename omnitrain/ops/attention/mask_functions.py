@@ -73,8 +73,7 @@ def pattern_of(function: MaskFunction, borders: tuple[int, ...]) -> Pattern | No
     if name == "packed_sequence_mask_function":
         return Pattern() if _is_constant(captured["packed_sequence_mask"], borders) else None
     if name == "and_masks":
-        packed = _inside_packed(function)
-        return pattern_of(packed, borders) if packed else _all([pattern_of(f, borders) for f in captured[_PARTS]])
+        return _all([pattern_of(f, borders) for f in captured[_PARTS]])
     if name == "or_masks":
         return _any([pattern_of(f, borders) for f in captured[_PARTS]])
     return None
@@ -101,9 +100,7 @@ def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunctio
     """
     name, captured = _name(function), _captured(function)
     if name == "and_masks":
-        packed = _inside_packed(function)
-        parts = [packed] if packed else captured[_PARTS]
-        return and_masks(*(within_segments(part, starts) for part in parts))
+        return and_masks(*(within_segments(part, starts) for part in captured[_PARTS]))
     if name == "or_masks":
         return or_masks(*(within_segments(part, starts) for part in captured[_PARTS]))
     if name in _COUNTING or (name is None and not _looks_up_tokens(function, len(starts))):
@@ -139,14 +136,6 @@ def _captured(function: MaskFunction) -> dict[str, Any]:
         return {}
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
-
-
-def _inside_packed(function: MaskFunction) -> MaskFunction | None:
-    """What transformers wrapped where it took the row for a packed one itself: our borders say it all."""
-    parts = {_name(part): part for part in _captured(function)[_PARTS]}
-    if parts.keys() != {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}:
-        return None
-    return _captured(parts["remap_positions_for_packed_sequence"])["mask_function"]
 
 
 def _is_constant(numbers: torch.Tensor, borders: tuple[int, ...]) -> bool:

@@ -26,6 +26,11 @@ class RowPart(Protocol):
         ...
 
     @property
+    def host_rows(self) -> torch.Tensor:
+        """``rows``, on the host."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the whole row."""
         ...

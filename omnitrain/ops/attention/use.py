@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.choose import AUTO, backend_names
 from omnitrain.ops.attention.entry import omnitrain_attention, omnitrain_mask
+from omnitrain.ops.attention.packing import packed_row
 from omnitrain.ops.attention.plain import SDPA
+
+SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -93,5 +97,17 @@ def plain_implementation(config: Any) -> str:
     return _registered[current].plain if current in _registered else current
 
 
+def _known_inside_a_packed_row(find: SamplesOf) -> SamplesOf:
+    """Transformers' search for samples in a row's positions, which waits for the device; not where they are known."""
+
+    @wraps(find)
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+        row = packed_row()
+        return None if row is not None and position_ids.shape == (1, row.num_rows) else find(position_ids)
+
+    return found
+
+
+masking_utils.find_packed_sequence_indices = _known_inside_a_packed_row(masking_utils.find_packed_sequence_indices)
 for _passes_borders in (True, False):
     _register(Implementation(passes_borders=_passes_borders))

@@ -1,0 +1,103 @@
+"""A step is queued on the device as a whole: nothing in it waits for what the host knows already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.omni import OmniModel
+from omnitrain.optim.adamw import build_optimizer
+from omnitrain.optim.gradients import clip_gradients
+from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.step import accumulate_gradients
+from omnitrain.recipe import Ops, Optimizer
+from omnitrain.train.metrics import LossMeter
+from omnitrain.train.setup import use_ops
+from tests.parallel import factories
+from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_samples
+from tests.waits import DEVICE, Device
+
+ON_CPU_ALONE = "omnitrain.ops.attention.backends.short"
+
+
+def text() -> tuple[OmniModel, list[Sample]]:
+    model = tiny_model(encoders={}, decoders={}, foundation=FOUNDATION)
+    return model, tiny_samples(tiny_processor(model), 4, ["text"])
+
+
+def any_to_any() -> tuple[OmniModel, list[Sample]]:
+    model = tiny_model()
+    return model, tiny_samples(tiny_processor(model))
+
+
+def vision_language() -> tuple[OmniModel, list[Sample]]:
+    """Several images and a video."""
+    foundation = factories.qwen3_vl()
+    model = build_omni_model(foundation=foundation)
+    return model, [probe.sample for probe in probe_samples(foundation, model.runner.native)]
+
+
+def waits_of_a_step(model: OmniModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Of two micro-batches and an update, but for what runs on no GPU."""
+    use_ops(model.train(), Ops(), torch.device("cpu"), torch.float32)
+    batch = step_planner(model)([Pack.from_samples(samples[first::2]) for first in range(2)])
+    optimizer, meter = build_optimizer(model, Optimizer(), ()), LossMeter()
+    monkeypatch.setattr(OmniModel, "device", DEVICE)
+    device = Device(chain(model.parameters(), model.buffers()))
+    with device.watched():
+        accumulate_gradients(model, batch, observe=meter.add)
+        clip_gradients(model.parameters(), 1.0)
+        optimizer.step()
+    return {place for place in device.waits if not place.startswith(ON_CPU_ALONE)}
+
+
+@pytest.mark.parametrize("case", [text, any_to_any])
+def test_a_step_waits_for_nothing(
+    case: Callable[[], tuple[OmniModel, list[Sample]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert waits_of_a_step(*case(), monkeypatch) == set()
+
+
+def test_with_a_tower_of_its_own_a_model_waits_only_where_its_own_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = waits_of_a_step(*vision_language(), monkeypatch)
+    assert {place for place in waits if place.startswith("omnitrain.")} == {
+        "omnitrain.ops.attention.entry _read",  # of the tower's borders, which its code makes on the device
+        "omnitrain.parallel.step accumulate_gradients",  # backward of the model's own indexing with masks
+    }
+    assert not any("masking_utils" in place for place in waits)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.sum().item(),
+        lambda x: bool((x > 0).any()),
+        lambda x: (x > 0).nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.clone().index_put_([x > 0], torch.tensor(0.0)),
+        lambda x: torch.ones(2).to(DEVICE),
+        lambda x: torch.tensor([1.0], device=DEVICE),
+        lambda x: torch.arange(2, device=DEVICE).tolist(),
+        lambda x: (x + torch.ones(2)).view(2, 1)[:1].cpu(),
+    ],
+)
+def test_a_wait_is_seen(waits: Callable[[Tensor], object]) -> None:
+    x = torch.ones(2)
+    device = Device([x])
+    with device.watched():
+        x * 2 + x.index_select(0, torch.tensor([0, 1]))
+        torch.ones(2).tolist()
+        torch.ones(2).to(DEVICE, non_blocking=True)
+    assert device.waits == set()
+    with device.watched():
+        waits(x)
+    assert device.waits == {"elsewhere"}
