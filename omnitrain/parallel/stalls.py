@@ -175,10 +175,10 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-        if isinstance(error, Exception) and not self._is_alone:
+        if isinstance(error, Exception | SystemExit) and not self._is_alone:  # Ctrl-C comes to all ranks
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Tell the others of ``error``; raise what they told, where it was another rank that failed first."""
         is_told = isinstance(error, UserError | TrainingError)  # by a message, often of all ranks alike
         what = "".join(traceback.format_exception_only(error)).strip()
