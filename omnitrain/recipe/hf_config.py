@@ -6,9 +6,11 @@ import contextlib
 import copy
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -55,6 +57,9 @@ _SIZES = {
     "vocab_size",
 }
 _KEY_READ_FROM_KWARGS = re.compile(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)["']""")
+# A key that is derived from fields where it is missing: `getattr(config, "head_dim", config.hidden_size // ...)`.
+_KEY_READ_BY_MODEL = re.compile(r"""getattr\(\s*(?:self\.)?config,\s*["'](\w+)["'],(.*)""")
+_FIELD_READ = re.compile(r"\bconfig\.(\w+)")
 _FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Error: )?")
 
 
@@ -80,10 +85,11 @@ def check_hf_config_keys(value: Any) -> Any:
 
 @functools.cache
 def config_keys(config_class: type[Any]) -> frozenset[str]:
-    """Names that a HF config class takes: fields, aliases, what it derives and saves, older spellings it converts."""
+    """Names that a HF config class takes: fields, aliases, what it saves, older spellings, what its model reads."""
     parameters = inspect.signature(config_class.__init__).parameters.values()
     fields = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"}
-    keys = fields | _saved_keys(config_class) | _COMMON_KEYS | _keys_read_after_init(config_class)
+    keys = fields | _saved_keys(config_class) | _COMMON_KEYS
+    keys |= _keys_read_after_init(config_class) | _keys_read_by_model(config_class, fields)
     if "rope_parameters" in fields:
         keys |= _ROPE_KEYS
     return frozenset(key for key in keys if not key.startswith("_"))
@@ -168,6 +174,17 @@ def _keys_read_after_init(config_class: type) -> set[str]:
     hooks = [vars(base).get("__post_init__") for base in _own_classes(config_class)]
     sources = [inspect.getsource(hook) for hook in hooks if hook is not None]
     return {key for source in sources for key in _KEY_READ_FROM_KWARGS.findall(source)}
+
+
+def _keys_read_by_model(config_class: type, fields: Set[str]) -> set[str]:
+    """Keys that the model derives from ``fields`` unless they are given: Qwen3-MoE's `head_dim`, which is no field."""
+    module = config_class.__module__.replace(".configuration_", ".modeling_")
+    spec = importlib.util.find_spec(module) if ".modeling_" in module else None
+    if spec is None or spec.origin is None:
+        return set()
+    found = _KEY_READ_BY_MODEL.findall(Path(spec.origin).read_text(encoding="utf-8"))
+    read = [(key, set(_FIELD_READ.findall(default))) for key, default in found]
+    return {key for key, derived_from in read if derived_from and derived_from <= fields}
 
 
 def _own_classes(config_class: type) -> list[type]:

@@ -27,6 +27,11 @@ def test_sub_configs_are_checked_by_the_class_that_hf_would_make_of_them() -> No
     }
 
 
+def test_a_key_that_only_the_model_asks_for_is_known_where_the_model_derives_it() -> None:
+    check_hf_config_keys({"model_type": "qwen3_moe", "head_dim": 128})
+    assert set(problems({"model_type": "qwen2_5_vl_vision", "head_dim": 128})) == {"head_dim"}
+
+
 def test_model_type_is_needed_and_known() -> None:
     assert "missing" in problems({"hidden_size": 3})["model_type"]
     assert "did you mean `siglip_vision_model`?" in problems({"model_type": "siglip_vision_modle"})["model_type"]
