@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,13 +136,14 @@ def _open(source: DataSource) -> datasets.Dataset:
     path = Path(source.path)
     if path.is_dir():
         files = sorted(str(file) for file in path.glob("**/*.parquet"))
-    elif any(character in source.path for character in "*?["):
+    elif not path.is_file() and any(character in source.path for character in "*?["):
         files = sorted(str(file) for file in Path().glob(source.path)) if not path.is_absolute() else _glob(path)
     else:
         files = [source.path] if path.is_file() else []
     try:
         if files:
-            return datasets.load_dataset("parquet", data_files=files, split="train")
+            names = [glob.escape(str(Path(file).absolute())) for file in files]  # it takes each for a glob
+            return datasets.load_dataset("parquet", data_files=names, split="train")
         if path.suffix or path.exists() or source.path.count("/") != 1:
             raise FileNotFoundError
         return datasets.load_dataset(source.path, split=source.split)

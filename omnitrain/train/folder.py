@@ -47,7 +47,17 @@ class RunFolder:
         return checkpoint
 
     def open(self, resumed: bool) -> None:
-        """Make the folder. A new run moves an older one aside instead of mixing with it."""
+        """Make the folder. A new run moves an older one aside instead of mixing with it.
+
+        Raises:
+            UserError: the system does not let us.
+        """
+        try:
+            self._open(resumed)
+        except OSError as error:
+            raise UserError(f"output_dir: {str(self.path)!r} cannot be written: {error}; name another folder") from None
+
+    def _open(self, resumed: bool) -> None:
         if not resumed and (self.path / "recipe.yaml").is_file():
             aside = next(p for n in count(1) if not (p := self.path.with_name(f"{self.path.name}.old{n}")).exists())
             self.path.rename(aside)

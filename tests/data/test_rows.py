@@ -71,3 +71,14 @@ def test_whatever_a_late_row_asks_in_vain_is_one_error_before_training(tmp_path:
     problems = str(caught.value).splitlines()
     assert len(problems) == 2 and "asks the model to read video" in problems[0] and "message role 'tool'" in problems[1]
     require_usable([source(tmp_path, [tiny_row(task, 0) for task in TASKS])], tiny_processor(tiny_model()))
+
+
+@pytest.mark.parametrize("given", ["mine [1].parquet", "", "*.parquet"])
+def test_brackets_in_the_names_of_files_and_folders_are_only_letters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    folder = tmp_path / "run [a]"
+    folder.mkdir()
+    write_parquet(folder / "mine [1].parquet", [tiny_row("text", seed) for seed in range(3)])
+    monkeypatch.chdir(folder)
+    assert len(RowSource(DataSource(path=given or str(folder)))) == 3

@@ -232,6 +232,13 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         Trainer(recipe)
 
 
+def test_an_output_folder_that_the_system_refuses_is_a_message(tmp_path: Path) -> None:
+    trainer = Trainer(load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'taken' / 'run'}"))
+    (tmp_path / "taken").touch()
+    with pytest.raises(UserError, match=r"output_dir: .* cannot be written: .*; name another folder"):
+        trainer.fit()
+
+
 def test_a_folder_that_holds_no_run_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
