@@ -129,6 +129,8 @@ def _from_checkpoint(
         component.to(dtype)
     for decoder in model.decoders.values():
         _cast_decoder(decoder, dtype)
+    if weights_path:
+        load_adapters(model, Path(weights_path))
     return model if init_device == "meta" else model.to(init_device)
 
 
