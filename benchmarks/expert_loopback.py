@@ -100,6 +100,9 @@ def check_late_rows(device: torch.device, dtype: torch.dtype, steps: int) -> Non
         for one, other in zip(found, expected, strict=True):
             assert not one.isnan().any(), f"step {step}: NaN; a row was read before it was there, or after it was sent"
             assert torch.equal(one, other), f"step {step}: other bits than over a link that sends at once"
+        of_experts = found[-len(list(experts.parameters())) :]
+        idle = sum(gradient[used:].count_nonzero().item() for gradient in of_experts)
+        assert idle == 0, f"step {step}: experts without a token have {idle} gradients that are not zero"
 
 
 def _inputs(tokens: int, used: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,8 @@ Sides, one after the other, on the same packs:
 
 - ``omnitrain``: the step of ``Trainer``, blocks compiled on a GPU;
 - ``hf_NAME``: HF ``Trainer`` with ``DataCollatorWithFlattening``, once per implementation of experts that can train
-  here: ``grouped_mm``, ``eager``, ``sonicmoe``. The fastest one is what omnitrain is compared with.
+  here: ``grouped_mm``, ``eager``, ``sonicmoe``, ``liger`` (whose kernels are not tuned: to try its 200 settings takes
+  longer than all else). The fastest one is what omnitrain is compared with.
 
 Then omnitrain again, each time with one part as transformers has it; what a part is worth is the seconds per token
 without it, over those with it:
@@ -25,11 +26,13 @@ Before, the experts' exchange runs ``--loopback`` random steps against itself on
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -39,19 +42,22 @@ from gpu_train import (
     FULL,
     TINY,
     Measured,
+    Run,
     Sizes,
-    alone,
     batches_of,
+    can_use,
     ceiling,
     check_losses,
     flattened,
     foundation_plan,
     layers_that_fit,
+    measured_one_by_one,
+    report_all,
     run_hf,
     run_omnitrain,
     start_on_device,
 )
-from harness import Result, parser, report
+from harness import Result, parser
 from transformers import AutoConfig
 from transformers.integrations.sonicmoe import is_sonicmoe_loadable
 
@@ -97,8 +103,10 @@ def config_of(sizes: Sizes, layers: int) -> Any:
 
 
 def hf_experts(device: torch.device) -> list[str]:
-    """Transformers' implementations of experts that can train here; ``batched_mm`` copies the experts per token."""
-    return ["grouped_mm", "eager", *(["sonicmoe"] if device.type == "cuda" and is_sonicmoe_loadable() else [])]
+    """Implementations of experts that can train here; transformers' ``batched_mm`` copies the experts per token."""
+    sonicmoe = device.type == "cuda" and is_sonicmoe_loadable()
+    there = {"grouped_mm": True, "eager": True, "sonicmoe": sonicmoe, "liger": can_use("liger_kernel", device)}
+    return [name for name, is_there in there.items() if is_there]
 
 
 def use_their_experts(model: OmniModel) -> None:
@@ -119,7 +127,7 @@ def all_logits_at_once(device: torch.device) -> Iterator[None]:
 
 def run_variant(variant: Variant, config: Any, packs: Any, given: Namespace) -> Measured:
     """Omnitrain's side, or what is left of it."""
-    plan = foundation_plan(given.device)
+    plan = foundation_plan(given)
     if variant.router:
         plan = plan.model_copy(update={"compile": False})
     if variant.recompute:
@@ -130,9 +138,10 @@ def run_variant(variant: Variant, config: Any, packs: Any, given: Namespace) -> 
 
 
 def run_theirs(implementation: str, config: Any, packs: Any, given: Namespace) -> Measured:
-    """HF ``Trainer``, its experts by ``implementation``."""
-    config._experts_implementation = implementation
-    return run_hf(flattened, config, packs, given)
+    """HF ``Trainer``, its experts by ``implementation``; liger has experts of its own, under the name of its MLPs."""
+    is_liger = implementation == "liger"
+    config._experts_implementation = "eager" if is_liger else implementation
+    return run_hf(flattened, config, packs, given, {"swiglu": is_liger})
 
 
 def measure(given: Namespace) -> Result:
@@ -140,31 +149,35 @@ def measure(given: Namespace) -> Result:
     sizes, device = TINY_MOE if given.tiny else MOE, given.device
     check_late_rows(device, torch.bfloat16 if device.type == "cuda" else torch.float32, given.loopback)
     limit = ceiling(sizes.matmul, device)
-    layers = given.layers or layers_that_fit("text", sizes, given)
+    layers = given.layers or layers_that_fit("text", sizes, given, vocabulary_matrices=2)
     packs = batches_of("text", sizes, config_of(sizes, layers), given)
-    found: dict[str, Measured] = {}
-    for name, variant in {"omnitrain": Variant(), **VARIANTS}.items():
-        found[name] = alone(device, run_variant, variant, config_of(sizes, layers), packs, given)
-    theirs = {f"hf_{name}": name for name in hf_experts(device)}
-    for side, name in theirs.items():
-        found[side] = alone(device, run_theirs, name, config_of(sizes, layers), packs, given)
-    for side in (*VARIANTS, *theirs):
-        check_losses(found["omnitrain"], found[side])
-    more = {"layers": float(layers), "tokens_per_pack": float(given.tokens), "loopback_steps": float(given.loopback)}
-    return _result(found, tuple(theirs), limit, more)
-
-
-def _result(found: dict[str, Measured], theirs: tuple[str, ...], limit: float, more: dict[str, float]) -> Result:
-    speeds = {side: median(measured.tokens_per_second) for side, measured in found.items()}
-    figures = {
-        "share_of_ceiling": median(found["omnitrain"].operations_per_second) / limit,
-        "ratio_over_hf": speeds["omnitrain"] / max(speeds[side] for side in theirs),
-        **{f"worth_{part}": speeds["omnitrain"] / speeds[part] for part in VARIANTS},
+    sides: dict[str, Run] = {
+        name: partial(run_variant, variant, config_of(sizes, layers), packs, given)
+        for name, variant in {"omnitrain": Variant(), **VARIANTS}.items()
     }
+    for name in hf_experts(device):
+        sides[f"hf_{name}"] = partial(run_theirs, name, config_of(sizes, layers), packs, given)
+    found = dict(measured_one_by_one(device, sides))
+    for measured in found.values():
+        check_losses(next(iter(found.values())), measured)
+    more = {"layers": float(layers), "tokens_per_pack": float(given.tokens), "loopback_steps": float(given.loopback)}
+    return _result(found, limit, more | {"failed_sides": float(len(sides) - len(found))})
+
+
+def _result(found: dict[str, Measured], limit: float, more: dict[str, float]) -> Result:
+    speeds = {side: median(measured.tokens_per_second) for side, measured in found.items()}
+    theirs = [side for side in found if side.startswith("hf_")]
+    figures = {}
+    if "omnitrain" in found:
+        figures["share_of_ceiling"] = median(found["omnitrain"].operations_per_second) / limit
+        if theirs:
+            figures["ratio_over_hf"] = speeds["omnitrain"] / max(speeds[side] for side in theirs)
+        figures |= {f"worth_{part}": speeds["omnitrain"] / speeds[part] for part in VARIANTS if part in speeds}
     for side, measured in found.items():
         figures[f"{side}_tokens_per_second"] = speeds[side]
         figures[f"{side}_tflop_per_second"] = median(measured.operations_per_second) / 1e12
         figures[f"{side}_peak_mib"] = measured.peak_mib
+    figures |= {f"{side}_uses_liger": float(found[side].uses_liger) for side in theirs}
     rounds = {f"{side}_tokens_per_second": measured.tokens_per_second for side, measured in found.items()}
     return Result("gpu_moe", FORMULA, figures | {"ceiling_tflop_per_second": limit / 1e12, **more}, rounds)
 
@@ -173,8 +186,9 @@ def main() -> None:
     """Measure and report."""
     options = parser(sys.modules[__name__].__doc__ or "", rounds=5, steps=2)
     options.add_argument("--loopback", type=int, default=200, help="random steps of the experts' exchange")
+    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # read when liger is imported
     given = start_on_device(options, 8192)
-    report(measure(given), given.json)
+    report_all(measure(given), given)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ Sides, one after the other, because two models do not fit at once:
 - ``hf_flattened`` (text): HF ``Trainer`` with ``DataCollatorWithFlattening``, on just these packs;
 - ``hf_padded``: HF ``Trainer``, samples sorted by length, padded to at most ``--tokens`` tokens with padding.
 
-HF runs in bf16 by autocast, with liger's kernels and flash attention where these packages are installed, sdpa where
-not. It neither logs nor saves. A round is ``--steps`` optimizer steps; the device is synchronised at its ends only.
+HF runs in bf16 by autocast, with liger's kernels and flash attention where these packages are installed (and liger's
+fit transformers'), sdpa where not. It neither logs nor saves. A round is ``--steps`` optimizer steps; the device is
+synchronised at its ends only. A side has as many rounds as ``--seconds`` allow, at least one and at most ``--rounds``.
+Our sides come first: liger changes transformers' modules for the whole process.
 
 Floating point operations of a step, counted for real tokens alone, and never for recomputation:
 ``6 x block parameters x tokens + 6 x vocabulary x hidden x predicted tokens + 6 x layers x heads x head_dim x
@@ -35,12 +37,15 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -55,6 +60,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.integrations.liger import apply_liger_kernel
 
 from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.packing import fill_pack
@@ -179,13 +185,14 @@ def fresh(config: Any, device: torch.device) -> PreTrainedModel:
         return foundation_class(config)(copy.deepcopy(config)).train()
 
 
-def layers_that_fit(kind: str, sizes: Sizes, given: Namespace) -> int:
-    """Layers of the language model for which the free memory is enough."""
+def layers_that_fit(kind: str, sizes: Sizes, given: Namespace, vocabulary_matrices: int = 1) -> int:
+    """Layers of the language model for which the free memory is enough; with a head of its own there are 2 matrices."""
     text, vision, tokens = sizes.text, sizes.vision, given.tokens
     if given.device.type != "cuda":
         return text["num_hidden_layers"]
     layer = _layer_bytes(text, tokens)
-    taken = text["vocab_size"] * (text["hidden_size"] * _PARAMETER_BYTES + tokens * _LOGIT_BYTES)
+    in_vocabulary = vocabulary_matrices * text["hidden_size"] * _PARAMETER_BYTES
+    taken = text["vocab_size"] * (in_vocabulary + tokens * _LOGIT_BYTES)
     if kind == "mixed":
         hidden, inner = vision["hidden_size"], vision["intermediate_size"]
         block = hidden * (4 * hidden + 2 * inner) * _PARAMETER_BYTES
@@ -216,16 +223,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def ceiling(side: int, device: torch.device) -> float:
-    """Operations per second of a square bf16 matrix product, the best of ten."""
+    """Operations per second of a square bf16 matrix product, the best of a hundred: a GPU's clock rises slowly."""
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds = []
-    for _ in range(12):
+    for _ in range(100):
         synchronize(device)
         began = time.perf_counter()
         torch.mm(a, b)
         synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return 2 * side**3 / min(seconds[2:])
+    return 2 * side**3 / min(seconds)
 
 
 def operations(config: Any, model: PreTrainedModel, samples: Sequence[dict[str, Any]]) -> float:
@@ -258,20 +265,27 @@ class Measured:
         tokens_per_second: without padding, per round.
         operations_per_second: per round.
         first_losses: of the first batches, at least of one.
+        seconds: of all rounds.
         peak_mib: of memory.
+        uses_liger: HF ran liger's kernels.
     """
 
     tokens_per_second: list[float] = field(default_factory=list)
     operations_per_second: list[float] = field(default_factory=list)
     first_losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
     peak_mib: float = 0.0
+    uses_liger: bool = False
 
     def add(self, tokens: int, performed: float, seconds: float) -> None:
         """A round."""
+        self.seconds += seconds
         self.tokens_per_second.append(tokens / seconds)
         self.operations_per_second.append(performed / seconds)
 
 
+Name = TypeVar("Name", str, tuple[str, str])
+Run = Callable[[], Measured]
 Batch = list[dict[str, Any]]
 Collate = Callable[[list[Batch]], dict[str, Any]]
 
@@ -335,9 +349,9 @@ def padded(batches: list[Batch]) -> dict[str, torch.Tensor]:
     return made
 
 
-def foundation_plan(device: torch.device) -> ComponentPlan:
+def foundation_plan(given: Namespace) -> ComponentPlan:
     """Of our side, beside what all components share."""
-    return ComponentPlan(compile=True) if device.type == "cuda" else ComponentPlan()
+    return ComponentPlan(compile=True) if given.device.type == "cuda" and not given.eager else ComponentPlan()
 
 
 def run_omnitrain(
@@ -361,22 +375,25 @@ def run_omnitrain(
     plan = ParallelPlan(default=default, components={FOUNDATION: foundation})
     model = fresh(config, given.device)
     counted = [operations(config, model, batch) for batch in batches]
-    step = OmniStep(model, plan, SETTINGS, given.device)
-    if alter is not None:
-        alter(step.model)
-    native = step.model.runner.native
-    packs = [Pack.from_samples(to_samples(native, batch)) for batch in batches]
-    measured = Measured(first_losses=[step.run([pack]) for pack in packs[:WARM_UP]])
-    for first in range(WARM_UP, len(packs), given.steps):
-        part = slice(first, first + given.steps)
-        synchronize(given.device)
-        began = time.perf_counter()
-        for pack in packs[part]:
-            step.run([pack])
-        synchronize(given.device)
-        measured.add(sum(p.num_tokens for p in packs[part]), sum(counted[part]), time.perf_counter() - began)
-    step.close()
-    leave_ranks()
+    with ExitStack() as stack:
+        stack.callback(leave_ranks)
+        step = OmniStep(model, plan, SETTINGS, given.device)
+        stack.callback(step.close)
+        if alter is not None:
+            alter(step.model)
+        native = step.model.runner.native
+        packs = [Pack.from_samples(to_samples(native, batch)) for batch in batches]
+        measured = Measured(first_losses=[step.run([pack]) for pack in packs[:WARM_UP]])
+        for first in range(WARM_UP, len(packs), given.steps):
+            part = slice(first, first + given.steps)
+            synchronize(given.device)
+            began = time.perf_counter()
+            for pack in packs[part]:
+                step.run([pack])
+            synchronize(given.device)
+            measured.add(sum(p.num_tokens for p in packs[part]), sum(counted[part]), time.perf_counter() - began)
+            if measured.seconds > given.seconds:
+                break
     return measured
 
 
@@ -387,16 +404,20 @@ class Borders(TrainerCallback):
         self._given = given
         self.times: list[float] = []
 
-    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        """The warm-up, or a round, may be over."""
+    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        """The warm-up, or a round, may be over; the last one, if it is late."""
         if state.global_step >= WARM_UP and (state.global_step - WARM_UP) % self._given.steps == 0:
             synchronize(self._given.device)
             self.times.append(time.perf_counter())
+            control.should_training_stop |= self.times[-1] - self.times[0] > self._given.seconds
 
 
-def run_hf(collate: Collate, config: Any, batches: list[Batch], given: Namespace) -> Measured:
-    """HF ``Trainer``, whose batches ``collate`` makes."""
+def run_hf(
+    collate: Collate, config: Any, batches: list[Batch], given: Namespace, kernels: dict[str, bool] | None = None
+) -> Measured:
+    """HF ``Trainer``, whose batches ``collate`` makes; ``kernels``: liger's switches, where not as liger has them."""
     model = fresh(config, given.device)
+    measured = Measured(uses_liger=can_use("liger_kernel", given.device) and _took_liger(model, kernels))
     model.set_attn_implementation("flash_attention_2" if can_use("flash_attn", given.device) else "sdpa")
     losses: list[torch.Tensor] = []
 
@@ -418,8 +439,8 @@ def run_hf(collate: Collate, config: Any, batches: list[Batch], given: Namespace
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    measured = Measured(first_losses=[losses[0].item()])
-    for begin, (began, ended) in zip(range(WARM_UP, number, given.steps), pairwise(borders.times), strict=True):
+    measured.first_losses.append(losses[0].item())
+    for begin, (began, ended) in zip(range(WARM_UP, number, given.steps), pairwise(borders.times), strict=False):
         part = order[begin : begin + given.steps]
         tokens = sum(len(sample["input_ids"]) for index in part for sample in batches[index])
         measured.add(tokens, sum(counted[index] for index in part), ended - began)
@@ -431,6 +452,16 @@ def can_use(package: str, device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec(package) is not None
 
 
+def _took_liger(model: PreTrainedModel, kernels: dict[str, bool] | None) -> bool:
+    """As HF ``Trainer`` puts liger's kernels in; a liger that knows another transformers leaves the model as it was."""
+    try:
+        apply_liger_kernel(model, kernels)
+    except ImportError as error:
+        print(f"{type(model).__name__} without liger: {error}", flush=True)
+        return False
+    return True
+
+
 def _arguments(folder: str, steps: int, device: torch.device) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
@@ -439,7 +470,6 @@ def _arguments(folder: str, steps: int, device: torch.device) -> TrainingArgumen
         train_sampling_strategy="sequential",
         remove_unused_columns=False,
         bf16=True,
-        use_liger_kernel=can_use("liger_kernel", device),
         optim="adamw_torch_fused",
         learning_rate=SETTINGS.learning_rate,
         lr_scheduler_type="constant",
@@ -483,33 +513,47 @@ def measure(given: Namespace) -> Result:
     sizes = TINY if given.tiny else FULL
     limit = ceiling(sizes.matmul, given.device)
     layers = {kind: given.layers or layers_that_fit(kind, sizes, given) for kind in HF_SIDES}
-    found: dict[tuple[str, str], Measured] = {}
-    for kind, hf_sides in HF_SIDES.items():
-        config = config_of(kind, sizes, layers[kind])
-        packs = batches_of(kind, sizes, config, given)
-        plan = foundation_plan(given.device)
-        found[kind, "omnitrain"] = alone(given.device, run_omnitrain, config, packs, given, plan)
-        for side in hf_sides:
-            collate, batches = flattened, packs
-            if side == "hf_padded":
-                collate, batches = padded, padded_batches(packs, given.tokens)
-            found[kind, side] = alone(given.device, run_hf, collate, config, batches, given)
-    check_losses(found["text", "omnitrain"], found["text", "hf_flattened"])
+    configs = {kind: config_of(kind, sizes, number) for kind, number in layers.items()}
+    packs = {kind: batches_of(kind, sizes, config, given) for kind, config in configs.items()}
+    sides: dict[tuple[str, str], Run] = {
+        (kind, "omnitrain"): partial(run_omnitrain, config, packs[kind], given, foundation_plan(given))
+        for kind, config in configs.items()
+    }
+    for kind, side in ((kind, side) for kind, sides_of_hf in HF_SIDES.items() for side in sides_of_hf):
+        collate, batches = flattened, packs[kind]
+        if side == "hf_padded":
+            collate, batches = padded, padded_batches(packs[kind], given.tokens)
+        sides[kind, side] = partial(run_hf, collate, configs[kind], batches, given)
+    found = dict(measured_one_by_one(given.device, sides))
+    if {("text", "omnitrain"), ("text", "hf_flattened")} <= found.keys():
+        check_losses(found["text", "omnitrain"], found["text", "hf_flattened"])
     figures = {f"{kind}_layers": float(number) for kind, number in layers.items()}
-    figures |= {f"hf_uses_{name}": float(can_use(name, given.device)) for name in ("liger_kernel", "flash_attn")}
-    return _result(found, limit, figures | {"tokens_per_pack": float(given.tokens)})
+    figures |= {"hf_uses_flash_attn": float(can_use("flash_attn", given.device))}
+    figures |= {"tokens_per_pack": float(given.tokens), "failed_sides": float(len(sides) - len(found))}
+    return _result(found, limit, figures)
 
 
-def alone(device: torch.device, run: Callable[..., Measured], *arguments: Any) -> Measured:
-    """One side, which has the memory for itself: two models do not fit at once."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    measured = run(*arguments)
-    measured.peak_mib = peak_memory_mb(device)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return measured
+def measured_one_by_one(device: torch.device, sides: dict[Name, Run]) -> Iterator[tuple[Name, Measured]]:
+    """Each side has the memory for itself: two models do not fit at once.
+
+    One that fails is left out, and why is printed: what the others took minutes for is not lost.
+    """
+    for side, run in sides.items():
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        name, began = side if isinstance(side, str) else " ".join(side), time.perf_counter()
+        try:
+            measured = run()
+        except Exception:  # whatever transformers, liger, a compiler or the memory lacks
+            traceback.print_exc()
+            print(f"{name} failed", flush=True)
+            continue
+        measured.peak_mib = peak_memory_mb(device)
+        tokens, seconds = median(measured.tokens_per_second), time.perf_counter() - began
+        print(f"{name}: {tokens:,.0f} tokens/s, {measured.peak_mib:,.0f} MiB; took {seconds:.0f} s", flush=True)
+        yield side, measured
 
 
 def check_losses(ours: Measured, theirs: Measured) -> None:
@@ -519,15 +563,20 @@ def check_losses(ours: Measured, theirs: Measured) -> None:
 
 def _result(found: dict[tuple[str, str], Measured], limit: float, more: dict[str, float]) -> Result:
     figures = {}
-    for kind, hf_sides in HF_SIDES.items():
-        speeds = {side: median(found[kind, side].tokens_per_second) for side in ("omnitrain", *hf_sides)}
-        performed = median(found[kind, "omnitrain"].operations_per_second)
-        figures[f"{kind}_share_of_ceiling"] = performed / limit
-        figures[f"{kind}_ratio_over_hf"] = speeds["omnitrain"] / max(speeds[side] for side in hf_sides)
+    for kind in HF_SIDES:
+        sides = {side: measured for (of, side), measured in found.items() if of == kind}
+        if (ours := sides.pop("omnitrain", None)) is None:
+            continue
+        figures[f"{kind}_share_of_ceiling"] = median(ours.operations_per_second) / limit
+        if sides:
+            best = max(median(measured.tokens_per_second) for measured in sides.values())
+            figures[f"{kind}_ratio_over_hf"] = median(ours.tokens_per_second) / best
     for (kind, side), measured in found.items():
         figures[f"{kind}_{side}_tokens_per_second"] = median(measured.tokens_per_second)
         figures[f"{kind}_{side}_tflop_per_second"] = median(measured.operations_per_second) / 1e12
         figures[f"{kind}_{side}_peak_mib"] = measured.peak_mib
+        if side != "omnitrain":
+            figures[f"{kind}_{side}_uses_liger"] = float(measured.uses_liger)
     figures |= {"ceiling_tflop_per_second": limit / 1e12, **more}
     rounds = {f"{kind}_{side}_tokens_per_second": m.tokens_per_second for (kind, side), m in found.items()}
     return Result("gpu_train", FORMULA, figures, rounds)
@@ -538,6 +587,8 @@ def start_on_device(options: ArgumentParser, tokens: int) -> Namespace:
     options.add_argument("--tokens", type=int, help=f"of a pack; {tokens}, and 256 with --tiny")
     options.add_argument("--layers", type=int, help="of the language model; unset: as many as fit")
     options.add_argument("--tiny", action="store_true", help="toy sizes, which a CPU can do")
+    options.add_argument("--seconds", type=float, default=25.0, help="of the rounds of a side, if there are many")
+    options.add_argument("--eager", action="store_true", help="our blocks are not compiled")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with more of them HF Trainer would use all
     given = start(options)
     given.tokens = given.tokens or (256 if given.tiny else tokens)
@@ -545,10 +596,17 @@ def start_on_device(options: ArgumentParser, tokens: int) -> Namespace:
     return given
 
 
+def report_all(result: Result, given: Namespace) -> None:
+    """What was measured, and then an error where something was not."""
+    report(result, given.json)
+    if failed := result.figures["failed_sides"]:
+        sys.exit(f"{result.name}: {failed:.0f} sides failed; see above")
+
+
 def main() -> None:
     """Measure and report."""
     given = start_on_device(parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=2), FULL.longest * 2)
-    report(measure(given), given.json)
+    report_all(measure(given), given)
 
 
 if __name__ == "__main__":

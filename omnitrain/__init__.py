@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
+    from omnitrain.optim.gradients import clip_gradients, gradient_norm
     from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of
     from omnitrain.parallel.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
     from omnitrain.parallel.parallelize import build_parallelize_model
@@ -59,9 +60,11 @@ _HOMES = {
     "build_foundation_model": "omnitrain.models.build",
     "build_omni_model": "omnitrain.models.build",
     "build_parallelize_model": "omnitrain.parallel.parallelize",
+    "clip_gradients": "omnitrain.optim.gradients",
     "gather_heads_scatter_seq": "omnitrain.parallel.head_exchange",
     "gather_seq_scatter_heads": "omnitrain.parallel.head_exchange",
     "get_parallel_state": "omnitrain.parallel.state",
+    "gradient_norm": "omnitrain.optim.gradients",
     "init_parallel_state": "omnitrain.parallel.state",
     "layout_of": "omnitrain.parallel.applied",
     "parse_layout": "omnitrain.recipe",
@@ -96,9 +99,11 @@ __all__ = [
     "build_foundation_model",
     "build_omni_model",
     "build_parallelize_model",
+    "clip_gradients",
     "gather_heads_scatter_seq",
     "gather_seq_scatter_heads",
     "get_parallel_state",
+    "gradient_norm",
     "init_parallel_state",
     "layout_of",
     "parse_layout",

@@ -22,12 +22,12 @@ from omnitrain.models.hf import (
     as_dict,
     config_at,
     foundation_class,
-    load_strictly,
     require_sub_configs,
     resolve,
 )
 from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniConfig, OmniModel
+from omnitrain.models.spread import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
 
 
@@ -43,11 +43,13 @@ def build_foundation_model(
         torch_dtype: of the weights; None: fp32 for fresh ones, the checkpoint's own for loaded ones.
 
     Raises:
-        UserError: no such model, or one without a language-model head.
+        UserError: no such model, or one without a language-model head, or a model that is parallelized already.
         WeightsError: tensors missing or renamed.
     """
     if isinstance(source, (str, dict)):
         require_sub_configs(source)
+    if isinstance(source, PreTrainedModel) and is_spread(source):
+        raise UserError("the model is parallelized already; build a new one for another layout")
     with _on(init_device):
         model = resolve(_described(source, init_device), foundation_class, torch_dtype)
     if model.get_output_embeddings() is None:
@@ -119,9 +121,7 @@ def _from_checkpoint(
     if config is None:
         raise UserError(f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}")
     if weights_path and init_device != "meta":
-        model = cast(OmniModel, load_strictly(OmniModel, weights_path, torch_dtype, config=config))
-        load_adapters(model, Path(weights_path))
-        return model.to(init_device)
+        return OmniModel.from_pretrained(weights_path, dtype=torch_dtype, config=config).to(init_device)
     with _on(init_device):
         model = OmniModel(config)
     dtype = torch_dtype or torch.float32

@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from omnitrain.errors import UserError
-from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import (
     add_expert_adapter,
     backend_of,
@@ -23,6 +23,9 @@ from omnitrain.ops.experts import (
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION
+
+if TYPE_CHECKING:
+    from omnitrain.models.omni import OmniModel
 
 ADAPTER = "default"  # as peft names it
 _APPLIED = "_lora_adapters"

@@ -12,10 +12,11 @@ the one before it at its ``base_layer``.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of
-from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
+
+if TYPE_CHECKING:
+    from omnitrain.models.omni import OmniModel
 
 FOLDER = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,6 +62,12 @@ def save_adapters(model: OmniModel, folder: Path, weights: Mapping[str, Tensor])
         }
         save_file(tensors, into / _WEIGHTS, metadata={"format": "pt"})
         _config(model, root, adapters).save_pretrained(str(into))
+
+
+def replace_adapters(model: OmniModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """See :func:`save_adapters`; those of a model that was saved there before are removed."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+    save_adapters(model, folder, weights)
 
 
 def load_adapters(model: OmniModel, folder: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
+from omnitrain.checkpoint.whole import whole_weights
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
@@ -23,9 +26,11 @@ from omnitrain.models.encoding import Share, encode, idle_head, tied
 from omnitrain.models.foundation import FoundationRunner
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.in_step import idle_prompt
+from omnitrain.models.lora_files import load_adapters, replace_adapters, split_weights
 from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.part import filled_up, here
+from omnitrain.models.spread import by_first, is_spread
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 from omnitrain.ops.device import moved
 
@@ -94,7 +99,37 @@ class OmniModel(PreTrainedModel):
         """
         if kwargs.get("output_loading_info"):
             return super().from_pretrained(path, *args, **kwargs)
-        return load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs)
+        model = cast(OmniModel, load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs))
+        load_adapters(model, Path(path))
+        return model
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write config and whole weights, and LoRA adapters beside them in files of peft, for :meth:`from_pretrained`.
+
+        Every rank calls it where the model is spread over ranks: the first one writes, and no rank goes on before.
+
+        Args:
+            save_directory: a folder; what a model left there before is replaced.
+            *args: for transformers.
+            **kwargs: for transformers. With ``state_dict``, that is written as it is, by the rank that calls.
+
+        Raises:
+            TrainingError: the first rank could not write; it raises the error itself.
+        """
+        if kwargs.get("state_dict") is not None:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            return
+        first = not is_spread(self) or dist.get_rank() == 0
+        weights, adapters = split_weights(self, whole_weights(self, keep=first))
+
+        def write() -> None:
+            super(OmniModel, self).save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
+            replace_adapters(self, Path(save_directory), adapters)
+
+        if is_spread(self):
+            by_first(write)
+        else:
+            write()
 
     @property
     def encoders(self) -> dict[str, Any]:

@@ -26,18 +26,16 @@ class HandedOut:
     """The weights of a model, whole on rank 0.
 
     Args:
-        model: of the same modules on all ranks, on rank 0 with its weights. It is on the meta device afterwards, but
-            for buffers, of which every rank has those of rank 0. All ranks call this.
+        model: the same on all ranks, on rank 0 with its weights. It is on the meta device afterwards, but for buffers,
+            of which every rank has those of rank 0. All ranks call this.
         device: on which tensors travel.
-
-    Raises:
-        UserError: parameters are not those of rank 0, by name, shape or whether they train; on all ranks.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
         self._whole: dict[str, Tensor] = {}
-        dtypes = _agreed_dtypes(model)
+        # Those of rank 0: a model that was built without weights does not know in which its file has them.
+        dtypes = _gathered({name: parameter.dtype for name, parameter in model.named_parameters()})[SOURCE]
         _take_buffers(model)
         for name, parameter in model.named_parameters():
             bare = torch.empty_like(parameter, device="meta", dtype=dtypes[name])
@@ -76,6 +74,22 @@ def ranks_without_weights(model: nn.Module) -> list[bool]:
     return _gathered(any(parameter.is_meta for parameter in model.parameters()))
 
 
+def require_same_parameters(model: nn.Module) -> None:
+    """Before rank 0 hands them out; all ranks call this.
+
+    Raises:
+        UserError: on all ranks, with the names of some that differ from those of rank 0: by name, shape or whether they
+            train.
+    """
+    own = {name: (tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()}
+    everywhere = _gathered(own)
+    if different := sorted({name for found in everywhere for name, _ in found.items() ^ everywhere[SOURCE].items()}):
+        raise UserError(
+            f"{len(different)} parameters are not those of rank 0, such as {', '.join(different[:_SHOWN])}; build the "
+            "same model on every rank"
+        )
+
+
 def on_source(work: Callable[[], Any]) -> None:
     """Rank 0 does it; where it raises a :class:`UserError`, all ranks do."""
     failure: UserError | None = None
@@ -86,19 +100,6 @@ def on_source(work: Callable[[], Any]) -> None:
             failure = error
     if (failed := _gathered(failure)[SOURCE]) is not None:
         raise failed
-
-
-def _agreed_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Those of rank 0: a model that was built without weights does not know in which its file has them."""
-    own = dict(model.named_parameters())
-    everywhere = _gathered({name: (tuple(p.shape), p.requires_grad) for name, p in own.items()})
-    if different := sorted({name for found in everywhere for name, _ in found.items() ^ everywhere[SOURCE].items()}):
-        raise UserError(
-            f"{len(different)} parameters are not those of rank 0, such as {', '.join(different[:_SHOWN])}; build "
-            "the same model on every rank"
-        )
-    dtypes: dict[str, torch.dtype] = _gathered({name: parameter.dtype for name, parameter in own.items()})[SOURCE]
-    return dtypes
 
 
 def _take_buffers(model: nn.Module) -> None:

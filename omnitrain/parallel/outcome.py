@@ -90,7 +90,7 @@ def train(
         with _Collectives() as communication:
             loss = accumulate_gradients(model, batch, around=partial(routed.around, step)).item()
         if step == 0:
-            first_loss, collectives = _summed(model, loss), communication.count
+            first_loss, collectives = _summed(loss), communication.count
             gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -127,7 +127,9 @@ class _Routing:
     def everywhere(self) -> Replayed:
         """What the replay changed, added up over the ranks that have tokens of their own."""
         totals = [sum(int(getattr(changed, name)) for changed in self._changed) for name in ("near_ties", "others")]
-        return Replayed(*(round(_summed(self._model, total)) for total in totals))
+        layout = layout_of(self._model)
+        group = None if layout is None else layout.state.loss_group
+        return Replayed(*(round(_summed(total, group)) for total in totals))
 
 
 def _optimizer(model: OmniModel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -150,11 +152,12 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _summed(model: OmniModel, value: float) -> float:
+def _summed(value: float, group: dist.ProcessGroup | None = None) -> float:
+    """Over the ranks of ``group``; None: over all."""
     if not dist.is_initialized():
         return value
-    layout, total = layout_of(model), torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total, group=layout.state.loss_group if layout is not None else None)
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
     return total.item()
 
 

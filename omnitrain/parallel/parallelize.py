@@ -18,13 +18,14 @@ from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.shared_tower import SharedTower
+from omnitrain.models.spread import is_spread
 from omnitrain.ops.compile import compile_blocks
 from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
-from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of, remember_layout
+from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
-from omnitrain.parallel.hand_out import SOURCE, HandedOut, on_source, ranks_without_weights
+from omnitrain.parallel.hand_out import SOURCE, HandedOut, on_source, ranks_without_weights, require_same_parameters
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
@@ -95,19 +96,18 @@ def build_parallelize_model(
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
-    _freeze(omni, plans)
     if weights_path is not None:
         on_source(partial(load_weights, model, weights_path))
         load_adapters(omni, Path(weights_path))
-    add_lora(omni, adapters)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
+    hands_out = state.world_size > 1 and (weights_path is not None or any(bare))
+    (require_same_parameters if hands_out else require_equal_weights)(omni)
+
+    _freeze(omni, plans)
+    add_lora(omni, adapters)
     _set_precision(omni, plans)
-    handed_out = None
-    if state.world_size > 1 and (weights_path is not None or any(bare)):
-        handed_out = HandedOut(omni, device_of(state.fsdp_mesh))
-    else:
-        require_equal_weights(omni)
+    handed_out = HandedOut(omni, device_of(state.fsdp_mesh)) if hands_out else None
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
     cut_tensors(omni, tensors.styles, state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
@@ -128,11 +128,9 @@ def build_parallelize_model(
 
 
 def _as_omni(model: PreTrainedModel) -> OmniModel:
-    if not isinstance(model, OmniModel):
-        return build_omni_model(foundation=model, init_device=str(model.device))
-    if layout_of(model) is not None:
+    if is_spread(model):
         raise UserError("the model is parallelized already; build a new one for another layout")
-    return model
+    return model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
 
 
 def _divided_tokens(

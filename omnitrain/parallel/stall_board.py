@@ -15,6 +15,7 @@ from omnitrain.parallel.stall_report import Answer, Collectives, Place, report
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
 _PART_SECONDS = 1.0
+_SEEN_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
 
@@ -48,7 +49,7 @@ class StallBoard:
         """Tell where this rank is; the first to call it waits for the others' answers and returns the report."""
         self._store.set(f"answer/{self.rank}", json.dumps(asdict(answer) | {"place": _plain(answer.place)}))
         self._store.set("told", "")
-        if self._store.add("reporters", 1) > 1:
+        if not self.may_report():
             return None
         finished = {rank for rank in range(self._world) if self._has(f"left/{rank}")}
         asked = [rank for rank in range(self._world) if rank not in finished]
@@ -56,6 +57,35 @@ class StallBoard:
         answers = {rank: self._answer_of(rank) for rank in asked if self._has(f"answer/{rank}")}
         silent = {rank: self._place_of(rank) for rank in asked if rank not in answers}
         return report(answers, silent, finished, seconds)
+
+    def fail(self, message: str) -> bool:
+        """Tell that this rank has failed; whether it is the first one, of which the others are told."""
+        if self._store.add("failures", 1) > 1:
+            return False
+        self._store.set("failed", json.dumps([self.rank, message]))
+        return True
+
+    def failure(self) -> tuple[int, str] | None:
+        """The rank that failed first, and its message."""
+        if not self._has("failed"):
+            return None
+        rank, message = json.loads(self._store.get("failed"))
+        return rank, message
+
+    def first_failure(self) -> tuple[int, str] | None:
+        """The same for a rank that has failed itself: somebody is about to tell it."""
+        _wait(lambda: self._has("failed"), _SEEN_SECONDS)
+        return self.failure()
+
+    def take_note(self) -> None:
+        """This rank knows who has failed. Rank 0, whose process holds the store, waits for the others to know it."""
+        self._store.add("noted", 1)
+        if self.rank == 0:
+            _wait(lambda: self._store.add("noted", 0) >= self._world, _SEEN_SECONDS)
+
+    def may_report(self) -> bool:
+        """True on the first rank that calls it."""
+        return self._store.add("reporters", 1) == 1
 
     def part(self, *, has_reported: bool) -> None:
         """Return when the report is printed: the end of one rank's process may end the others'.

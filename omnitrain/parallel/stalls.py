@@ -1,20 +1,25 @@
-"""A run that stands still ends, and says which rank is behind and where.
+"""A run that stands still ends, and says which rank is behind and where; where one rank fails, all end at once.
 
 Every rank notes where it is. A thread beside it counts the notes in a store that all ranks share. When that count has
 stood still for the set time, every thread tells in the store where its rank is, one of them prints the report, and
 each ends its process: no exception reaches a main thread that waits inside a C call.
+
+A rank that leaves the loop with an error tells that in the store, too. What others then meet, such as a connection that
+was closed, is but the consequence; those that wait for a collective would do so until its timeout.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -22,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from omnitrain.errors import EXIT_FAILED
+from omnitrain.errors import EXIT_FAILED, TrainingError, UserError
 from omnitrain.parallel.follow import follow_components
 from omnitrain.parallel.stall_board import StallBoard
 from omnitrain.parallel.stall_report import Answer, Collectives, Phase, Place, described, report
@@ -32,13 +37,14 @@ _FIRST_STEP = 3.0  # times the limit: kernels are compiled, data workers start
 _STACK_DEPTH = 20
 _CLOSE_SECONDS = 2.0
 _FLUSH_SECONDS = 1.0
+_UNWIND_SECONDS = 3.0  # for a rank to leave the loop by itself, when another one has failed
 _IN_MICRO_BATCH = ("encode", "forward", "backward")
 
 _numbers = itertools.count()
 
 
 class Watch:
-    """Ends the run when no rank moves on, and names the rank that the others wait for.
+    """Ends the run when no rank moves on, and names the rank that the others wait for, or the one that failed.
 
     Moving on is any call of :meth:`at` on any rank: a run may be as slow as it likes as long as some rank comes to
     another place within the limit. Until the first step is done, the limit is three times as long.
@@ -58,10 +64,20 @@ class Watch:
                 ...
                 with watch.paused("save"):
                     ...
+
+    An error that leaves the context on one rank ends all within seconds. On the others the context raises
+    :class:`TrainingError` with it in place of what they met; those that wait inside a collective end with exit code 1.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world: int, limit_s: float | None, *, stream: TextIO | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        limit_s: float | None,
+        *,
+        stream: TextIO | None = None,
+        on_failure: Callable[[int], None] | None = None,
     ) -> None:
         """Nothing is watched before the context is entered.
 
@@ -69,12 +85,15 @@ class Watch:
             store: shared by all ranks; it is used over a connection of its own.
             rank: of this process; its main thread is the calling one.
             world: number of ranks.
-            limit_s: seconds without a move on any rank; None: nothing is ever ended.
+            limit_s: seconds without a move on any rank; None: they may stand still forever.
             stream: where the report goes; None: stderr.
+            on_failure: called with this rank where it is the first one that fails.
         """
         self._board = StallBoard(store, f"omnitrain/stalls/{next(_numbers)}", rank, world)
-        self._limit_s = limit_s
+        self._is_alone = world == 1
+        self._limit_s = math.inf if limit_s is None else limit_s
         self._stream = stream or sys.stderr
+        self._on_failure = on_failure
         self._main_thread = threading.get_ident()
         self._place, self._moves, self._paused = Place(), 0, False
         self._moved_at = time.monotonic()
@@ -152,15 +171,35 @@ class Watch:
             self._thread.join(_CLOSE_SECONDS)
 
     def __enter__(self) -> Watch:
-        if self._limit_s is not None:
+        if not self._is_alone:
             self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+        if isinstance(error, Exception) and not self._is_alone:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the others of ``error``; raise what they told, where it was another rank that failed first."""
+        is_told = isinstance(error, UserError | TrainingError)  # by a message, often of all ranks alike
+        what = "".join(traceback.format_exception_only(error)).strip()
+        where = described(self._place)
+        failure: tuple[int, str] | None = None
+        with suppress(RuntimeError):  # the store went with the process that held it
+            message = str(error) if is_told else f"rank {self._board.rank} failed in {where}: {what}"
+            is_first = self._board.fail(message)
+            failure = self._board.first_failure()
+            if is_first and self._on_failure is not None:
+                self._on_failure(self._board.rank)
+            self._board.take_note()
+        if is_told:
+            return
+        if failure is not None and failure[0] != self._board.rank:
+            raise TrainingError(failure[1]) from error
+        error.add_note(f"on rank {self._board.rank}, in {where}")
 
     def _watch(self) -> None:
-        assert self._limit_s is not None
         first_step: int | None = None
         reported, total, since = 0, 0, time.monotonic()
         while not self._closing.wait(min(_TICK_SECONDS, self._limit_s / 10)):
@@ -170,8 +209,11 @@ class Watch:
             self._moves += self._paused
             try:
                 counted, told = self._board.note(place, moves - reported), self._board.somebody_told()
+                failure = self._board.failure()
             except RuntimeError:  # the store went with the process that held it: see how far this rank comes alone
-                counted, told = moves, False
+                counted, told, failure = moves, False, None
+            if failure is not None and not self._closing.wait(_UNWIND_SECONDS):
+                self._end_for_another(failure[1])
             if counted != total:
                 total, since = counted, now
             first_step = place.step if first_step is None else first_step
@@ -182,6 +224,14 @@ class Watch:
         with suppress(RuntimeError):
             self._board.leave()
 
+    def _end_for_another(self, message: str) -> None:
+        """End this process, for another rank has failed."""
+        with suppress(RuntimeError):
+            if self._board.may_report():
+                self._report(message)
+            self._board.take_note()
+        self._exit()
+
     def _end(self, seconds: float) -> None:
         answer = self._answer()
         try:
@@ -189,10 +239,16 @@ class Watch:
         except RuntimeError:  # as above
             text = report({self._board.rank: answer}, {}, (), seconds)
         if text is not None:
-            self._stream.write(f"omnitrain: {text}\n")
-            self._stream.flush()
+            self._report(text)
         with suppress(RuntimeError):
             self._board.part(has_reported=text is not None)
+        self._exit()
+
+    def _report(self, text: str) -> None:
+        self._stream.write(f"omnitrain: {text}\n")
+        self._stream.flush()
+
+    def _exit(self) -> None:
         # Whoever prints at this moment holds the lock of its stream, perhaps forever.
         flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
         flushing.start()

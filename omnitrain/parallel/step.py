@@ -88,11 +88,11 @@ def accumulate_gradients(
             terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
             if routers is not None and (balance := routers.loss()) is not None:
                 terms.append(balance)
-            loss = torch.stack(terms).sum()
+            loss = torch.stack(terms).sum() * share
             if note is not None:
                 note(phase="backward")
             if loss.requires_grad:  # not where all that trains is a tower, and no rank has media for it
-                (loss * share).backward()
+                loss.backward()
             total += loss.detach()
         if observe is not None:
             observe(pack, output)

@@ -23,14 +23,15 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext, start_processes
 
-from omnitrain.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainingError, UserError
+from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainingError, UserError
 from omnitrain.train.interrupt import TOGETHER_SECONDS
-from omnitrain.train.rank import LAUNCHER
+from omnitrain.train.rank import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 2.0  # of the other ranks, when one has failed
+_TRACEBACK_SECONDS = 10.0  # of the rank that failed first, when another one ends before it
 _HURRY_SECONDS = 10.0  # after the second signal
 
 
@@ -56,6 +57,7 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
     if "RANK" in os.environ:
         raise UserError("--nproc starts ranks, and this process is one already (RANK is set); remove one of the two")
     _silence_torch()
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # else torch's handlers raise while it starts the ranks
     others = range(1, nproc)
     with tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder, _Signals() as signals:
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -67,9 +69,9 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
             logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(others, Std.OUT), dict.fromkeys(others, Std.ERR)),
             log_line_prefixes={rank: f"[rank {rank}] " for rank in range(nproc)},
         )
-        signals.catch()  # again: torch has set handlers of its own
         assert isinstance(context, SubprocessContext)
-        ranks = _Ranks({rank: handler.proc for rank, handler in context.subprocess_handlers.items()}, stop_seconds)
+        processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        ranks = _Ranks(processes, stop_seconds, store)
         try:
             ranks.wait(signals)
         finally:
@@ -115,16 +117,13 @@ class _Signals:
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         self._caught: list[int] = []
 
-    def catch(self) -> None:
-        for number in _SIGNALS:
-            signal.signal(number, self._keep)
-
     def take(self) -> list[int]:
         taken, self._caught = self._caught, []
         return taken
 
     def __enter__(self) -> _Signals:
-        self.catch()
+        for number in _SIGNALS:
+            signal.signal(number, self._keep)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -146,6 +145,7 @@ class _Ranks:
 
     processes: Mapping[int, Popen]
     stop_seconds: float
+    store: dist.TCPStore
     codes: dict[int, int] = field(default_factory=dict)
     killed: list[int] = field(default_factory=list)
     _handed_on: set[int] = field(default_factory=set)
@@ -170,7 +170,10 @@ class _Ranks:
             rank, code = next(iter(failed.items()))
             if code > 0 and EXIT_USER_ERROR in failed.values():  # what other ranks met is but the consequence
                 return EXIT_USER_ERROR
-            raise TrainingError(f"rank {rank} {_how_it_ended(code)}; the others were ended")
+            first = self._first_to_fail()
+            if first is not None and code in (EXIT_FAILED, -signal.SIGABRT):  # other signals come from outside
+                rank = first
+            raise TrainingError(f"rank {rank} {_how_it_ended(self.codes.get(rank))}; the others were ended")
         if self.killed:
             ranks = f"rank{'s' * (len(self.killed) > 1)} {', '.join(map(str, self.killed))}"
             raise TrainingError(f"{ranks} did not stop within {self.stop_seconds:g} s (train.stop_seconds); killed")
@@ -196,13 +199,20 @@ class _Ranks:
             if code == EXIT_INTERRUPTED or -code in self._handed_on:
                 self._end_within(self.stop_seconds)
             elif code != 0:
-                self._end_within(_LAST_WORDS_SECONDS)
+                speaks = self._first_to_fail() not in (None, *self.codes)
+                self._end_within(_TRACEBACK_SECONDS if speaks else _LAST_WORDS_SECONDS)
+
+    def _first_to_fail(self) -> int | None:
+        """The rank that said so. Others may end before it, and killed ones say nothing."""
+        return int(self.store.get(FIRST_TO_FAIL)) if self.store.check([FIRST_TO_FAIL]) else None
 
     def _end_within(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 
-def _how_it_ended(code: int) -> str:
+def _how_it_ended(code: int | None) -> str:
+    if code is None:
+        return f"failed, and did not end within {_TRACEBACK_SECONDS:g} s"
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):  # a number without a name

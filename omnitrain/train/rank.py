@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LAUNCHER = "OMNITRAIN_LAUNCHER"  # process id of the launcher of `omnitrain run --nproc`
+
+FIRST_TO_FAIL = "omnitrain/first_to_fail"  # in the launcher's store: the rank
 
 _LAST_WORDS = "omnitrain/last_words"
 _CONNECT = timedelta(seconds=5)
@@ -43,6 +46,14 @@ def end_with_launcher() -> None:
     end_with_parent()
     if os.getppid() != int(launcher):  # it ended before the line above
         os._exit(1)
+
+
+def name_to_launcher(rank: int) -> None:
+    """Tell the launcher that ``rank`` was the first one to fail, whoever ends first."""
+    with suppress(RuntimeError):  # as below
+        store = _launcher_store()
+        if store is not None:
+            store.set(FIRST_TO_FAIL, str(rank))
 
 
 def own_words(message: str) -> str | None:

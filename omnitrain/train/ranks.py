@@ -16,6 +16,7 @@ from omnitrain.parallel.peers import GlooPeers
 from omnitrain.parallel.stalls import Watch
 from omnitrain.parallel.state import ParallelState, forget_parallel_state, init_state_of
 from omnitrain.recipe import ParallelPlan
+from omnitrain.train.rank import name_to_launcher
 
 T = TypeVar("T")
 
@@ -62,11 +63,14 @@ class Ranks:
         return agreed(self.peers, lambda: make() if made is None else made)
 
     def watch(self, limit_s: float | None) -> Watch:
-        """Ends the run when no rank moves on for ``limit_s`` seconds (None: never); a process alone is not watched."""
+        """Ends the run when a rank fails, or none moves on for ``limit_s`` seconds (None: as slow as they like).
+
+        A process alone is not watched.
+        """
         if self.meeting.world_size == 1:
             return Watch(dist.HashStore(), 0, 1, None)
         store = dist.TCPStore(self.meeting.host, self.meeting.port, is_master=False)
-        return Watch(store, self.meeting.rank, self.meeting.world_size, limit_s)
+        return Watch(store, self.meeting.rank, self.meeting.world_size, limit_s, on_failure=name_to_launcher)
 
 
 def join_ranks(plan: ParallelPlan, device: torch.device) -> Ranks:

@@ -46,6 +46,8 @@ from omnitrain.train.resume import require_same_rows
 from omnitrain.train.save import save_checkpoint
 from omnitrain.train.state import TrainingState, read_state
 
+_IDLE_STEPS = 10  # from the first on without a token to predict, which end a run
+
 
 class NonFiniteError(TrainingError):
     """A loss or gradient became NaN or infinite; the message names the samples. Nothing was updated."""
@@ -123,15 +125,15 @@ class Trainer:
 
         Raises:
             NonFiniteError: a loss or gradient is not finite.
-            UserError: data turned out to be unusable; the steps done are saved.
+            UserError: data turned out to be unusable; the steps done are saved, unless they had nothing to predict.
             TrainingError: so they are where a data process was killed.
         """
         train = self.recipe.train
         self._show()
         self.stopwatch = Stopwatch()
         with (
-            _settled_objects_uncollected(),
             Interrupt() as interrupt,
+            _settled_objects_uncollected(),
             StepProgress(train.steps, self.step) as progress,
             contextlib.closing(iter(self.loader)) as steps,
             self.watch,
@@ -144,6 +146,7 @@ class Trainer:
             while self.step < train.steps and not interrupted:
                 loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
+                self._require_targets()
                 progress.update(self.step)
                 if self.step % train.log_every == 0 or self.step == train.steps:
                     line = self._metrics(loss, norm)
@@ -209,6 +212,14 @@ class Trainer:
             console.print(f"expert_chunks: {self.experts.chunks.settled} was the fastest number, and stays")
         return loss, norm
 
+    def _require_targets(self) -> None:
+        """A step without a token to predict is counted. If that is all there ever was, it is a mistake in the data."""
+        if self.steps_without_targets == self.step >= min(_IDLE_STEPS, self.recipe.train.steps):
+            raise UserError(
+                f"nothing was trained in the first {self.step} steps: no sample of them has a token to predict; what "
+                "messages of the role `assistant` say is predicted (`omnitrain check` counts it in the first rows)"
+            )
+
     def _with_what_was_measured(self) -> Recipe:
         """The recipe without `auto`, as far as that was measured."""
         if (chunks := self.experts.chunks.settled) is None:
@@ -239,7 +250,7 @@ class Trainer:
             self.compiled.check()
         self.watch.at(phase="optimizer")
         norm = clip_gradients(self.model.parameters(), settings.max_grad_norm).item()
-        loss = self.ranks.loss_peers.sum(part.item())
+        loss = self.ranks.peers.sum(part.item())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             everywhere = self.ranks.peers.gather([pack.info.ids for pack in batch.packs])
             ids = list(dict.fromkeys(names for packs in everywhere for names in packs))

@@ -1,9 +1,11 @@
+import importlib
 import json
 import math
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 from omnitrain.train.display import console
 
@@ -15,8 +17,8 @@ SIZES = {
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
-    "gpu_train": ["--rounds=1", "--steps=1", "--tiny"],
-    "gpu_moe": ["--rounds=1", "--steps=1", "--tiny"],
+    "gpu_train": ["--rounds=3", "--seconds=0", "--steps=1", "--tiny"],
+    "gpu_moe": ["--rounds=3", "--seconds=0", "--steps=1", "--tiny"],
     "long_context": ["--rounds=1", "--budgets=1.5", "--lengths=4"],
     "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
@@ -53,3 +55,18 @@ def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, m
     assert {len(values) for values in result["rounds"].values()} == {1}
     assert all(isinstance(value, float) and math.isfinite(value) for value in result["figures"].values())
     assert all(value > 0 for values in result["rounds"].values() for value in values)
+
+
+def test_a_side_that_fails_is_named_and_takes_no_other_with_it(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    gpu_train = importlib.import_module("gpu_train")
+
+    def fails():
+        raise MemoryError("too much")
+
+    def works():
+        return gpu_train.Measured(tokens_per_second=[3.0])
+
+    found = dict(gpu_train.measured_one_by_one(torch.device("cpu"), {"one": fails, "other": works}))
+    assert [(side, measured.tokens_per_second) for side, measured in found.items()] == [("other", [3.0])]
+    assert "one failed" in (printed := capsys.readouterr()).out and "MemoryError: too much" in printed.err

@@ -55,6 +55,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.7},
     "grouped heads": {"key": randn(1, 2, LENGTH, 8, seed=2), "value": randn(1, 2, LENGTH, 8, seed=3)},
     "value width": {"value": randn(1, 4, LENGTH, 6, seed=3)},
+    "head width": {name: randn(1, 4, LENGTH, 6, seed=seed) for seed, name in enumerate(("query", "key", "value"))},
     "sinks": {"sinks": randn(4, seed=7) * 2},
     "softcap": {"softcap": 1.5},
     "position_bias": {"position_bias": randn(1, 4, LENGTH, LENGTH, seed=8)},
@@ -251,6 +252,7 @@ def exact_varlen(  # the signature of torch.nn.attention.varlen.varlen_attn, as 
     assert max_q == max_k == cu_seq_q.diff().max()
     assert enable_gqa or query.size(1) == key.size(1)
     assert query.size(2) == key.size(2) == value.size(2)
+    assert query.size(2) % 8 == 0, "head_size must be a multiple of 8"
     outputs = []
     for start, stop in itertools.pairwise(cu_seq_q.tolist()):
         q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
@@ -275,7 +277,7 @@ def exact_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
-@pytest.mark.parametrize("feature", ["plain", "scale", "grouped heads", "value width"])
+@pytest.mark.parametrize("feature", ["plain", "scale", "grouped heads", "value width", "head width"])
 @pytest.mark.parametrize(
     ("backend", "kernel"), [(VARLEN, exact_varlen), (VARLEN, varlen_of_torch_2_11), (FLASH, exact_flash)]
 )

@@ -121,7 +121,23 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
     assert first[-1].abs().max() == down[-1].abs().max() == 0 and first[:-1].abs().amax((1, 2)).min() > 0
 
 
-def test_no_tokens_at_all_still_have_a_backward() -> None:
+def test_what_a_kernel_leaves_for_an_expert_without_tokens_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = grouped.F.grouped_mm
+
+    def leaves_memory(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        made = product(left, right, offs=offs)
+        return made.index_fill_(0, torch.tensor(4), torch.nan) if right.ndim == 2 else made
+
+    expected = trained(layer(), "omnitrain", inputs())
+    monkeypatch.setattr(grouped.F, "grouped_mm", leaves_memory)
+    assert trained(layer(), "omnitrain", inputs())[-1].isnan().any()
+    monkeypatch.setattr(grouped, "_leaves_empty_sums", lambda device: True)
+    for ours, plain in zip(trained(layer(), "omnitrain", inputs()), expected, strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_no_tokens_at_all_still_have_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped.F, "grouped_mm", None)  # no kernel is asked
     experts = layer("biases, transposed, interleaved")
     empty = torch.empty(0, HIDDEN), torch.empty(0, 3, dtype=torch.long), torch.empty(0, 3)
     output, *gradients = trained(experts, "omnitrain", empty)

@@ -220,8 +220,13 @@ def offloaded_parameters() -> dict[str, bool]:
         unit: isinstance(group.offload_policy, CPUOffloadPolicy)
         for component in layout.components.values()
         for unit in component.units
-        for group in model.get_submodule(unit)._get_fsdp_state()._fsdp_param_groups
+        for group in parameter_groups(model.get_submodule(unit)._get_fsdp_state())
     }
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """Of one FSDP unit; torch 2.11 has one at most."""
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
 
 
 def test_parameter_offload_is_of_the_component_that_asks_for_it(ranks: RankPool) -> None:

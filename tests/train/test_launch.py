@@ -125,6 +125,25 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(capfd: pytest.CaptureFix
     assert "elastic" not in shown.err
 
 
+def test_the_rank_that_failed_first_is_named_and_heard_though_another_ends_before_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    script = program("""
+    from omnitrain.train.rank import name_to_launcher
+    if rank == 1:
+        name_to_launcher(rank)
+        announce()
+        time.sleep(3)  # longer than others get for their last words
+        raise ValueError("no such thing")
+    while not Path("pid-1").exists():
+        time.sleep(0.02)
+    sys.exit(1)
+    """)
+    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the others were ended$"):
+        launch(script, 2, stop_seconds=60)
+    assert capfd.readouterr().err.splitlines()[-1] == "[rank 1] ValueError: no such thing"
+
+
 def test_a_killed_rank_is_named_and_no_process_is_left() -> None:
     script = program("announce()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     sender = send_when_up(3, rank=2, number=signal.SIGKILL)

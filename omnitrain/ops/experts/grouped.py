@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.experts.declared import ExpertWeights
 from omnitrain.ops.experts.lora import ExpertAdapter
+from omnitrain.ops.experts.routes import counts_of
 from omnitrain.ops.weight_gradients import Later
 
 Before = Callable[[Tensor], Tensor]
 
 _ALIGNMENT = 16  # bytes
+_FIRST_THAT_LEAVES = 10  # major compute capability of Blackwell; Hopper writes zeros
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ class _GroupedProduct(torch.autograd.Function):
 
 def _of_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """``[S, in]`` times each row's matrix of ``[E, in, out]`` -> ``[S, out]``."""
+    if rows.size(0) == 0:  # not all of torch's kernels take none
+        return rows.new_empty(0, matrices.size(2))
     width, missing_in, missing_out = matrices.size(2), _missing(matrices, 1), _missing(matrices, 2)
     if missing_in or missing_out:
         matrices = F.pad(matrices, (0, missing_out, 0, missing_in))
@@ -172,8 +176,19 @@ def _of_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def _of_experts(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """``[S, M]`` and ``[S, N]`` -> ``[E, M, N]``: sums of outer products over each expert's rows."""
     height, width = left.size(1), right.size(1)
+    if left.size(0) == 0:
+        return left.new_zeros(len(ends), height, width)
     left, right = (F.pad(rows, (0, _missing(rows, 1))) if _missing(rows, 1) else rows for rows in (left, right))
-    return F.grouped_mm(left.t(), right, offs=ends)[:, :height, :width]
+    sums = F.grouped_mm(left.t(), right, offs=ends)
+    if _leaves_empty_sums(left.device):
+        sums.masked_fill_((counts_of(ends) == 0).view(-1, 1, 1), 0)
+    return sums[:, :height, :width]
+
+
+@cache
+def _leaves_empty_sums(device: torch.device) -> bool:
+    """Whether torch's kernel there leaves what was in memory where an expert has no row (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FIRST_THAT_LEAVES
 
 
 def _missing(tensor: Tensor, dim: int) -> int:
