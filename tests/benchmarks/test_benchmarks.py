@@ -2,11 +2,15 @@ import importlib
 import json
 import math
 import runpy
+import weakref
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.train.display import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -57,10 +61,34 @@ def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, m
     assert all(value > 0 for values in result["rounds"].values() for value in values)
 
 
-def test_a_side_that_fails_is_named_and_takes_no_other_with_it(monkeypatch, capsys):
+@pytest.fixture
+def gpu_train(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    gpu_train = importlib.import_module("gpu_train")
+    monkeypatch.chdir(BENCHMARKS.parent)
+    return importlib.import_module("gpu_train")
 
+
+def test_a_side_begins_when_the_model_of_the_one_before_is_gone(gpu_train, monkeypatch):
+    device = torch.device("cpu")
+    given = Namespace(tokens=128, rounds=1, steps=1, seconds=0, device=device)
+    config, made, fresh = gpu_train.config_of("text", gpu_train.TINY, 1), [], gpu_train.fresh
+
+    def noted(*arguments):
+        model = fresh(*arguments)
+        made.append(weakref.ref(model))
+        return model
+
+    def then():
+        return gpu_train.Measured(tokens_per_second=[float(made[0]() is None)])
+
+    monkeypatch.setattr(gpu_train, "fresh", noted)
+    batches = gpu_train.batches_of("text", gpu_train.TINY, config, given)
+    run = partial(gpu_train.run_omnitrain, config, batches, given, ComponentPlan())
+    found = dict(gpu_train.measured_one_by_one(device, {"ours": run, "then": then}))
+    assert found["then"].tokens_per_second == [1.0]
+
+
+def test_a_side_that_fails_is_named_and_takes_no_other_with_it(gpu_train, capsys):
     def fails():
         raise MemoryError("too much")
 
