@@ -16,6 +16,7 @@ from torch.utils import swap_tensors
 from transformers import PreTrainedModel
 
 import omnitrain as ot
+from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf import foundation_class
 from omnitrain.parallel.ranks import RankPool
@@ -24,10 +25,9 @@ from tests.families import FAMILIES
 from tests.parallel import factories
 from tests.parallel.laid_out import full
 
+PRECISION = ot.Precision(param="bfloat16")
 LAYOUTS = [
-    ("any_to_any", ot.ComponentPlan()),
-    ("any_to_any", ot.ComponentPlan(dp_replicate=2, mode="hsdp", parameter_offload=True)),
-    ("any_to_any", ot.ComponentPlan(ulysses=2, precision=ot.Precision(param="bfloat16"))),
+    ("any_to_any", ot.ComponentPlan(dp_replicate=2, mode="hsdp", parameter_offload=True, precision=PRECISION)),
     ("qwen3_moe", ot.ComponentPlan(tp=2, ep=2)),
     ("qwen3_moe_with_adapters", ot.ComponentPlan(ep=2)),
 ]
@@ -108,3 +108,18 @@ def test_no_rank_but_the_first_ever_has_the_whole_model(ranks: RankPool, tmp_pat
         first, *others = ranks.run(peak_on_rank, folder, timeout_s=120, world=4)
         for whole, peak in others if folder else (first, *others):
             assert whole / 4 < peak < whole / 4 + whole / 12
+
+
+def refused_on_rank() -> str:
+    model = factories.qwen3() if dist.get_rank() == 0 else bare(factories.qwen3_of_four_heads())
+    with pytest.raises(UserError) as caught:
+        lay_out(model, ot.ParallelPlan())
+    return str(caught.value)
+
+
+def test_another_model_than_that_of_rank_0_is_refused_on_all_ranks(ranks: RankPool) -> None:
+    messages = ranks.run(refused_on_rank, timeout_s=60, world=2)
+    assert messages[0] == messages[1]
+    assert (
+        "4 parameters are not those of rank 0, such as foundation.model.layers.0.self_attn.k_proj.weight" in messages[0]
+    )
