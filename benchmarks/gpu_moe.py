@@ -18,7 +18,8 @@ without it, over those with it:
 - ``permutation``: experts by transformers' whole ``grouped_mm`` function: its sort, gather, products and sums;
 - ``router``: blocks are not compiled; experts never are, so this is the router, norms, rotary positions;
 - ``loss``: all logits at once;
-- ``recompute``: blocks are computed again in the backward, as models must that do not fit otherwise;
+- ``recompute``: blocks are computed again in the backward, as models must that do not fit otherwise; and so they are
+  not compiled either: against ``router`` it shows what the second computation costs;
 - ``all``: permutation, router and loss together: what transformers' model does under FSDP's mixed precision.
 
 Before, the experts' exchange runs ``--loopback`` random steps against itself on this device (``expert_loopback.py``).
@@ -63,6 +64,7 @@ from transformers.integrations.sonicmoe import is_sonicmoe_loadable
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops import cross_entropy
+from omnitrain.recipe.parallel import ComponentPlan
 
 FORMULA = (
     "share_of_ceiling = operations of a round / seconds / ceiling (operations as in gpu_train.py, of experts those a "
@@ -125,16 +127,19 @@ def all_logits_at_once(device: torch.device) -> Iterator[None]:
         cross_entropy.CHUNK_ELEMENTS[device.type] = usual
 
 
+def plan_of(variant: Variant, given: Namespace) -> ComponentPlan:
+    """Of the foundation; torch compiles nothing that is computed again."""
+    plan = foundation_plan(given)
+    if variant.router or variant.recompute:
+        plan = plan.model_copy(update={"compile": False})
+    return plan.model_copy(update={"recompute": "full"}) if variant.recompute else plan
+
+
 def run_variant(variant: Variant, config: Any, packs: Any, given: Namespace) -> Measured:
     """Omnitrain's side, or what is left of it."""
-    plan = foundation_plan(given)
-    if variant.router:
-        plan = plan.model_copy(update={"compile": False})
-    if variant.recompute:
-        plan = plan.model_copy(update={"recompute": "full"})
     alter = use_their_experts if variant.permutation else None
     with all_logits_at_once(given.device) if variant.loss else nullcontext():
-        return run_omnitrain(config, packs, given, plan, alter)
+        return run_omnitrain(config, packs, given, plan_of(variant, given), alter)
 
 
 def run_theirs(implementation: str, config: Any, packs: Any, given: Namespace) -> Measured:

@@ -124,7 +124,7 @@ class Layer:
         self.weights = torch.rand(tokens, TOP_K, generator=generator, requires_grad=True)
         self.travel: Any = RankDispatcher(self.link).plan(self.index, sizes.experts, NOT_RECORDED)
         in_chunks: Any = RankDispatcher(self.link, sizes.chunks).plan(self.index, sizes.experts, NOT_RECORDED)
-        self.ends_of_chunks = [leg.ends for leg in in_chunks.legs]
+        self.legs_of_chunks = in_chunks.legs
 
     def _fresh(self) -> nn.ModuleDict:
         sizes = self.sizes
@@ -195,9 +195,10 @@ class Layer:
 
     def multiply(self) -> None:
         """The experts' products and activations alone, in chunks of experts, forward and backward."""
-        chunks = ExpertWeights.of(self.ours).in_chunks(self.sizes.chunks, None)
-        rows = [torch.ones(int(ends[-1]), self.sizes.hidden, requires_grad=True) for ends in self.ends_of_chunks]
-        results = [grouped_experts(*chunk) for chunk in zip(chunks, rows, self.ends_of_chunks, strict=True)]
+        legs = self.legs_of_chunks
+        chunks = ExpertWeights.of(self.ours).in_chunks([leg.pieces for leg in legs], None)
+        rows = [torch.ones(sum(leg.received), self.sizes.hidden, requires_grad=True) for leg in legs]
+        results = [grouped_experts(own, of, leg.ends) for own, of, leg in zip(chunks, rows, legs, strict=True)]
         torch.autograd.grad(results, [*rows, *self.ours.parameters()], [torch.ones_like(own) for own in results])
 
     @property

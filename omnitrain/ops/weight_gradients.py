@@ -47,9 +47,13 @@ class WeightGradients:
         """:meth:`add` for ``key``."""
         return partial(self.add, key)
 
-    def made(self) -> Iterator[tuple[Any, Tensor]]:
-        """Compute what waits, one after the other; each lets go of its operands. Nothing waits afterwards."""
-        waiting, self._waiting = self._waiting[::-1], []
+    def made(self, order: Callable[[Any], int] = lambda key: 0) -> Iterator[tuple[Any, Tensor]]:
+        """Compute what waits, one after the other; each lets go of its operands. Nothing waits afterwards.
+
+        Args:
+            order: of a key; those of one place in it come as they were left.
+        """
+        waiting, self._waiting = sorted(self._waiting, key=lambda left: order(left[0]))[::-1], []
         with self._around():
             while waiting:
                 key, make = waiting.pop()

@@ -7,6 +7,7 @@ moves bf16 rows on CUDA, waits for the device in every dispatch, also in a recom
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from omnitrain.ops.experts import LayerSpans, Routes, combine_rows, is_replaying, sort_by_expert, take_rows
+from omnitrain.ops.experts import LayerSpans, Piece, Routes, combine_rows, is_replaying, sort_by_expert, take_rows
 
 
 def deepep_problem(device_type: str, compute: str | None) -> str:
@@ -101,14 +102,13 @@ class _Trip:
         rows_to_others: that this rank sends, of tokens, and gets back.
     """
 
-    num_chunks = 1
-
     def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
         self._call = _Call(buffer, index, num_experts)
         self._dtype = weights.dtype
         self._tokens, self._weights = _Dispatch.apply(self._call, tokens, weights.float())
         self._routes = self._call.routes()
         self.rows_to_others = self._call.rows_to_others
+        self.pieces: Sequence[Sequence[Piece]] = [[Piece(0, len(self._routes.ends), 0, self._call.num_rows)]]
 
     def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
         return take_rows(self._tokens, self._routes)[: self._call.num_rows], self._routes.ends

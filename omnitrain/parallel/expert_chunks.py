@@ -1,13 +1,13 @@
 """The number of chunks of a model's experts, where its plan leaves that to measurement.
 
 Any number gives the same bits, so the first steps of a run are the measurement: each takes another number, in turn, and
-the number whose steps took the least time stays.
+the number whose steps took the least time stays. Components are measured one after the other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 
@@ -48,49 +48,56 @@ class ExpertChunks:
 
     Args:
         model: laid out, or on one process.
-        settled: what an earlier start of the run found. It is measured again where ranks have fewer experts now.
-
-    Attributes:
-        settled: the number that was found; None: none, or none yet.
+        settled: what an earlier start of the run found. A component is measured again where ranks have fewer of its
+            experts now.
     """
 
-    def __init__(self, model: OmniModel, settled: int | None = None) -> None:
-        own = dict(_measured_layers(model))
-        self._dispatchers = list(own)
-        fewest = min(own.values(), default=0)
-        self._numbers = candidates(fewest)
+    def __init__(self, model: OmniModel, settled: Mapping[str, int] | None = None) -> None:
+        self._dispatchers: dict[str, list[RankDispatcher]] = {}
+        fewest: dict[str, int] = {}
+        for component, dispatcher, experts in _measured_layers(model):
+            self._dispatchers.setdefault(component, []).append(dispatcher)
+            fewest[component] = min(experts, fewest.get(component, experts))
+        self._numbers = {component: candidates(experts) for component, experts in fewest.items()}
+        self._found = {name: n for name, n in (settled or {}).items() if n <= fewest.get(name, n)}
+        self._open = [component for component in fewest if component not in self._found]
         self._seconds: list[float] = []
         self._steps = -_WARM_UP
-        self.settled: int | None = None
-        if settled is not None and (not own or settled <= fewest):
-            self._settle(settled)
+        for component in self._dispatchers.keys() & self._found.keys():
+            self._use(component, self._found[component])
+
+    @property
+    def settled(self) -> dict[str, int] | None:
+        """Component -> the number that was found, when all are; None: none, or not yet."""
+        return None if self._open else dict(self._found) or None
 
     @contextmanager
     def measured(self, tokens: int, peers: Peers) -> Iterator[None]:
         """A step over so many tokens of all ranks; each of them calls this, and what one raises ends the run."""
-        if self.settled is not None or not self._dispatchers:
+        if not self._open:
             yield
             return
-        self._use(self._numbers[max(self._steps, 0) % len(self._numbers)])
+        component = self._open[0]
+        numbers = self._numbers[component]
+        self._use(component, numbers[max(self._steps, 0) % len(numbers)])
         started = time.perf_counter()
         yield
         if self._steps >= 0:
             self._seconds.append((time.perf_counter() - started) / max(tokens, 1))
         self._steps += 1
-        if self._steps == ROUNDS * len(self._numbers):
-            self._settle(fastest(self._numbers, peers.gather(self._seconds)))
+        if self._steps == ROUNDS * len(numbers):
+            self._found[component] = fastest(numbers, peers.gather(self._seconds))
+            self._use(component, self._found[component])
+            self._open.remove(component)
+            self._seconds, self._steps = [], -_WARM_UP
 
-    def _settle(self, number: int) -> None:
-        self.settled = number
-        self._use(number)
-
-    def _use(self, number: int) -> None:
-        for dispatcher in self._dispatchers:
+    def _use(self, component: str, number: int) -> None:
+        for dispatcher in self._dispatchers[component]:
             dispatcher.chunks = number
 
 
-def _measured_layers(model: OmniModel) -> Iterator[tuple[RankDispatcher, int]]:
-    """The dispatchers of components whose plan says so, and how many experts each has on a rank."""
+def _measured_layers(model: OmniModel) -> Iterator[tuple[str, RankDispatcher, int]]:
+    """Components whose plan says so, with the dispatcher of each layer, and how many experts that has on a rank."""
     layout = layout_of(model)
     if layout is None:
         return
@@ -100,4 +107,4 @@ def _measured_layers(model: OmniModel) -> Iterator[tuple[RankDispatcher, int]]:
             if isinstance(dispatcher, ShareOfTokens):
                 dispatcher = dispatcher.inner
             if isinstance(dispatcher, RankDispatcher):
-                yield dispatcher, layer.num_experts // dispatcher.link.size
+                yield name, dispatcher, layer.num_experts // dispatcher.link.size

@@ -10,14 +10,17 @@ Chunks are of experts, not of tokens: an expert computes all of its rows at once
 nothing changes with it, not even in the last bit. The order of a backward is what autograd makes of that of the
 forward: what was begun last is asked first. So each exchange is two nodes, one of which starts it in the forward and
 ends its transpose in the backward, the other the reverse.
+
+Gradients of weights are those of all chunks put together, and what is put into its place is there twice. So they are
+computed in pieces that stay small where there are few chunks; their rows are counted with those that travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.experts import (
     LayerSpans,
+    Piece,
     Routes,
     chunk_borders,
     is_replaying,
@@ -38,6 +42,8 @@ from omnitrain.ops.experts import (
 )
 
 Wait = Callable[[], Any]
+
+_PIECES = 16  # of a rank's experts
 
 
 class Link(Protocol):
@@ -91,6 +97,7 @@ class Leg:
         by_expert: ``[R]`` int64: the rows as they come, by sender, in order of this rank's experts.
         by_sender: the inverse.
         ends: ``[E]`` int32: of each expert's rows in that order.
+        pieces: of the chunk.
     """
 
     sent: list[int]
@@ -98,6 +105,7 @@ class Leg:
     by_expert: Tensor
     by_sender: Tensor
     ends: Tensor
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +163,8 @@ class _Order:
 
     Attributes:
         sizes: of the chunks, in experts of a rank.
+        pieces: of each chunk: borders in its experts.
+        piece_borders: ``[all of these]`` int64: the same among a rank's experts.
         borders: ``[chunks + 1]`` int64: of these, among a rank's experts.
         experts: ``[E]`` int64 in that order.
         number: the inverse: each expert's place in it.
@@ -162,6 +172,8 @@ class _Order:
     """
 
     sizes: list[int]
+    pieces: list[tuple[int, ...]]
+    piece_borders: Tensor
     borders: Tensor
     experts: Tensor
     number: Tensor
@@ -173,15 +185,22 @@ class _Order:
         by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
         at = chunk_borders(by_rank.size(1), chunks)
         sizes, borders = [stop - start for start, stop in pairwise(at)], torch.tensor(at, device=device)
+        # A single chunk's gradients are those of all experts: nothing is put together.
+        pieces = [chunk_borders(size, min(size, -(-_PIECES // chunks)) if chunks > 1 else 1) for size in sizes]
+        piece_borders = torch.tensor([start + border for start, own in zip(at, pieces, strict=False) for border in own])
         experts = torch.cat([part.flatten() for part in by_rank.split(sizes, dim=1)])
         chunk_start = borders[:-1].repeat_interleave(borders.diff(), output_size=by_rank.size(1))
-        return cls(sizes, borders, experts, experts.argsort(), chunk_start)
+        return cls(sizes, pieces, piece_borders.to(device), borders, experts, experts.argsort(), chunk_start)
 
 
 def _legs(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[Leg, ...]:
     """From the rows ``[ranks, experts of a rank]`` that go to each rank's experts, and come to this rank's."""
     up_to = F.pad(torch.stack([to_send, to_get]).cumsum(-1), (1, 0))[..., order.borders]
-    sent, received = up_to.diff(dim=-1).transpose(1, 2).tolist()  # the one wait for the device
+    own_rows = F.pad(to_get.sum(0).cumsum(0), (1, 0))
+    of_ranks, of_pieces = up_to.diff(dim=-1).transpose(1, 2), own_rows[order.piece_borders]
+    numbers = iter(torch.cat([of_ranks.flatten(), of_pieces]).tolist())  # the one wait for the device
+    sent, received = ([list(islice(numbers, len(to_get))) for _ in order.sizes] for _ in range(2))
+    pieces = [_pieces(borders, list(islice(numbers, len(borders)))) for borders in order.pieces]
     # Blocks of rows of one sender for one expert. They come by chunk, sender, expert, and are wanted by expert, sender.
     of_block = to_get.flatten().long()
     comes_at = torch.empty_like(of_block).scatter_(0, order.experts, _starts(of_block[order.experts]))
@@ -193,10 +212,16 @@ def _legs(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[Leg, ...]:
     by_expert = row + (ahead - chunk_at[:, None]).flatten().repeat_interleave(to_get.t().flatten(), output_size=total)
     behind = (-ahead - chunk_at[:, None]).t().flatten()[order.experts]
     by_sender = row + behind.repeat_interleave(of_block[order.experts], output_size=total)
-    ends = (to_get.sum(0).cumsum(0) - chunk_at).to(torch.int32)
+    ends = (own_rows[1:] - chunk_at).to(torch.int32)
     sizes = [sum(rows) for rows in received]
     split = by_expert.split(sizes), by_sender.split(sizes), ends.split(order.sizes)
-    return tuple(Leg(*leg) for leg in zip(sent, received, *split, strict=True))
+    return tuple(Leg(*leg) for leg in zip(sent, received, *split, pieces, strict=True))
+
+
+def _pieces(borders: Sequence[int], rows: Sequence[int]) -> list[Piece]:
+    """Of a chunk, from borders among its experts, and rows of this rank before each of these."""
+    of_pieces = zip(pairwise(borders), pairwise(rows), strict=True)
+    return [Piece(*own, first - rows[0], end - rows[0]) for own, (first, end) in of_pieces]
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -210,7 +235,7 @@ class Trip:
     """
 
     def __init__(self, link: Link, travel: Travel, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
-        self.num_chunks = len(travel.legs)
+        self.pieces: Sequence[Sequence[Piece]] = [leg.pieces for leg in travel.legs]
         self._travel, self._cargo, self._weights = travel, _Cargo(link, travel, spans), weights
         self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens)
         self._results: list[Tensor] = []

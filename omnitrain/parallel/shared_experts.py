@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omnitrain.ops.experts import LayerSpans
+
 _TRIAL_TOKENS = 4
 
 
@@ -81,11 +83,11 @@ class Early:
         layer.register_forward_hook(self._leave, always_call=True)
         shared.forward = self._given
 
-    def compute(self) -> None:
+    def compute(self, spans: LayerSpans) -> None:
         """Of the forward of the layer that goes on."""
         hooks = (*self._shared._forward_pre_hooks, *self._shared._forward_hooks)
         if self._hidden is not None and not hooks:  # those of others expect to run around it
-            self._result = self._forward(self._hidden)
+            self._result = spans.shared_experts(self._hidden, self._forward)
 
     def _enter(self, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         self._hidden = arguments[0] if arguments else None

@@ -10,7 +10,6 @@ was closed, is but the consequence; those that wait for a collective would do so
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
@@ -39,8 +38,6 @@ _CLOSE_SECONDS = 2.0
 _FLUSH_SECONDS = 1.0
 _UNWIND_SECONDS = 3.0  # for a rank to leave the loop by itself, when another one has failed
 _IN_MICRO_BATCH = ("encode", "forward", "backward")
-
-_numbers = itertools.count()
 
 
 class Watch:
@@ -89,7 +86,8 @@ class Watch:
             stream: where the report goes; None: stderr.
             on_failure: called with this rank where it is the first one that fails.
         """
-        self._board = StallBoard(store, f"omnitrain/stalls/{next(_numbers)}", rank, world)
+        number = store.add(f"omnitrain/watches/{rank}", 1)  # this rank's on this store: the same on all ranks
+        self._board = StallBoard(store, f"omnitrain/stalls/{number}", rank, world)
         self._is_alone = world == 1
         self._limit_s = math.inf if limit_s is None else limit_s
         self._stream = stream or sys.stderr
@@ -177,10 +175,10 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-        if isinstance(error, Exception) and not self._is_alone:
+        if isinstance(error, Exception | SystemExit) and not self._is_alone:  # Ctrl-C comes to all ranks
             self._fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Tell the others of ``error``; raise what they told, where it was another rank that failed first."""
         is_told = isinstance(error, UserError | TrainingError)  # by a message, often of all ranks alike
         what = "".join(traceback.format_exception_only(error)).strip()

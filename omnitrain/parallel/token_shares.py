@@ -55,7 +55,7 @@ class ShareOfTokens:
 
 class _JourneyOfShare:
     def __init__(self, journey: Journey, shares: list[int], alike: dist.ProcessGroup) -> None:
-        self.num_chunks = journey.num_chunks
+        self.pieces = journey.pieces
         self.arrive, self.send_back = journey.arrive, journey.send_back
         self._journey, self._shares, self._alike = journey, shares, alike
 

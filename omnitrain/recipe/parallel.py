@@ -296,15 +296,19 @@ class ParallelPlan(Strict):
             ),
         ]
 
-    def with_expert_chunks(self, number: int) -> ParallelPlan:
-        """The same with ``number`` wherever `expert_chunks` is `auto`."""
-
-        def found(plan: ComponentPlan) -> ComponentPlan:
-            is_open = plan.expert_chunks == AUTO_CHUNKS
-            return plan.model_copy(update={"expert_chunks": number}) if is_open else plan
-
-        components = {name: found(plan) for name, plan in self.components.items()}
-        return self.model_copy(update={"default": found(self.default), "components": components})
+    def with_expert_chunks(self, numbers: Mapping[str, int]) -> ParallelPlan:
+        """The same with these ``numbers`` of components where `expert_chunks` is `auto`."""
+        is_default = self.default.expert_chunks == AUTO_CHUNKS
+        own = {name: self.components.get(name, ComponentPlan()) for name in numbers}
+        by_default = [numbers[name] for name, plan in own.items() if is_default and plan.expert_chunks is None]
+        default = self.default.model_copy(update={"expert_chunks": by_default[0]}) if by_default else self.default
+        found = {
+            name: plan.model_copy(update={"expert_chunks": numbers[name]})
+            for name, plan in own.items()
+            if plan.expert_chunks == AUTO_CHUNKS
+            or (is_default and plan.expert_chunks is None and default.expert_chunks != numbers[name])
+        }
+        return self.model_copy(update={"default": default, "components": {**self.components, **found}})
 
     def path_of(self, component: str, *fields: str) -> str:
         """Where the component's value of one of ``fields`` was written: its own plan, or the default one."""

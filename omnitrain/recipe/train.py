@@ -105,3 +105,12 @@ class Train(Strict):
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",
     )
+
+    @model_validator(mode="after")
+    def _traces_what_it_does(self) -> Train:
+        if beyond := [step for step in self.trace.steps if step > self.steps]:
+            raise ValueError(
+                f"`trace.steps`: found {', '.join(map(str, beyond))}, but the last step is {self.steps}; name earlier "
+                "ones, or raise `steps`"
+            )
+        return self

@@ -28,7 +28,7 @@ class TrainingState:
         data: where its data stand, over all ranks.
         rows: rows of each training data set.
         expert_shares: layer with experts -> their shares of the last step's tokens.
-        expert_chunks: that were found to be fastest; None: nothing was measured.
+        expert_chunks: component -> the number that was found to be fastest; None: nothing was measured.
     """
 
     step: int = 0
@@ -37,7 +37,7 @@ class TrainingState:
     data: LoaderState = field(default_factory=LoaderState)
     rows: tuple[int, ...] = ()
     expert_shares: dict[str, list[float]] = field(default_factory=dict)
-    expert_chunks: int | None = None
+    expert_chunks: dict[str, int] | None = None
 
 
 def write_state(folder: Path, state: TrainingState, trainable: Sequence[str], optimizer: OptimizerState) -> None:

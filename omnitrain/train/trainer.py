@@ -209,7 +209,8 @@ class Trainer:
         if self.experts.chunks.settled != chunks:
             self.recipe = self._with_what_was_measured()
             self.ranks.first(lambda: self.folder.save_recipe(self.recipe))
-            console.print(f"expert_chunks: {self.experts.chunks.settled} was the fastest number, and stays")
+            for name, number in (self.experts.chunks.settled or {}).items():
+                console.print(f"expert_chunks of {name}: {number} was the fastest number, and stays")
         return loss, norm
 
     def _require_targets(self) -> None:

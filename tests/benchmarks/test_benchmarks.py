@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from omnitrain.recipe import ParallelPlan
 from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.train.display import console
 
@@ -86,6 +87,15 @@ def test_a_side_begins_when_the_model_of_the_one_before_is_gone(gpu_train, monke
     run = partial(gpu_train.run_omnitrain, config, batches, given, ComponentPlan())
     found = dict(gpu_train.measured_one_by_one(device, {"ours": run, "then": then}))
     assert found["then"].tokens_per_second == [1.0]
+
+
+def test_a_plan_of_every_variant_can_be_made_on_a_gpu(gpu_train):
+    gpu_moe = importlib.import_module("gpu_moe")
+    given = Namespace(device=torch.device("cuda"), eager=False)
+    plans = {name: gpu_moe.plan_of(variant, given) for name, variant in gpu_moe.VARIANTS.items()}
+    made = {name: ParallelPlan(components={"foundation": plan}) for name, plan in plans.items()}
+    assert {name for name, plan in made.items() if plan.of("foundation").compile} == {"permutation", "loss"}
+    assert [name for name, plan in made.items() if plan.of("foundation").recompute == "full"] == ["recompute"]
 
 
 def test_a_side_that_fails_is_named_and_takes_no_other_with_it(gpu_train, capsys):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from omnitrain.ops.experts import LayerSpans, grouped, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.spans import NOT_RECORDED
 from omnitrain.ops.spans import SpanRecorder
 from omnitrain.parallel.expert_exchange import RankDispatcher
-from omnitrain.parallel.shared_experts import shared_experts
+from omnitrain.parallel.shared_experts import Early, shared_experts
 from tests.parallel import factories
 from tests.parallel.laid_out import counted
 
@@ -80,7 +84,7 @@ def test_everything_is_on_its_way_before_anything_is_awaited_and_weights_are_com
 
     monkeypatch.setattr(grouped.F, "grouped_mm", noted)
     set_experts(layer.experts, dispatcher=RankDispatcher(link, 2), delays_weight_gradients=True)
-    set_experts(layer.experts, meanwhile=lambda: link.events.append("shared"))
+    set_experts(layer.experts, meanwhile=lambda spans: link.events.append("shared"))
     output = layer(torch.randn(1, 40, layer.experts.hidden_dim).requires_grad_())
     both = ["rows", "rows"]
     there, back = ["start 0", "start 1"], ["wait 2", "wait 3"]
@@ -88,7 +92,7 @@ def test_everything_is_on_its_way_before_anything_is_awaited_and_weights_are_com
     assert link.events == [*under_way, "shared", *back]
     link.events.clear()
     output.sum().backward()
-    assert link.events == [*under_way, *4 * ["weights"], *back]
+    assert link.events == [*under_way, *2 * 16 * ["weights"], *back]  # of two matrices in sixteen pieces
 
 
 def test_every_product_exchange_and_wait_is_recorded_once_and_recording_changes_no_bit() -> None:
@@ -106,6 +110,53 @@ def test_every_product_exchange_and_wait_is_recorded_once_and_recording_changes_
     of_chunks = {(*what, phase, chunk) for what in both for phase in ("forward", "backward") for chunk in (0, 1)}
     of_all = {("wait", "counts", "forward", None), ("compute", "weight gradients", "backward", None)}
     assert seen == Counter(of_chunks | of_all)
+
+
+def test_shared_experts_that_fill_a_wait_are_in_the_trace_and_recording_changes_no_bit() -> None:
+    layer, recorder = experts_layer("glm4_moe"), SpanRecorder()
+    use_omnitrain_experts(layer)
+    hidden = torch.randn(1, 40, layer.experts.hidden_dim)
+    early = Early(layer, layer.shared_experts)
+    dispatcher = RankDispatcher(SlowLoopback(), 2)
+    set_experts(layer.experts, dispatcher=dispatcher, delays_weight_gradients=True, meanwhile=early.compute)
+    expected = trained(layer, hidden)
+    set_experts(layer.experts, spans=LayerSpans(recorder, "layer"))
+    recorder.begin()
+    found = trained(layer, hidden)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    spans = {(s.what.kind, s.what.name, s.what.phase, s.what.chunk): s for s in recorder.end().spans}
+    forward, backward = (spans["compute", "shared experts", phase, None] for phase in ("forward", "backward"))
+    assert spans["link", "combine", "forward", 1].start < forward.start
+    assert forward.start + forward.seconds <= spans["wait", "combine", "forward", 0].start
+    assert spans["link", "combine", "backward", 0].start < backward.start
+    assert backward.start + backward.seconds <= spans["wait", "combine", "backward", 1].start
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+@pytest.mark.parametrize("chunks", [2, 4, 16])
+def test_peak_memory_with_overlap_is_within_a_tenth_of_without_where_weights_are_large_and_rows_few(
+    chunks: int,
+) -> None:
+    config = Qwen3MoeConfig(num_experts=32, num_experts_per_tok=2, hidden_size=128, moe_intermediate_size=256)
+    layer, hidden = Qwen3MoeSparseMoeBlock(config), torch.randn(1, 64, 128)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    use_omnitrain_experts(layer)
+    peaks = []
+    for number, delays in ((1, False), (chunks, False), (chunks, True)):
+        dispatcher = RankDispatcher(SlowLoopback(), number)
+        set_experts(layer.experts, dispatcher=dispatcher, delays_weight_gradients=delays)
+        layer.zero_grad()
+        peaks.append(peak_bytes(lambda: layer(hidden).sum().backward()))
+    plain, *overlapped = peaks
+    assert plain > sum(parameter.nbytes for parameter in layer.experts.parameters())  # their gradients
+    assert max(overlapped) <= 1.1 * plain
 
 
 def test_weights_are_not_left_for_later_where_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

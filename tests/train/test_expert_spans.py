@@ -72,6 +72,12 @@ def test_nothing_is_exposed_where_no_row_travels(tmp_path: Path) -> None:
     assert [span["args"]["phase"] for span in events.spans] == 2 * ["forward", "backward"]
 
 
+def test_a_trace_of_a_step_beyond_the_last_is_refused(tmp_path: Path) -> None:
+    beyond = r"`trace.steps`: found 5, 9, but the last step is 4; name earlier ones, or raise `steps`"
+    with pytest.raises(UserError, match=beyond):
+        Recipe.load(str(tiny_moe_recipe(tmp_path)), ["train.steps=4", "train.trace.steps=[4, 5, 9]"])
+
+
 def test_a_trace_of_a_dense_model_is_refused(tmp_path: Path) -> None:
     recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.trace.steps=[1]"])
     with pytest.raises(UserError, match=r"train.trace.steps: found \[1\], but Qwen3ForCausalLM has no experts"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,27 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from omnitrain.ops.experts.lora import ExpertAdapter, adapter_names, adapter_scales, parameter_names
-from omnitrain.ops.weight_gradients import Later, WeightGradients
+from omnitrain.ops.weight_gradients import WeightGradients
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+class Piece(NamedTuple):
+    """Some experts of a chunk, side by side.
+
+    Attributes:
+        start, stop: of these experts, among the chunk's.
+        first_row, end_row: of their rows, among the chunk's.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    end_row: int
+
+
+MakePiece = Callable[[Piece], Tensor]
+LaterInPieces = Callable[[MakePiece], None]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -69,7 +88,7 @@ class ExpertWeights:
         down_later: the same of the second product.
     """
 
-    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, Later]) -> None:
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, LaterInPieces]) -> None:
         self.module = module
         self._tensors = tensors
         self.first_name, self.down_name = matrix_names(module)
@@ -85,21 +104,22 @@ class ExpertWeights:
         """All experts of the layer, or this rank's where the module's weights are DTensors."""
         return cls(module, {name: _local(getattr(module, name)) for name in names_by_expert(module)}, {})
 
-    def in_chunks(self, chunks: int, work: WeightGradients | None) -> list[ExpertWeights]:
+    def in_chunks(self, pieces: Sequence[Sequence[Piece]], work: WeightGradients | None) -> list[ExpertWeights]:
         """The same in nearly equal chunks of experts.
 
         Args:
-            chunks: at most the number of experts.
+            pieces: of each chunk, all of its experts and rows in order. Gradients of matrices are computed piece by
+                piece: before it is put into its place, a piece's is there twice.
             work: computes the gradients of the matrices of all chunks, when nothing else of the backward of what was
                 called since is left to do; None: they are computed as the backward goes.
         """
+        chunks = len(pieces)
         if chunks == 1 and work is None:
             return [self]
-        names = tuple(self._tensors)
-        gradients = _Gradients(chunk_borders(self.num_experts, chunks), work)
+        names, matrices = tuple(self._tensors), (self.first_name, self.down_name)
+        gradients = _Gradients(chunk_borders(self.num_experts, chunks), pieces, matrices, work)
         flat = _InChunks.apply(gradients, names, *self._tensors.values())
         of_chunk = [dict(zip(names, flat[chunk * len(names) :], strict=False)) for chunk in range(chunks)]
-        matrices = self.first_name, self.down_name
         return [
             ExpertWeights(self.module, tensors, {name: gradients.taker(name, chunk) for name in matrices})
             for chunk, tensors in enumerate(of_chunk)
@@ -156,7 +176,8 @@ class _InChunks(torch.autograd.Function):
         whole = ctx.gradients.made()
         for place, gradient in enumerate(gradients):
             if gradient is not None:
-                whole.add(ctx.names[place % len(ctx.names)], place // len(ctx.names), gradient)
+                chunk, name = divmod(place, len(ctx.names))
+                whole.add(ctx.names[name], *ctx.gradients.borders[chunk : chunk + 2], gradient)
         return None, None, *(whole.of(name) for name in ctx.names)
 
 
@@ -167,65 +188,78 @@ class _Gradients:
 
     Args:
         borders: of the chunks.
+        pieces: of each chunk.
+        matrices: names of the matrices. In this order their gradients are computed that are left for later, the
+            largest first: operands of the others are fewer bytes.
         work: computes them when :meth:`made` asks for them; None: they are computed at once.
     """
 
-    def __init__(self, borders: tuple[int, ...], work: WeightGradients | None) -> None:
+    def __init__(
+        self,
+        borders: tuple[int, ...],
+        pieces: Sequence[Sequence[Piece]],
+        matrices: tuple[str, ...],
+        work: WeightGradients | None,
+    ) -> None:
         self.borders = borders
-        self._work = work
+        self._pieces, self._matrices, self._work = pieces, matrices, work
         self._wholes: dict[int, _Wholes] = {}
 
-    def taker(self, name: str, chunk: int) -> Later:
-        """Takes the gradient of a chunk of the tensor ``name``."""
+    def taker(self, name: str, chunk: int) -> LaterInPieces:
+        """Takes the gradient of a chunk of the matrix ``name``."""
 
-        def take(make: Callable[[], Tensor]) -> None:
+        def take(make: MakePiece) -> None:
             backward = torch._C._current_graph_task_id()
-            if self._work is not None:
-                self._work.add((backward, name, chunk), make)
-            else:
-                self._wholes.setdefault(backward, _Wholes(self.borders)).add(name, chunk, make())
+            for piece in self._pieces[chunk]:
+                start, stop = self.borders[chunk] + piece.start, self.borders[chunk] + piece.stop
+                if self._work is not None:
+                    self._work.add((backward, name, start, stop), partial(make, piece))
+                else:
+                    self._wholes.setdefault(backward, self._none_yet()).add(name, start, stop, make(piece))
 
         return take
 
     def made(self) -> _Wholes:
         """All that were taken in this backward."""
         backward = torch._C._current_graph_task_id()
-        whole = self._wholes.pop(backward, None) or _Wholes(self.borders)
-        for (of_backward, name, chunk), gradient in self._work.made() if self._work is not None else ():
+        whole = self._wholes.pop(backward, None) or self._none_yet()
+        if self._work is None:
+            return whole
+        for (of_backward, name, start, stop), gradient in self._work.made(lambda key: self._matrices.index(key[1])):
             if of_backward == backward:
-                whole.add(name, chunk, gradient)
+                whole.add(name, start, stop, gradient)
             del gradient  # before the next one is computed
         return whole
 
+    def _none_yet(self) -> _Wholes:
+        return _Wholes(self.borders[-1])
+
 
 class _Wholes:
-    """Gradients of all experts, of which each chunk's is put into its place as it comes."""
+    """Gradients of all experts, of which those of some are put into their place as they come."""
 
-    def __init__(self, borders: tuple[int, ...]) -> None:
-        self._borders = borders
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
         self._wholes: dict[str, Tensor] = {}
-        self._chunks: dict[str, set[int]] = {}
+        self._there: dict[str, dict[int, int]] = {}  # of each tensor, where some experts start -> where they stop
 
-    def add(self, name: str, chunk: int, gradient: Tensor) -> None:
-        """Of the tensor ``name``; several of one chunk add up."""
-        there = self._chunks.setdefault(name, set())
-        if name not in self._wholes:
-            is_whole = len(self._borders) == 2
-            self._wholes[name] = gradient if is_whole else gradient.new_empty(self._borders[-1], *gradient.shape[1:])
-            if is_whole:
-                there.add(chunk)
-                return
-        place = self._wholes[name][self._borders[chunk] : self._borders[chunk + 1]]
-        if chunk in there:
-            place += gradient
+    def add(self, name: str, start: int, stop: int, gradient: Tensor) -> None:
+        """Of these experts of the tensor ``name``; several of the same ones add up."""
+        there = self._there.setdefault(name, {})
+        if start in there:
+            self._wholes[name][start:stop] += gradient
+        elif stop - start == self._num_experts:
+            self._wholes[name] = gradient
         else:
-            place.copy_(gradient)
-        there.add(chunk)
+            if name not in self._wholes:
+                self._wholes[name] = gradient.new_empty(self._num_experts, *gradient.shape[1:])
+            self._wholes[name][start:stop] = gradient
+        there[start] = stop
 
     def of(self, name: str) -> Tensor | None:
-        """None: no chunk has one."""
-        number = len(self._chunks.get(name, ()))
-        assert number in (0, len(self._borders) - 1), f"{name}: some experts have a gradient, others have none"
+        """None: no expert has one."""
+        number = sum(stop - start for start, stop in self._there.get(name, {}).items())
+        assert number in (0, self._num_experts), f"{name}: some experts have a gradient, others have none"
         return self._wholes.get(name)
 
 

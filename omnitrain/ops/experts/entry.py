@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.ops.experts.choose import chosen
-from omnitrain.ops.experts.declared import ExpertWeights, num_experts_of
+from omnitrain.ops.experts.declared import ExpertWeights, Piece, num_experts_of
 from omnitrain.ops.experts.grouped import ProductMemory
 from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
 from omnitrain.ops.experts.spans import NOT_RECORDED, LayerSpans
@@ -26,10 +26,10 @@ class Journey(Protocol):
     """The rows of one forward of a layer, and of its backward: to their experts, in chunks of these, and back.
 
     Attributes:
-        num_chunks: in which this rank's experts are asked, in order; each once.
+        pieces: of the chunks in which this rank's experts are asked, in order; each once.
     """
 
-    num_chunks: int
+    pieces: Sequence[Sequence[Piece]]
 
     def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Rows ``[R, H]`` sorted by the experts of the chunk, and ``[E]`` int32 ends of each expert's."""
@@ -80,9 +80,8 @@ class _Here:
 class _Stay:
     """Rows that are where their experts are."""
 
-    num_chunks = 1
-
     def __init__(self, tokens: Tensor, weights: Tensor, routes: Routes) -> None:
+        self.pieces: Sequence[Sequence[Piece]] = [[Piece(0, len(routes.ends), 0, len(routes.token_of_row))]]
         self._rows, self._weights, self._routes = take_rows(tokens, routes), weights, routes
 
     def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
@@ -114,7 +113,7 @@ class ExpertSettings:
     recomputes_activation: bool = False
     saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
-    meanwhile: Callable[[], None] | None = None
+    meanwhile: Callable[[LayerSpans], None] | None = None
     spans: LayerSpans = NOT_RECORDED
 
 
@@ -164,11 +163,11 @@ def omnitrain_experts(
     # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
     journey = settings.dispatcher.depart(hidden_states, top_k_weights, plan, spans)
     work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
-    for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.num_chunks, work)):
+    for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.pieces, work)):
         rows, ends = journey.arrive(chunk)
         with settings.saving(rows) if settings.saving is not None else nullcontext():
             results = spans.experts(chunk, rows, partial(compute, experts, rows, ends, memory))
         journey.send_back(chunk, results)
     if settings.meanwhile is not None:
-        settings.meanwhile()
+        settings.meanwhile(spans)
     return journey.combine()

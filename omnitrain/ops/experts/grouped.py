@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from omnitrain.ops.experts.declared import ExpertWeights
+from omnitrain.ops.experts.declared import ExpertWeights, LaterInPieces, Piece
 from omnitrain.ops.experts.lora import ExpertAdapter
 from omnitrain.ops.experts.routes import counts_of
-from omnitrain.ops.weight_gradients import Later
 
 Before = Callable[[Tensor], Tensor]
 
@@ -100,7 +99,7 @@ def grouped_linear(
     ends: Tensor,
     *,
     transposed: bool,
-    later: Later | None = None,
+    later: LaterInPieces | None = None,
     before: Before | None = None,
 ) -> Tensor:
     """Each row times its expert's matrix, plus its expert's bias.
@@ -111,7 +110,7 @@ def grouped_linear(
         bias: ``[E, out]`` or None.
         ends: ``[E]`` int32, the last one ``S``.
         transposed: see ``weight``.
-        later: takes the gradient of ``weight`` in the backward, which then returns none.
+        later: takes the gradient of ``weight``, piece by piece, in the backward, which then returns none.
         before: makes ``[S, in]`` of ``rows`` of any width; it has no parameters, and is computed again in the backward.
 
     Returns:
@@ -131,7 +130,7 @@ class _GroupedProduct(torch.autograd.Function):
         weight: Tensor,
         ends: Tensor,
         transposed: bool,
-        later: Later | None,
+        later: LaterInPieces | None,
         before: Before | None,
     ) -> Tensor:
         factor = (rows if before is None else before(rows)).to(weight.dtype)
@@ -157,8 +156,10 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             factor = factor.detach()
             left, right = (factor, gradient) if ctx.transposed else (gradient, factor)
-            make = partial(_of_experts, left, right, ends)
-            of_weight = make() if ctx.later is None else ctx.later(make)
+            if ctx.later is None:
+                of_weight = _of_experts(left, right, ends)
+            else:
+                ctx.later(partial(_of_piece, left, right, ends))
         return None if of_rows is None else of_rows.to(ctx.dtype), of_weight, None, None, None, None
 
 
@@ -189,6 +190,12 @@ def _of_experts(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def _leaves_empty_sums(device: torch.device) -> bool:
     """Whether torch's kernel there leaves what was in memory where an expert has no row (pytorch#172439)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FIRST_THAT_LEAVES
+
+
+def _of_piece(left: Tensor, right: Tensor, ends: Tensor, piece: Piece) -> Tensor:
+    """:func:`_of_experts` for some of the experts: each one's product is the same."""
+    rows = slice(piece.first_row, piece.end_row)
+    return _of_experts(left[rows], right[rows], ends[piece.start : piece.stop] - piece.first_row)
 
 
 def _missing(tensor: Tensor, dim: int) -> int:

@@ -47,13 +47,22 @@ class LayerSpans:
         return self._during("compute", "weight gradients", backward=True)
 
     def experts(self, chunk: int, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What ``compute`` makes of ``rows``. Its backward begins with the gradient of that, and ends with theirs."""
+        """What ``compute`` makes of ``rows``, which nothing else reads."""
+        return self._computed("experts", chunk, rows, compute) if self._recorder.is_on else compute()
+
+    def shared_experts(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """What experts that every token has make of ``hidden``."""
         if not self._recorder.is_on:
-            return compute()
-        with self._during("compute", "experts", chunk):
+            return compute(hidden)
+        own = hidden.view_as(hidden)  # others read the hidden states, too, whose gradient is there much later
+        return self._computed("shared experts", None, own, lambda: compute(own))
+
+    def _computed(self, name: str, chunk: int | None, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """The backward begins with the gradient of the results, and ends with that of ``rows``."""
+        with self._during("compute", name, chunk):
             results = compute()
         if rows.requires_grad and results.requires_grad:
-            what, begun = self._what("compute", "experts", chunk, backward=True), list[Mark]()
+            what, begun = self._what("compute", name, chunk, backward=True), list[Mark]()
             results.register_hook(lambda _: begun.append(self._recorder.mark()))
             rows.register_hook(lambda _: self._recorder.add(what, begun.pop(), self._recorder.mark()))
         return results
