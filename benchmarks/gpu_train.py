@@ -84,9 +84,10 @@ HELD = 64  # samples from which packs are filled
 # Bytes of a parameter: weight, gradient and two moments in fp32, and a bf16 copy while it is used.
 _PARAMETER_BYTES = 4 * 4 + 2
 # What HF keeps of a token for the backward under autocast, in bytes per unit of width. A layer: of two norms input,
-# normalised rows and result in fp32 and bf16; of the heads before and after norm and rotation; of the MLP gate, up,
-# silu and product. A block of the tower: the same in bf16. Of logits: one in bf16, three in fp32.
-_HIDDEN_BYTES, _HEAD_BYTES, _MLP_BYTES, _LOGIT_BYTES = 32, 12, 10, 14
+# normalised rows and result in fp32 and bf16; of the heads before and after norm and rotation; for sdpa with a mask,
+# keys and values once per head and the mask's row, in bf16; of the MLP gate, up, silu and product. A block of the
+# tower: the same in bf16. Of logits: one in bf16, three in fp32.
+_HIDDEN_BYTES, _HEAD_BYTES, _SDPA_BYTES, _MLP_BYTES, _LOGIT_BYTES = 32, 12, 2, 10, 14
 _TOWER_HIDDEN_BYTES, _TOWER_MLP_BYTES = 28, 4
 # Of a token's row for each of its experts, all in fp32, since autocast leaves grouped products alone: the row, its
 # result before and after the weight and in order of the tokens; gate and up, silu and product.
@@ -206,7 +207,7 @@ def _layer_bytes(text: dict[str, Any], tokens: int) -> int:
     """Of the language model."""
     hidden, inner = text["hidden_size"], text["intermediate_size"]
     queries, keys = (text[f"num_{which}_heads"] * text["head_dim"] for which in ("attention", "key_value"))
-    per_token = hidden * _HIDDEN_BYTES + (queries + 2 * keys) * _HEAD_BYTES
+    per_token = hidden * _HIDDEN_BYTES + (queries + 2 * keys) * _HEAD_BYTES + (2 * queries + tokens) * _SDPA_BYTES
     if "num_experts" in text:
         of_one = text["moe_intermediate_size"]
         per_token += text["num_experts_per_tok"] * (hidden * _ROW_HIDDEN_BYTES + of_one * _ROW_INNER_BYTES)

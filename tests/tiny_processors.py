@@ -129,7 +129,7 @@ def qwen2_vl() -> tuple[ProcessorMixin, NativeInputs]:
     """Images and videos."""
     tokenizer = byte_tokenizer(_QWEN, eos_token="<|im_end|>")
     made = _of(Qwen2VLProcessor, _qwen_images(), tokenizer, TinyVideoProcessor(), chat_template=chatml(**_QWEN_SHOWN))
-    return made, NativeInputs({"image": 2, "video": 3}, ("mm_token_type_ids",), _grid_rows)
+    return made, NativeInputs({"image": 2, "video": 3}, ("mm_token_type_ids",))
 
 
 def qwen3_vl() -> tuple[ProcessorMixin, NativeInputs]:
@@ -137,7 +137,7 @@ def qwen3_vl() -> tuple[ProcessorMixin, NativeInputs]:
     tokenizer = byte_tokenizer(_QWEN, eos_token="<|im_end|>")
     shown = _QWEN_SHOWN | {"video": "<|video_pad|>"}
     made = _of(Qwen3VLProcessor, _qwen_images(), tokenizer, TinyVideoProcessor(), chat_template=chatml(**shown))
-    return made, NativeInputs({"image": 2, "video": 3}, ("mm_token_type_ids",), _grid_rows)
+    return made, NativeInputs({"image": 2, "video": 3}, ("mm_token_type_ids",))
 
 
 def glm4v() -> tuple[ProcessorMixin, NativeInputs]:
@@ -151,7 +151,7 @@ def glm4v() -> tuple[ProcessorMixin, NativeInputs]:
     )
     tokenizer = byte_tokenizer(special, eos_token="<|endoftext|>")
     made = _of(Glm4vProcessor, _qwen_images(), tokenizer, TinyVideoProcessor(), chat_template=template)
-    return made, NativeInputs({"image": 3, "video": 3}, ("mm_token_type_ids",), _grid_rows)
+    return made, NativeInputs({"image": 3, "video": 3}, ("mm_token_type_ids",))
 
 
 def qwen2_5_omni() -> tuple[ProcessorMixin, NativeInputs]:
@@ -193,7 +193,7 @@ def llava() -> tuple[ProcessorMixin, NativeInputs]:
     tokenizer = byte_tokenizer(["<s>", "</s>", "<image>"], bos_token="<s>", eos_token="</s>")
     images = LlavaImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     made = LlavaProcessor(images, tokenizer, patch_size=4, chat_template=VICUNA)
-    return made, NativeInputs({"image": 2}, num_tokens=_four_rows)
+    return made, NativeInputs({"image": 2})
 
 
 def gemma3() -> tuple[ProcessorMixin, NativeInputs]:
@@ -203,7 +203,7 @@ def gemma3() -> tuple[ProcessorMixin, NativeInputs]:
     tokenizer = byte_tokenizer(special, bos_token="<bos>", eos_token="<end_of_turn>", **named)
     images = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
     made = Gemma3Processor(images, tokenizer, chat_template=GEMMA, image_seq_length=4)
-    return made, NativeInputs({"image": 4}, ("token_type_ids",), _four_rows)
+    return made, NativeInputs({"image": 4}, ("token_type_ids",))
 
 
 def internvl() -> tuple[ProcessorMixin, NativeInputs]:
@@ -215,7 +215,7 @@ def internvl() -> tuple[ProcessorMixin, NativeInputs]:
     shown = chatml(image="<IMG_CONTEXT>\n", video="<video>\n")
     video = TinyVideoProcessor("frames")
     made = _of(InternVLProcessor, images, tokenizer, video, image_seq_length=2, chat_template=shown)
-    return made, NativeInputs({"image": 4, "video": 4}, (), _two_rows_a_tile)
+    return made, NativeInputs({"image": 4, "video": 4})
 
 
 def _grid_rows(modality: str, features: dict[str, np.ndarray]) -> int:
@@ -236,4 +236,11 @@ FAMILIES: dict[str, Callable[[], tuple[ProcessorMixin, NativeInputs]]] = {
         *(qwen2_vl, qwen3_vl, glm4v, qwen2_5_omni, qwen3_omni),
         *(qwen2_audio, llava, gemma3, internvl),
     )
+}
+
+# Family -> rows that its model makes of an item.
+ROWS: dict[str, Callable[[str, dict[str, np.ndarray]], int]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen3_vl", "glm4v"), _grid_rows),
+    **dict.fromkeys(("llava", "gemma3"), _four_rows),
+    "internvl": _two_rows_a_tile,
 }

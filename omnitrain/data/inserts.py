@@ -68,12 +68,10 @@ class NativeInsert(Insert):
         spans = []
         for modality, features in self.expansion.features.items():
             rows = self.rows(tokens, native, modality)
-            expected = native.num_tokens(modality, features) if native.num_tokens else len(rows)
-            if not len(rows) or len(rows) != expected:
+            if not len(rows):
                 raise UserError(
-                    f"row {self.row_id!r}: the foundation makes {expected} rows of this {modality}, and the "
-                    f"processor's text has {len(rows)} tokens {native.placeholders[modality]} for them; the processor "
-                    "belongs to another model, or is set up for another"
+                    f"row {self.row_id!r}: the processor's text has no token {native.placeholders[modality]} for the "
+                    f"rows of this {modality}; the processor belongs to another model, or is set up for another"
                 )
             item = MediaItem(features, len(rows))
             is_run = rows[-1] - rows[0] + 1 == len(rows)

@@ -45,12 +45,10 @@ class NativeInputs:
         token_inputs: names of the foundation's per-token arguments that every sample must bring.
         token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each; None: the processor's own,
             which tell modalities apart.
-        num_tokens: ``(modality, features) -> rows`` that the foundation makes of one item; None: not checked here.
         positions: position ids of a sample; None: 0, 1, 2, ...
     """
 
     placeholders: Mapping[str, int]
     token_inputs: tuple[str, ...] = ()
-    num_tokens: Callable[[str, Features], int] | None = None
     positions: PositionFunction | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None

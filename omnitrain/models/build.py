@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from omnitrain.models.hf import (
     require_sub_configs,
     resolve,
 )
+from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.spread import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
@@ -127,6 +129,8 @@ def _from_checkpoint(
         component.to(dtype)
     for decoder in model.decoders.values():
         _cast_decoder(decoder, dtype)
+    if weights_path:
+        load_adapters(model, Path(weights_path))
     return model if init_device == "meta" else model.to(init_device)
 
 

@@ -25,11 +25,12 @@ from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
+from omnitrain.parallel.hand_out import SOURCE, HandedOut, on_source, ranks_without_weights, require_same_parameters
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence import part_of_call
-from omnitrain.parallel.shard import Sharding, shard
+from omnitrain.parallel.shard import Sharding, device_of, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
 from omnitrain.parallel.tensor.apply import cut_tensors
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -58,8 +59,8 @@ def build_parallelize_model(
 
     Args:
         model: an :class:`OmniModel`, or a HF model, which becomes the foundation of one.
-        weights_path: checkpoint of ``model``, all or error; None: it has its weights. For a model on the meta device
-            it must be given.
+        weights_path: checkpoint of ``model``, all or error, which rank 0 reads; None: the model has its weights, on
+            rank 0 at least. Ranks on which it is on the meta device get theirs from rank 0, unit by unit.
         parallel_state: None: that of :func:`init_parallel_state`.
         parallel_plan: None: every component lies as the state says.
         enable_full_shard: parameters are sharded again between forward and backward; False: kept, for less
@@ -87,23 +88,26 @@ def build_parallelize_model(
     tensors = tensor_plan(omni, plan, state.size("tp"))
     plans = resolve_plans(omni, plan, state, flags, tensors)
     adapters = adapters_for(omni, plan)[0]
+    bare = ranks_without_weights(omni)
     if weights_path is None:
-        require_weights(omni)
+        require_weights(is_bare=bare[SOURCE])
     elif adapters_of(omni):
         raise UserError("the model has LoRA adapters, and weights_path would replace what is below them; load it first")
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
     if weights_path is not None:
-        load_weights(model, weights_path)
+        on_source(partial(load_weights, model, weights_path))
         load_adapters(omni, Path(weights_path))
-    if init_device not in (None, "meta"):
+    if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
-    require_equal_weights(omni)
+    hands_out = state.world_size > 1 and (weights_path is not None or any(bare))
+    (require_same_parameters if hands_out else require_equal_weights)(omni)
 
     _freeze(omni, plans)
     add_lora(omni, adapters)
     _set_precision(omni, plans)
+    handed_out = HandedOut(omni, device_of(state.fsdp_mesh)) if hands_out else None
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
     cut_tensors(omni, tensors.styles, state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
@@ -117,7 +121,7 @@ def build_parallelize_model(
     meshes = _meshes(plans, state)
     parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
-    shard(omni, units, how)
+    shard(omni, units, how, fill=None if handed_out is None else handed_out.fill)
     done = {"compiled": compiled, "driven": driven, "tokens": tokens}
     remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, towers, done))
     return omni

@@ -53,7 +53,12 @@ class Sharding:
     offload: bool = False
 
 
-def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[str, Sharding]) -> None:
+def shard(
+    model: OmniModel,
+    units: Mapping[str, ComponentUnits],
+    how: Mapping[str, Sharding],
+    fill: Callable[[nn.Module], None] | None = None,
+) -> None:
     """Shard every component's units over its own mesh, in place; the model is the only root.
 
     Gradients are added over all ranks of a mesh and divided by nothing: losses are divided by the count of the whole
@@ -63,6 +68,8 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
         model: its parameters equal on all ranks.
         units: of each component.
         how: of each component; the root's own parameters lie as the foundation's.
+        fill: called with each unit before it is sharded, and with the model at last: what is on the meta device is not
+            behind it. None: nothing is there.
     """
     # What the foundation returns (hidden states, a view in most models) is written to by nobody.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -76,6 +83,8 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
                 assert inner.expert_mesh is not None
                 inner = replace(inner, mesh=inner.expert_mesh)
             is_attached = name == component and component != FOUNDATION
+            if fill is not None:
+                fill(model.get_submodule(name))
             _unit(
                 model.get_submodule(name),
                 inner,
@@ -85,12 +94,14 @@ def shard(model: OmniModel, units: Mapping[str, ComponentUnits], how: Mapping[st
             )
             if is_attached:
                 _call_as_one(model, component, inner.compute_dtype or _dtype(model.get_submodule(name), whole))
+    if fill is not None:
+        fill(model)
     root = _unit(model, how[FOUNDATION], whole, casts_inputs=False, keeps_unsharded=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    device = _device(how[FOUNDATION].mesh)
+    device = device_of(how[FOUNDATION].mesh)
     for parameter in whole:
         parameter.data = parameter.data.to(device)
     _give_gradients_a_way(model)
@@ -172,5 +183,6 @@ def _give_gradients_a_way(model: OmniModel) -> None:
     model.foundation.get_input_embeddings().register_forward_hook(with_gradient)
 
 
-def _device(mesh: DeviceMesh) -> torch.device:
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Where this rank has what lies on ``mesh``."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

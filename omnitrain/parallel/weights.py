@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -46,17 +45,16 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
                 setattr(target, key, value)
 
 
-def require_weights(model: nn.Module) -> None:
-    """A model whose tensors are all there.
+def require_weights(*, is_bare: bool) -> None:
+    """A model that has its weights.
 
     Raises:
-        UserError: some are on the meta device, which has none.
+        UserError: ``is_bare``: it is on the meta device on the rank that should have them.
     """
-    missing = [name for name, tensor in _tensors(model) if tensor.is_meta]
-    if missing:
+    if is_bare:
         raise UserError(
-            f"the model is on the meta device ({len(missing)} tensors, such as {missing[0]}) and weights_path is not "
-            "given; pass weights_path, or build the model with init_device='cpu'"
+            "the model is on the meta device on rank 0 and weights_path is not given; pass weights_path, or build the "
+            "model with init_device='cpu' there"
         )
 
 
@@ -75,11 +73,6 @@ def require_equal_weights(model: nn.Module) -> None:
             f"{len(different)} parameters differ between ranks, such as {', '.join(different[:_SHOWN])}; build the "
             "model from the same weights, or with the same seed, on every rank"
         )
-
-
-def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 @torch.no_grad()

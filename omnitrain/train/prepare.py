@@ -1,4 +1,4 @@
-"""The model of a run, ready to train: built on every rank, with its operations chosen, laid out, perhaps compiled."""
+"""The model of a run, ready to train: built, with its operations chosen, laid out, perhaps compiled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     Raises:
         UserError: whatever does not fit together in recipe and weights.
     """
-    model, processor = ranks.one_by_one(lambda: _build(recipe, checkpoint))
+    # The others get their part of the weights from the first rank when they lay the model out.
+    model, processor = ranks.one_by_one(lambda: _build(recipe, checkpoint, "cpu" if ranks.is_first else "meta"))
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel))
     compiled = _compiled(model, recipe)
     layout = _lay_out(model, recipe, ranks, device)
@@ -61,8 +62,11 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     return PreparedModel(model, processor, ops, layout, compiled)
 
 
-def _build(recipe: Recipe, checkpoint: Path | None) -> tuple[OmniModel, OmniProcessor]:
-    model, processor = load_checkpoint(checkpoint, recipe.model.freeze) if checkpoint else build_from_recipe(recipe)
+def _build(recipe: Recipe, checkpoint: Path | None, init_device: str) -> tuple[OmniModel, OmniProcessor]:
+    if checkpoint is None:
+        model, processor = build_from_recipe(recipe, init_device)
+    else:
+        model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device)
     require_heads(recipe, model.decoders)
     _ = model.runner  # checks the contract
     return model.train(), processor

@@ -21,7 +21,7 @@ from omnitrain.data.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Data, DataSource
 from tests.tiny import part, png, tiny_model, wav, webp
-from tests.tiny_processors import FAMILIES
+from tests.tiny_processors import FAMILIES, ROWS
 
 MIXED = {
     "qwen2_vl": ("v+look\n\n+i+ here\n", "\nA\n", "i+v+and", "b c"),
@@ -258,9 +258,20 @@ def test_a_modality_that_the_foundation_lacks_names_the_row() -> None:
 
 def test_a_processor_of_another_model_is_refused() -> None:
     made, native = FAMILIES["llava"]()
-    made.patch_size = 2
-    with pytest.raises(UserError, match=r"row 'r': the foundation makes 4 rows of this image, .* has 16 tokens 2"):
-        OmniProcessor(TemplateRenderer(made, native), {}, {}).sample(row("i", "b"))
+    other = dataclasses.replace(native, placeholders={"image": 5000})
+    with pytest.raises(UserError, match=r"row 'r': the processor's text has no token 5000 for the rows of this image"):
+        OmniProcessor(TemplateRenderer(made, other), {}, {}).sample(row("i", "b"))
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_a_medium_has_a_place_for_each_row_that_its_model_makes(family: str) -> None:
+    processor = processor_of(family)
+    shown = [modality[0] for modality in processor.renderer.native.placeholders]
+    spans = sample_of(processor, "+".join([*shown, "x", "i"]), "b").spans
+    assert len(spans) == len(shown) + 1
+    for span in spans:
+        modality = span.component.removeprefix("foundation.")
+        assert len(span.positions) == ROWS[family](modality, span.item.features) > 0
 
 
 def test_a_processor_whose_media_depend_on_each_other_is_refused() -> None:
