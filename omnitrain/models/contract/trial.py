@@ -95,7 +95,8 @@ class Trial:
     def has_experts(self) -> bool:
         """Whether there are routers: they count rows, so leaving out what no loss reads would show in their counts."""
         foundation: Any = self.plain
-        return any(parameter.ndim == 3 for parameter in foundation.get_decoder().parameters())
+        kinds = (module for module in foundation.get_decoder().modules() if not isinstance(module, nn.Conv1d))
+        return any(parameter.ndim == 3 for module in kinds for parameter in module.parameters(recurse=False))
 
     # Plain transformers -----------------------------------------------------------------------------------------------
 
