@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -28,6 +27,7 @@ from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.deepep import DeepEpDispatcher, open_deepep
 from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
+from omnitrain.parallel.shard import device_of
 from omnitrain.parallel.shared_experts import Early, shared_experts
 from omnitrain.parallel.token_shares import ShareOfTokens
 from omnitrain.recipe.globs import matches
@@ -158,7 +158,7 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
         set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
         if plan.expert_chunks not in (None, 1):
             above = model.get_submodule(layer.name.rpartition(".")[0])
-            if (shared := shared_experts(above, module)) is not None:
+            if (shared := shared_experts(above, module, device_of(mesh))) is not None:
                 set_experts(module, meanwhile=Early(above, shared).compute)
         use_omnitrain_experts(module, layer.backend)
     return "torch" if buffer is None else "deepep"
@@ -169,9 +169,7 @@ def _deepep_buffer(experts: Sequence[nn.Module], mesh: DeviceMesh, plan: Compone
     if plan.expert_dispatcher in (None, "torch"):
         return None
     widths = [module.get_parameter("down_proj").size(2 if module.is_transposed else 1) for module in experts]
-    on_cuda = mesh.device_type == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device(mesh.device_type)
-    buffer, problem = open_deepep(mesh.get_group(), max(widths), device)
+    buffer, problem = open_deepep(mesh.get_group(), max(widths), device_of(mesh))
     if problem and plan.expert_dispatcher == "deepep":
         raise UserError(
             f"expert_dispatcher: found deepep, but an exchange by it failed: {problem}; use torch, or auto to fall "

@@ -13,20 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from omnitrain.ops.experts import LayerSpans
 
 _TRIAL_TOKENS = 4
 
 
-def shared_experts(layer: nn.Module, experts: nn.Module) -> nn.Module | None:
+def shared_experts(layer: nn.Module, experts: nn.Module, device: torch.device) -> nn.Module | None:
     """The child of ``layer`` that is called once, behind ``experts``, with the layer's input alone.
 
-    Found by a forward of the layer whose ``experts`` compute nothing.
+    Found by a forward of the layer on zeros, also in the place of its weights, whose ``experts`` compute nothing.
 
     Args:
-        layer: of which ``experts`` is a child.
+        layer: of which ``experts`` is a child. Its weights may be on the meta device, and its buffers elsewhere.
         experts: that tokens choose.
+        device: on which the forward runs.
 
     Returns:
         None: there is none, or the layer wants more than hidden states.
@@ -35,7 +37,7 @@ def shared_experts(layer: nn.Module, experts: nn.Module) -> nn.Module | None:
     weight = inner.down_proj
     width = weight.size(-1) if inner.is_transposed else weight.size(-2)
     for dtype in dict.fromkeys(parameter.dtype for parameter in layer.parameters()):  # what is frozen keeps its own
-        hidden = torch.zeros(1, _TRIAL_TOKENS, width, dtype=dtype, device=weight.device)
+        hidden = torch.zeros(1, _TRIAL_TOKENS, width, dtype=dtype, device=device)
         if (found := _called_behind(layer, experts, hidden)) is not None:
             return found
     return None
@@ -52,6 +54,9 @@ def _called_behind(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.M
         calls.clear()
         return torch.zeros_like(rows)
 
+    of_experts = {*experts.parameters(), *experts.buffers()}
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    zeros = {n: torch.zeros_like(value, device=hidden.device) for n, value in tensors if value not in of_experts}
     drawn_on = [hidden.device] if hidden.device.type == "cuda" else []
     with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(drawn_on):  # some routers draw in training
         for child in layer.children():
@@ -60,7 +65,7 @@ def _called_behind(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.M
         stack.callback(delattr, experts, "forward")
         experts.forward = compute_nothing
         try:
-            layer(hidden)
+            functional_call(layer, zeros, (hidden,))
         except Exception:  # of a model's code that is asked for something else than in training
             return None
     return calls[0][0] if [is_alike for _, is_alike in calls] == [True] else None

@@ -22,6 +22,8 @@ from omnitrain.parallel.shared_experts import Early, shared_experts
 from tests.parallel import factories
 from tests.parallel.laid_out import counted
 
+CPU = torch.device("cpu")
+
 
 class SlowLoopback:
     """One rank that sends to itself: rows arrive when they are awaited, and not a moment before."""
@@ -208,7 +210,7 @@ def test_to_look_for_shared_experts_draws_nothing_at_random() -> None:
     layer = experts_layer("glm4_moe").train()
     layer.gate.register_forward_pre_hook(lambda *_: torch.rand(1) and None)
     before = torch.get_rng_state()
-    assert shared_experts(layer, layer.experts) is layer.shared_experts
+    assert shared_experts(layer, layer.experts, CPU) is layer.shared_experts
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -216,8 +218,20 @@ def test_shared_experts_are_found_where_they_are_called_behind_the_others() -> N
     found = {}
     for name in ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_moe"):
         layer = experts_layer(name)
-        found[name] = shared_experts(layer, layer.experts)
+        found[name] = shared_experts(layer, layer.experts, CPU)
         assert "forward" not in vars(layer.experts)
         if found[name] is not None:
             assert found[name] is layer.shared_experts
     assert [name for name, shared in found.items() if shared is not None] == ["glm4_moe", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_shared_experts_are_found_before_the_weights_are_there(name: str) -> None:
+    """As where rank 0 hands them out: buffers, such as a router's bias, are there already."""
+    layer = experts_layer(name)
+    for module in layer.modules():
+        for key, weight in module.named_parameters(recurse=False):
+            module.register_parameter(key, nn.Parameter(weight.to("meta")))
+    assert {value.device for value in layer.buffers()} == {CPU}
+    assert shared_experts(layer, layer.experts, CPU) is layer.shared_experts
+    assert all(weight.is_meta for weight in layer.parameters())
