@@ -114,7 +114,7 @@ class OmniModel(PreTrainedModel):
             **kwargs: for transformers. With ``state_dict``, that is written as it is, by the rank that calls.
 
         Raises:
-            TrainingError: the first rank could not write; it raises the error itself.
+            TrainingError: on the other ranks, where the first one could not write; it raises the error itself.
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)

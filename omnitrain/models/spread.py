@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from omnitrain.errors import TrainingError
+from omnitrain.errors import TrainingError, UserError
 
 
 def is_spread(model: nn.Module) -> bool:
@@ -16,21 +16,25 @@ def is_spread(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def by_first(write: Callable[[], object]) -> None:
-    """Let the first rank ``write``; no rank goes on before. All of them call this.
+def by_first(work: Callable[[], object]) -> None:
+    """Let the first rank do ``work``; no rank goes on before. All of them call this.
 
     Raises:
-        TrainingError: on the other ranks, where the first one could not; that one raises the error itself.
+        UserError: on all ranks, where the first one raised it.
+        TrainingError: on the other ranks, where it raised something else; the first one raises that itself.
     """
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            write()
+            work()
         except Exception as error:  # raised again below, when the others know
             failed = error
-    told = [failed and f"rank 0 failed: {type(failed).__name__}: {failed}"]
-    dist.broadcast_object_list(told, src=0)
+    told = failed
+    if failed is not None and not isinstance(failed, UserError):
+        told = TrainingError(f"rank 0 failed: {type(failed).__name__}: {failed}")
+    for_all = [told]
+    dist.broadcast_object_list(for_all, src=0)
     if failed is not None:
         raise failed
-    if told[0] is not None:
-        raise TrainingError(told[0])
+    if for_all[0] is not None:
+        raise for_all[0]

@@ -6,7 +6,7 @@ whole, one after the other, each rank keeps its part, and the unit is sharded be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -88,18 +88,6 @@ def require_same_parameters(model: nn.Module) -> None:
             f"{len(different)} parameters are not those of rank 0, such as {', '.join(different[:_SHOWN])}; build the "
             "same model on every rank"
         )
-
-
-def on_source(work: Callable[[], Any]) -> None:
-    """Rank 0 does it; where it raises a :class:`UserError`, all ranks do."""
-    failure: UserError | None = None
-    if dist.get_rank() == SOURCE:
-        try:
-            work()
-        except UserError as error:
-            failure = error
-    if (failed := _gathered(failure)[SOURCE]) is not None:
-        raise failed
 
 
 def _take_buffers(model: nn.Module) -> None:

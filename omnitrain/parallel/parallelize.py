@@ -18,14 +18,14 @@ from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.shared_tower import SharedTower
-from omnitrain.models.spread import is_spread
+from omnitrain.models.spread import by_first, is_spread
 from omnitrain.ops.compile import compile_blocks
 from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
-from omnitrain.parallel.hand_out import SOURCE, HandedOut, on_source, ranks_without_weights, require_same_parameters
+from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights, require_same_parameters
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
@@ -92,12 +92,15 @@ def build_parallelize_model(
     if weights_path is None:
         require_weights(is_bare=bare[SOURCE])
     elif adapters_of(omni):
-        raise UserError("the model has LoRA adapters, and weights_path would replace what is below them; load it first")
+        raise UserError(
+            "the model has LoRA adapters, and weights_path would replace what is below them; load it first, or build "
+            "the model without them (config_path, on the meta device)"
+        )
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
     if weights_path is not None:
-        on_source(partial(load_weights, model, weights_path))
+        by_first(partial(load_weights, model, weights_path))
         load_adapters(omni, Path(weights_path))
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)

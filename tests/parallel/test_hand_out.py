@@ -16,9 +16,11 @@ from torch.utils import swap_tensors
 from transformers import PreTrainedModel
 
 import omnitrain as ot
-from omnitrain.errors import UserError
+from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf import foundation_class
+from omnitrain.models.spread import by_first
+from omnitrain.ops.experts import experts_in, settings_of
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_state_of
 from tests.families import FAMILIES
@@ -28,7 +30,7 @@ from tests.parallel.laid_out import full
 PRECISION = ot.Precision(param="bfloat16")
 LAYOUTS = [
     ("any_to_any", ot.ComponentPlan(dp_replicate=2, mode="hsdp", parameter_offload=True, precision=PRECISION)),
-    ("qwen3_moe", ot.ComponentPlan(tp=2, ep=2)),
+    ("moe_with_shared_experts", ot.ComponentPlan(tp=2, ep=2, expert_chunks=2)),
     ("qwen3_moe_with_adapters", ot.ComponentPlan(ep=2)),
 ]
 
@@ -53,6 +55,11 @@ def lay_out(model: PreTrainedModel, plan: ot.ParallelPlan) -> ot.OmniModel:
     return ot.build_parallelize_model(model, parallel_state=state, parallel_plan=plan, enable_mixed_precision=None)
 
 
+def overlapped(model: ot.OmniModel) -> list[bool]:
+    """Of each layer's experts, whether others are computed while their rows travel."""
+    return [settings_of(module).meanwhile is not None for _, module in experts_in(model)]
+
+
 def found_on_rank(name: str, default: ot.ComponentPlan) -> dict[str, Any]:
     plan = ot.ParallelPlan(default=default)
     plain, laid = lay_out(getattr(factories, name)(), plan), lay_out(given(name), plan)
@@ -61,6 +68,7 @@ def found_on_rank(name: str, default: ot.ComponentPlan) -> dict[str, Any]:
         "names": list(expected) == list(found),
         "values": [n for n in expected if not torch.equal(full(found[n].detach()), full(expected[n].detach()))],
         "kinds": [n for n in expected if (found[n].dtype, found[n].device) != (expected[n].dtype, expected[n].device)],
+        "overlapped": overlapped(laid) == overlapped(plain),
         "trained": [n for n in expected if found[n].requires_grad != expected[n].requires_grad],
         "number": len(expected),
     }
@@ -72,7 +80,7 @@ def test_a_model_that_rank_0_alone_has_is_the_same_on_all_ranks(
 ) -> None:
     for found in ranks.run(found_on_rank, name, default, timeout_s=120, world=4):
         assert found.pop("number") > 20
-        assert found == {"names": True, "values": [], "kinds": [], "trained": []}
+        assert found == {"names": True, "values": [], "kinds": [], "overlapped": True, "trained": []}
 
 
 def deep(device: str) -> PreTrainedModel:
@@ -123,3 +131,25 @@ def test_another_model_than_that_of_rank_0_is_refused_on_all_ranks(ranks: RankPo
     assert (
         "4 parameters are not those of rank 0, such as foundation.model.layers.0.self_attn.k_proj.weight" in messages[0]
     )
+
+
+def told_of(error: Exception) -> str:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(Exception) as told:
+        by_first(fail)
+    return repr(told.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (WeightsError("no head"), "WeightsError('no head')"),
+        (MemoryError("a lot"), "TrainingError('rank 0 failed: MemoryError: a lot')"),
+    ],
+)
+def test_where_rank_0_cannot_read_the_weights_no_rank_waits_for_them(
+    ranks: RankPool, error: Exception, others: str
+) -> None:
+    assert ranks.run(told_of, error, timeout_s=30, world=2) == [repr(error), others]
