@@ -214,9 +214,11 @@ def _tails(trial: Trial) -> None:
 def _gradients(trial: Trial) -> None:
     """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
     fact = attempt(partial(gradient_fact, trial))
-    if fact is not None and (trial.contract.row_local or trial.contract.without_tails):
+    left_out = {"last rows": trial.contract.row_local, "tails": trial.contract.without_tails}
+    if fact is not None and any(left_out.values()):
         trial.use(row_local=(), without_tails=False)
-        trial.note("last rows", "fallback", f"{fact} without the rows that no loss reads; all are computed")
+        for check in (check for check, is_used in left_out.items() if is_used):
+            trial.note(check, "fallback", f"{fact} without the rows that no loss reads; all are computed")
         fact = attempt(partial(gradient_fact, trial))
     if fact is not None and trial.contract.packs:
         _unpack(trial, fact)

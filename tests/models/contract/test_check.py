@@ -69,7 +69,8 @@ def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.Mon
     wrong = ("model.layers.-1.self_attn.k_proj",)
     monkeypatch.setattr("omnitrain.models.contract.check.row_local_modules", lambda trial: wrong)
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
-    assert contract.row_local == () and "all are computed" in facts(contract, "last rows")
+    assert contract.row_local == () and not contract.without_tails
+    assert all("all are computed" in facts(contract, check) for check in ("last rows", "tails"))
     assert facts(contract, "gradients").startswith("passed")
 
 
