@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.ops.backends import Backend, liger_missing
 
@@ -48,8 +50,75 @@ def _liger_rotary(
     return turned
 
 
-# On CPU a hand-written backward, over query and key at once or apart, was not faster than autograd's.
-ROTARY = (Backend("torch", rotary), Backend("liger", _liger_rotary, liger_missing, automatic=()))
+@dataclass(frozen=True)
+class _Tables:
+    """Cosines and sines, once per head, so that a CPU multiplies whole rows; ``[B or 1, T, H, D]``.
+
+    Sines of the first half are negative: they turn the features of the second one.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> _Tables:
+        first, second = sin.chunk(2, dim=-1)
+        per_head = (
+            x[:, :, None].expand(-1, -1, heads, -1).contiguous() for x in (cos, torch.cat((-first, second), -1))
+        )
+        return cls(*per_head)
+
+    def turned(self, x_BTHD: torch.Tensor) -> torch.Tensor:
+        """:func:`rotary`, in the same order of operations."""
+        heads, half = x_BTHD.size(2), x_BTHD.size(3) // 2
+        return (x_BTHD * self.cos[:, :, :heads]).add_(x_BTHD.roll(half, -1).mul_(self.sin[:, :, :heads]))
+
+    def turned_back(self, x_BTHD: torch.Tensor) -> torch.Tensor:
+        """The transpose of :meth:`turned`."""
+        heads, half = x_BTHD.size(2), x_BTHD.size(3) // 2
+        return (x_BTHD * self.cos[:, :, :heads]).add_((x_BTHD * self.sin[:, :, :heads]).roll(half, -1))
+
+
+# Of the cosines of a forward, which all of its layers share; gone when these are.
+_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def fused_rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`rotary`, bit for bit, with a backward of its own.
+
+    Tables that are trained, or that turn a part of the features, are left to autograd.
+    """
+    if cos.size(-1) != query.size(-1) or cos.requires_grad or sin.requires_grad:
+        return rotary(query, key, cos, sin)
+    heads = max(query.size(1), key.size(1))
+    known_sin, tables = _tables.get(cos, (None, None))
+    if known_sin is not sin or tables is None or tables.cos.size(2) != heads:
+        tables = _Tables.of(cos, sin, heads)
+        _tables[cos] = sin, tables
+    turned: tuple[torch.Tensor, torch.Tensor] = _FusedRotary.apply(query, key, tables)
+    return turned
+
+
+class _FusedRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, tables: _Tables) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.tables = tables
+        # Tokens before heads, as projections lay them out.
+        return tables.turned(query.transpose(1, 2)).transpose(1, 2), tables.turned(key.transpose(1, 2)).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back = (ctx.tables.turned_back(gradient.transpose(1, 2)).transpose(1, 2) for gradient in gradients)
+        return (*back, None)
+
+
+ROTARY = (
+    Backend("fused", fused_rotary, automatic=("cpu",)),
+    Backend("torch", rotary),
+    Backend("liger", _liger_rotary, liger_missing, automatic=()),
+)
 
 
 def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:

@@ -82,7 +82,10 @@ class Ops(Strict):
         "auto", description="RMSNorm. `fused`: a backward of its own, same bits forward; `auto` takes it on CPU."
     )
     swiglu: Literal["auto", "torch", "liger"] = Field("auto", description="The product in a gated MLP with SiLU.")
-    rotary: Literal["auto", "torch", "liger"] = Field("auto", description="Rotary positions of query and key.")
+    rotary: Literal["auto", "torch", "fused", "liger"] = Field(
+        "auto",
+        description="Rotary positions of query and key. `fused`: same bits, own backward; `auto` takes it on CPU.",
+    )
     patch_embed: Literal["auto", "torch", "linear"] = Field(
         "auto", description="Convolutions whose kernel is their stride. `linear`: as one matrix product."
     )

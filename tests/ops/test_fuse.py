@@ -16,7 +16,7 @@ from omnitrain.ops.backends import Backend
 from omnitrain.ops.fuse import fuse_ops
 from omnitrain.ops.patch_embed import is_patch_embedding, patch_linear
 from omnitrain.ops.rms_norm import RMS_NORM, RMSNormForm, fused_rms_norm, rms_norm, rms_norm_form
-from omnitrain.ops.rotary import ROTARY, is_rotary, rotary, rotary_forward
+from omnitrain.ops.rotary import ROTARY, _tables, fused_rotary, is_rotary, rotary, rotary_forward
 from omnitrain.ops.swiglu import is_swiglu, swiglu_forward
 
 SIZES = {
@@ -263,6 +263,40 @@ def test_another_rotary_runs_in_every_layer_of_one_model_and_in_no_other(model_t
     outputs = [model(input_ids=ids, use_cache=False).logits for model in (plain, copy.deepcopy(fused))]
     assert torch.equal(*outputs) and list(fused.state_dict()) == keys
     assert calls == [[(1, 2, 20, 16), (1, 1, 20, 16), (1, 20, 16), (1, 20, 16)]] * layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_fused_rotary_has_the_bits_of_the_reference_forward_and_backward(dtype, batch):
+    angles = torch.randn(1, 9, 8).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    gradients = [torch.randn(batch, 9, heads, 16, dtype=dtype) for heads in (4, 2)]
+    for _ in range(2):  # the second time it finds its tables
+        states = [torch.randn(batch, 9, heads, 16, dtype=dtype, requires_grad=True) for heads in (4, 2)]
+        found = []
+        for run in (rotary, fused_rotary):
+            turned = run(*(x.transpose(1, 2) for x in states), cos, sin)
+            found.append([*turned, *torch.autograd.grad(turned, states, [g.transpose(1, 2) for g in gradients])])
+        assert all(map(torch.equal, *found))
+
+
+def test_tables_of_rotary_positions_go_with_their_forward_and_differ_where_their_sines_do():
+    query, key, angles = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 5, 16)
+    cos, kept = angles.cos(), len(_tables)
+    for sin in (angles.sin(), -angles.sin()):
+        assert all(map(torch.equal, fused_rotary(query, key, cos, sin), rotary(query, key, cos, sin)))
+    assert len(_tables) == kept + 1
+    del cos
+    assert len(_tables) == kept
+
+
+def test_trained_rotary_tables_get_their_gradients():
+    query, key, angles = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 5, 16, requires_grad=True)
+    (plain,), (fused,) = (
+        torch.autograd.grad(sum(x.pow(3).sum() for x in run(query, key, angles.cos(), angles * 2)), angles)
+        for run in (rotary, fused_rotary)
+    )
+    assert torch.equal(plain, fused) and plain.count_nonzero() == angles.numel()
 
 
 def test_calls_of_another_kind_go_to_the_models_own_rotary():

@@ -10,9 +10,7 @@ from omnitrain.train.metrics import LossMeter
 def test_counts_and_sums_stay_exact_past_two_to_the_24() -> None:
     tokens = 2**23 + 1
     rows = torch.zeros(tokens, dtype=torch.long)
-    pack: Any = SimpleNamespace(
-        info=SimpleNamespace(sources=("web",)), cu_seqlens=torch.tensor([0, 1], dtype=torch.int32)
-    )
+    pack: Any = SimpleNamespace(info=SimpleNamespace(sources=("web",), lengths=(1,)))
     meter = LossMeter()
     for _ in range(5):
         term = LossTerm(torch.tensor(float(tokens)), tokens, torch.ones(()).expand(tokens))

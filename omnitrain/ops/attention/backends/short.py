@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -64,7 +65,7 @@ def short_row(
     groups: Sequence[Sequence[int]],
     heads: int,
     key_heads: int,
-    read: torch.Tensor | None,
+    read: np.ndarray | None,
 ) -> ShortRow:
     """Lay out a row.
 
@@ -173,49 +174,51 @@ def _put_back(
 
 @dataclass(frozen=True)
 class _Places:
-    """Places of a batch: the token at each, ``[B, n]``, its position in its segment, and whether it is not a filler."""
+    """Places of a batch: the token at each, ``[B, n]``, its position in its segment, and whether it is not a filler.
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    is_real: torch.Tensor
+    Made in numpy: for a handful of numbers a call of torch takes longer than its work.
+    """
 
-    def taken(self, order: torch.Tensor, is_real: torch.Tensor) -> _Places:
+    tokens: np.ndarray
+    positions: np.ndarray
+    is_real: np.ndarray
+
+    def taken(self, order: np.ndarray, is_real: np.ndarray) -> _Places:
         """Other places, by their index ``[B, m]``."""
-        return _Places(self.tokens.gather(1, order), self.positions.gather(1, order), is_real.gather(1, order))
+        return _Places(*(np.take_along_axis(x, order, axis=1) for x in (self.tokens, self.positions, is_real)))
 
 
 def _all_places(groups: Sequence[Sequence[int]]) -> list[_Places]:
     made, start = [], 0
     for lengths in groups:
-        sizes = torch.tensor(lengths)[:, None]
-        starts, place = start + sizes.cumsum(0) - sizes, torch.arange(max(lengths)).expand(len(lengths), -1)
+        sizes = np.array(lengths)[:, None]
+        starts, place = start + sizes.cumsum(0) - sizes, np.arange(max(lengths))[None].repeat(len(lengths), 0)
         # Behind its end a segment repeats its last token, which nobody attends to.
-        made.append(_Places(starts + place.minimum(sizes - 1), place, place < sizes))
+        made.append(_Places(starts + np.minimum(place, sizes - 1), place, place < sizes))
         start += sum(lengths)
     return made
 
 
-def _places_of(places: _Places, read: torch.Tensor) -> _Places:
+def _places_of(places: _Places, read: np.ndarray) -> _Places:
     """Those of tokens that are read, and fillers up to the most of a segment."""
     is_read = read[places.tokens] & places.is_real
     most = max(int(is_read.sum(1).max()), 1)
-    return places.taken(is_read.int().argsort(dim=1, descending=True, stable=True)[:, :most], is_read)
+    return places.taken((~is_read).argsort(axis=1, kind="stable")[:, :most], is_read)
 
 
 def _batch(queries: _Places, keys: _Places, heads: int, key_heads: int) -> ShortBatch:
-    length, group = keys.tokens.size(1), heads // key_heads
+    length, group = keys.tokens.shape[1], heads // key_heads
     positions = queries.positions[:1] if queries is keys else queries.positions  # as in every segment, or not
-    is_hidden = positions[:, :, None] < torch.arange(length)
-    hidden = torch.zeros(is_hidden.shape).masked_fill(is_hidden, float("-inf"))
+    hidden = np.where(positions[:, :, None] < np.arange(length), np.float32("-inf"), np.float32(0))
     if len(hidden) > 1:
-        hidden = hidden.repeat_interleave(key_heads, 0)
-    is_real = queries.is_real.float().repeat_interleave(key_heads, 0).repeat(1, group)[:, :, None]
+        hidden = hidden.repeat(key_heads, 0)
+    is_real = np.tile(queries.is_real.astype(np.float32).repeat(key_heads, 0), (1, group))[:, :, None]
     return ShortBatch(
         length=length,
-        num_queries=queries.tokens.numel() * heads,
-        num_keys=keys.tokens.numel() * key_heads,
-        hidden=hidden.repeat(1, group, 1),
-        is_real=None if bool(is_real.all()) else is_real,
+        num_queries=queries.tokens.size * heads,
+        num_keys=keys.tokens.size * key_heads,
+        hidden=torch.from_numpy(np.tile(hidden, (1, group, 1))),
+        is_real=None if is_real.all() else torch.from_numpy(is_real),
     )
 
 
@@ -223,10 +226,11 @@ def _by_head(batches: Sequence[_Places], heads: int) -> tuple[torch.Tensor, torc
     """Of each place (by batch, segment, head) its row of ``[T * heads, width]``; rows that are real; their places."""
     rows, real, places, start = [], [], [], 0
     for batch in batches:
-        at = batch.tokens[:, None] * heads + torch.arange(heads)[:, None]  # [B, heads, n]
-        place = torch.arange(start, start + at.numel()).view(at.shape)
-        rows.append(at.flatten())
-        real.append(at.transpose(1, 2)[batch.is_real].flatten())
-        places.append(place.transpose(1, 2)[batch.is_real].flatten())
-        start += at.numel()
-    return torch.cat(rows), torch.cat(real), torch.cat(places)
+        at = batch.tokens[:, None] * heads + np.arange(heads)[:, None]  # [B, heads, n]
+        place = np.arange(start, start + at.size).reshape(at.shape)
+        rows.append(at.ravel())
+        real.append(at.swapaxes(1, 2)[batch.is_real].ravel())
+        places.append(place.swapaxes(1, 2)[batch.is_real].ravel())
+        start += at.size
+    found_rows, found_real, found_places = (torch.from_numpy(np.concatenate(own)) for own in (rows, real, places))
+    return found_rows, found_real, found_places
