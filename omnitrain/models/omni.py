@@ -128,7 +128,7 @@ class OmniModel(PreTrainedModel):
 
         if is_spread(self):
             by_first(write)
-        else:
+        elif kwargs.get("is_main_process", True):
             write()
 
     @property
