@@ -143,7 +143,9 @@ def _with_rotary(forward: FunctionType, run: Rotary) -> Callable[..., Any] | Non
     if not found:
         return None
     own = forward.__globals__ | {name: _exchanged(function, run) for name, function in found.items()}
+    del own["__name__"]  # or torch.compile would look names up in the module of that name
     changed = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__module__ = forward.__module__
     changed.__kwdefaults__ = forward.__kwdefaults__
     return changed
 

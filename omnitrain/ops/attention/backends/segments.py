@@ -167,7 +167,7 @@ def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortRow, .
 
 def _make_parts(call: Call, slack: float, short: int) -> Iterator[Batch | ShortRow]:
     mask, device = call.mask, call.query.device
-    read = None if call.read is None else call.read.flags.numpy()
+    read = None if call.read is None else call.read.flags
     segments = [_segment(mask, start, stop, device) for start, stop in pairwise(mask.borders)]
     for is_short, run in groupby(segments, lambda segment: segment.causal and segment.length <= short):
         neighbours = list(run)

@@ -65,7 +65,7 @@ def short_row(
     groups: Sequence[Sequence[int]],
     heads: int,
     key_heads: int,
-    read: np.ndarray | None,
+    read: torch.Tensor | None,
 ) -> ShortRow:
     """Lay out a row.
 
@@ -76,7 +76,7 @@ def short_row(
         read: ``[T]`` bool, the tokens whose output is asked for; None: all.
     """
     keys = _all_places(groups)
-    queries = keys if read is None else [_places_of(places, read) for places in keys]
+    queries = keys if read is None else [_places_of(places, read.numpy()) for places in keys]
     batches = [_batch(*pair, heads, key_heads) for pair in zip(queries, keys, strict=True)]
     query_rows, asked, query_places = _by_head(queries, heads)
     key_rows, _, key_places = _by_head(keys, key_heads)
