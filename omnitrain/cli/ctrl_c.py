@@ -6,13 +6,16 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _SECONDS = 0.02  # the callback in which it was lost is over by then
 
 
-def raise_again_where_lost() -> None:
-    """Have a ``KeyboardInterrupt`` that Python prints and forgets raised once more, until it is heard.
+@contextmanager
+def raised_again_where_lost() -> Iterator[None]:
+    """Inside, a ``KeyboardInterrupt`` that Python would print and forget is raised once more, until it is heard.
 
     Signals come anywhere, and in a weak reference's callback or in ``__del__`` nothing can be raised. Collecting the
     garbage of half a million objects is a long time in such callbacks.
@@ -28,3 +31,7 @@ def raise_again_where_lost() -> None:
         again.start()
 
     sys.unraisablehook = told
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.cli.ctrl_c import raise_again_where_lost
+from omnitrain.cli.ctrl_c import raised_again_where_lost
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RecipeError, TrainingError, UserError
 
 
@@ -19,9 +19,9 @@ class _Verbs(TyperGroup):
     """Turns a user's mistake into its message and an exit code; any other exception keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        raise_again_where_lost()
         try:
-            return super().invoke(ctx)
+            with raised_again_where_lost():
+                return super().invoke(ctx)
         except UserError as error:
             _say(str(error))
             raise typer.Exit(EXIT_USER_ERROR) from None

@@ -44,9 +44,6 @@ BACKENDS = (
     Backend("triton", "triton", "kernels compiled at run time; comes with torch for CUDA", None),
     Backend("av", "av", "reads video files", "video"),
     Backend("peft", "peft", "LoRA", "lora"),
-    Backend("wandb", "wandb", "metrics to Weights & Biases", "track"),
-    Backend("tensorboard", "tensorboard", "metrics to TensorBoard", "track"),
-    Backend("trackio", "trackio", "metrics to Trackio", "track"),
 )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -21,6 +19,7 @@ from omnitrain.parallel.expert_exchange import RankDispatcher
 from omnitrain.parallel.shared_experts import Early, shared_experts
 from tests.parallel import factories
 from tests.parallel.laid_out import counted
+from tests.peaks import peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -132,13 +131,6 @@ def test_shared_experts_that_fill_a_wait_are_in_the_trace_and_recording_changes_
     assert forward.start + forward.seconds <= spans["wait", "combine", "forward", 0].start
     assert spans["link", "combine", "backward", 0].start < backward.start
     assert backward.start + backward.seconds <= spans["wait", "combine", "backward", 1].start
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
 @pytest.mark.parametrize("chunks", [2, 4, 16])

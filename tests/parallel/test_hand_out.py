@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils import swap_tensors
 from transformers import PreTrainedModel
 
@@ -26,6 +23,7 @@ from omnitrain.parallel.state import init_state_of
 from tests.families import FAMILIES
 from tests.parallel import factories
 from tests.parallel.laid_out import full
+from tests.peaks import peak_bytes
 
 PRECISION = ot.Precision(param="bfloat16")
 LAYOUTS = [
@@ -89,14 +87,6 @@ def deep(device: str) -> PreTrainedModel:
     config.hidden_size, config.intermediate_size = 128, 384
     with torch.device(device):
         return foundation_class(config)(config)
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Of tensors that were made meanwhile, those that were there at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
 
 
 def peak_on_rank(folder: Path | None) -> tuple[int, int]:

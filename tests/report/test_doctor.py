@@ -10,7 +10,7 @@ from omnitrain.report import doctor
 
 def test_report_names_every_section_and_never_raises() -> None:
     text = doctor.render(doctor.examine())
-    for name in ("versions", "devices", "memory", "optional", "python", "cpu", "host", "flash_attn", "wandb"):
+    for name in ("versions", "devices", "memory", "optional", "python", "cpu", "host", "flash_attn", "peft"):
         assert name in text
 
 
