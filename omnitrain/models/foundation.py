@@ -337,19 +337,25 @@ def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Itera
     own = vars(module).get("forward")
 
     def replaced(value: Tensor) -> Tensor:
-        put_back()
-        try:
+        with _own_forward(module, own):
             return forward(value)
-        finally:
-            module.forward = replaced
 
-    def put_back() -> None:
-        del module.forward
-        if own is not None:
-            module.forward = own
+    with _own_forward(module, replaced):
+        yield
 
-    module.forward = replaced
+
+@contextmanager
+def _own_forward(module: Any, forward: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """While open, the instance has this forward; None: that of its class."""
+    before = vars(module).get("forward")
+    _set_forward(module, forward)
     try:
         yield
     finally:
-        put_back()
+        _set_forward(module, before)
+
+
+def _set_forward(module: Any, forward: Callable[[Tensor], Tensor] | None) -> None:
+    vars(module).pop("forward", None)
+    if forward is not None:
+        module.forward = forward

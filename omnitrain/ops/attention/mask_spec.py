@@ -180,9 +180,12 @@ class MaskSpec:
         return and_masks(partial(_same, segments), self.function(device))
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=2)
 def plain_spec(borders: tuple[int, ...], causal: bool, window: int | None) -> MaskSpec:
-    """The one spec of these values, so that layers which each ask for it share what follows from it."""
+    """The one spec of these values, so that layers which each ask for it share what follows from it.
+
+    Layers of a model alternate between two at most. Those of rows that are done with would only hold memory.
+    """
     return MaskSpec(borders, causal=causal, window=window)
 
 
