@@ -70,21 +70,41 @@ def replace_adapters(model: OmniModel, folder: Path, weights: Mapping[str, Tenso
     save_adapters(model, folder, weights)
 
 
+def stored_adapters(model: OmniModel, folder: Path) -> dict[str, Adapters]:
+    """Component of ``model`` -> the adapters that a checkpoint has for it; weights are not read.
+
+    Args:
+        model: with adapters or without.
+        folder: of the checkpoint.
+
+    Raises:
+        UserError: the adapters name layers that the model does not have.
+    """
+    return {
+        name: own
+        for config in _configs(folder)
+        for name, own in _adapters_in(model, config.parent.name, json.loads(config.read_text())).items()
+    }
+
+
 def load_adapters(model: OmniModel, folder: Path) -> None:
     """Put the adapters of a checkpoint into ``model``, and freeze the components that have some.
 
     Args:
-        model: without adapters, not laid out.
+        model: without adapters, not laid out. On the meta device it gets their shapes, and weights are not read.
         folder: of the checkpoint; one without ``adapters`` changes nothing.
 
     Raises:
         UserError: peft is missing, or the adapters name layers that the model does not have.
         WeightsError: tensors that are missing, left over or misshapen.
     """
-    for own in sorted((folder / FOLDER).glob(f"*/{_CONFIG}")):
-        root = own.parent.name
-        add_lora(model, _adapters_in(model, root, json.loads(own.read_text())))
-        _fill(model, root, own.parent)
+    add_lora(model, stored_adapters(model, folder))
+    for config in _configs(folder) if model.device.type != "meta" else ():
+        _fill(model, config.parent.name, config.parent)
+
+
+def _configs(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob(f"*/{_CONFIG}"))
 
 
 @dataclass(frozen=True)
@@ -170,7 +190,8 @@ def _config(model: OmniModel, root: str, adapters: list[Adapters]) -> Any:
 
 def _adapters_in(model: OmniModel, root: str, config: Mapping[str, Any]) -> dict[str, Adapters]:
     """Component -> adapters, of a file's config with full names of layers."""
-    owner = {path: name for name, parameters in model.components.items() for path in parameters}
+    base = {names[0]: name for name, names in model.renamed.items()}
+    owner = {base.get(path, path): name for name, parameters in model.components.items() for path in parameters}
     found: dict[str, dict[str, Any]] = {}
     modules = {name: name + _WEIGHT for name in config["target_modules"]}
     for name, parameter in (modules | {name: name for name in config["target_parameters"] or ()}).items():
