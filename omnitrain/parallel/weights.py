@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -40,7 +39,7 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
     config._attn_implementation = None  # the model has its own already
     twin = load_strictly(type(model), path, config=config)
     if isinstance(model, OmniModel):
-        load_adapters(cast(OmniModel, twin), Path(path))
+        load_adapters(cast(OmniModel, twin), path)
         add_lora(model, adapters_at(path, model))
     taken: dict[nn.Parameter, nn.Parameter] = {}
     for name, source in twin.named_modules(remove_duplicate=False):
@@ -61,7 +60,7 @@ def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
     Raises:
         UserError: the model has others already.
     """
-    found, expected = stored_adapters(model, Path(path)), adapters_of(model)
+    found, expected = stored_adapters(model, path), adapters_of(model)
     if expected and found != expected:
         raise UserError(
             f"the checkpoint at {path!r} has other LoRA adapters than the model: found {_shown(found)}; expected "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,15 @@ def meta_and_laid_out(folder: Path, source: str, **default: int) -> ot.OmniModel
     return ot.build_parallelize_model(bare, str(folder), init_state_of(plan), plan, **PLAIN)
 
 
-def found_from_meta(folder: Path, without: Path) -> tuple[list[tuple[float, float]], list[str]]:
-    """Losses and norms of models with adapters, and refusals: of a plan, of adapters that are not in the checkpoint."""
-    found = [loss_and_norm(meta_and_laid_out(folder, source)) for source in ("config_path", "weights_path")]
+def found_from_meta(folder: Path, damaged: Path, without: Path) -> tuple[list[tuple[float, float]], list[str]]:
+    """Losses and norms of models with adapters, and refusals: of a plan, of files, of adapters that are not in them."""
+    own = damaged if dist.get_rank() else folder
+    found = [loss_and_norm(meta_and_laid_out(own, source)) for source in ("config_path", "weights_path")]
     refused = []
-    with pytest.raises(UserError) as told:
-        meta_and_laid_out(folder, "config_path", tp=2)
-    refused.append(str(told.value))
+    for taken, degrees in ((folder, {"tp": 2}), (damaged, {})):
+        with pytest.raises(UserError) as told:
+            meta_and_laid_out(taken, "config_path", **degrees)
+        refused.append(str(told.value))
     for init_device, weights in (("meta", without), ("cpu", folder)):
         model = build_omni_model(weights_path=str(folder), init_device=init_device)
         with pytest.raises(UserError) as told:
@@ -88,15 +91,17 @@ def found_from_meta(folder: Path, without: Path) -> tuple[list[tuple[float, floa
 
 
 def test_adapters_of_a_checkpoint_come_with_weights_path_as_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    folder, without = tmp_path / "adapted", tmp_path / "plain"
+    folder, damaged, without = (tmp_path / name for name in ("adapted", "damaged", "plain"))
     qwen3_moe_with_adapters().save_pretrained(folder)
+    shutil.copytree(folder, damaged)
+    (damaged / "adapters" / "foundation" / "adapter_model.safetensors").write_bytes(b"")
     build_omni_model(foundation=qwen3_moe()).save_pretrained(without)
     expected = pytest.approx(loss_and_norm(build_omni_model(weights_path=str(folder))), rel=1e-5)
     assert expected != loss_and_norm(build_omni_model(weights_path=str(without)))
-    for found, refused in ranks.run(found_from_meta, folder, without, timeout_s=60, world=2):
+    for found, refused in ranks.run(found_from_meta, folder, damaged, without, timeout_s=60, world=2):
         assert found == [expected, expected]
-        tp, other, both = refused
-        assert "default.lora: found with tp 2" in tp
+        tp, broken, other, both = refused
+        assert "default.lora: found with tp 2" in tp and "cannot read the adapters" in broken
         assert "found none; expected foundation (rank 3, alpha 32, 8 matrices)" in other
         assert "its weights, and weights_path would replace both" in both
 
