@@ -2,8 +2,8 @@
 
 A random model with the widths of Qwen3-30B-A3B (128 experts of 768 per layer, 8 of them per token) and as many of its
 layers as fit on the hungriest side. State is fp32, computation bf16, packs of ``--tokens`` tokens of this repository's
-text, every token predicted. How operations and the ceiling are counted, and how rounds are timed, says
-``gpu_train.py``.
+text, every token predicted. How rounds are timed says ``gpu_train.py``, how operations and the ceiling are counted
+``gpu_operations.py``.
 
 Sides, one after the other, on the same packs:
 
@@ -39,25 +39,11 @@ from typing import Any
 
 import torch
 from expert_loopback import check_late_rows
-from gpu_train import (
-    FULL,
-    TINY,
-    Measured,
-    Run,
-    Sizes,
-    batches_of,
-    can_use,
-    ceiling,
-    check_losses,
-    flattened,
-    foundation_plan,
-    layers_that_fit,
-    measured_one_by_one,
-    report_all,
-    run_hf,
-    run_omnitrain,
-    start_on_device,
-)
+from gpu_batches import batches_of, flattened
+from gpu_harness import Measured, Run, check_losses, measured_one_by_one, report_all, start_on_device
+from gpu_operations import ceiling
+from gpu_sides import can_use, foundation_plan, run_hf, run_omnitrain
+from gpu_sizes import FULL, TINY, Sizes, layers_that_fit
 from harness import Result, parser
 from transformers import AutoConfig
 from transformers.integrations.sonicmoe import is_sonicmoe_loadable
@@ -67,8 +53,8 @@ from omnitrain.ops import cross_entropy
 from omnitrain.recipe.parallel import ComponentPlan
 
 FORMULA = (
-    "share_of_ceiling = operations of a round / seconds / ceiling (operations as in gpu_train.py, of experts those a "
-    "token goes to); ratio_over_hf = omnitrain / best HF side, in tokens per second; worth_PART = omnitrain / "
+    "share_of_ceiling = operations of a round / seconds / ceiling (operations as in gpu_operations.py, of experts "
+    "those a token goes to); ratio_over_hf = omnitrain / best HF side, in tokens per second; worth_PART = omnitrain / "
     "omnitrain with the part as transformers has it, in tokens per second; medians over rounds"
 )
 MOE = replace(

@@ -85,9 +85,11 @@ def foundation_recipe(folder: str) -> Recipe:
 class ReadySamples:
     """In place of a processor: its "rows" are samples already."""
 
-    def sample(self, row: Sample, index: int = 0, max_tokens: int | None = None) -> Sample:
+    def sample(
+        self, row: Sample, index: int = 0, max_tokens: int | None = None, *, without_tail: bool = False
+    ) -> Sample:
         """``row`` at its place in the data order."""
-        return dataclasses.replace(row, index=index)
+        return dataclasses.replace(row.without_tail() if without_tail else row, index=index)
 
 
 class Marked(Around):

@@ -53,8 +53,8 @@ class PreparedRows(Dataset[Any]):
         return functools.lru_cache(maxsize=self.cached)(self._prepare)
 
     def _prepare(self, source: int, row: int) -> Sample | Rejected:
-        sample = self.processor.sample(self.sources[source][row], max_tokens=self.max_tokens)
-        return sample.without_tail() if self.without_tails and isinstance(sample, Sample) else sample
+        read = self.sources[source][row]
+        return self.processor.sample(read, max_tokens=self.max_tokens, without_tail=self.without_tails)
 
 
 class SlotRows:

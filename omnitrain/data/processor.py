@@ -57,13 +57,23 @@ class OmniProcessor:
             )
         self.start_tokens = {m: renderer.start_token(m) for m in self._media.modalities}
 
-    def sample(self, row: Row, index: int = 0, max_tokens: int | None = None) -> Sample | Rejected:
+    def sample(
+        self, row: Row, index: int = 0, max_tokens: int | None = None, *, without_tail: bool = False
+    ) -> Sample | Rejected:
         """The training sample of a row; a damaged or overlong row comes back as :class:`Rejected`.
+
+        Args:
+            row: what was said.
+            index: position in the global data order.
+            max_tokens: that the model may be given; None: any number.
+            without_tail: see :meth:`Sample.without_tail`.
 
         Raises:
             UserError: the row asks for something the model cannot do at all (a modality without a component).
         """
         sample = self._try(row, row.messages, index, for_generation=False)
+        if without_tail and isinstance(sample, Sample):
+            sample = sample.without_tail()
         if isinstance(sample, Sample) and max_tokens is not None and len(sample) > max_tokens:
             reason = f"{len(sample)} tokens, at most {max_tokens} fit into a pack"
             return Rejected(row.id, row.source, reason, index, is_overlong=True)

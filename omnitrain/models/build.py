@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -130,7 +129,7 @@ def _from_checkpoint(
     for decoder in model.decoders.values():
         _cast_decoder(decoder, dtype)
     if weights_path:
-        load_adapters(model, Path(weights_path))
+        load_adapters(model, weights_path)
     return model if init_device == "meta" else model.to(init_device)
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
@@ -205,6 +206,26 @@ def require_folder(path: str, what: str) -> None:
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
         raise UserError(f"no {what} at {path!r}: no folder {Path(path).absolute()}{_nearest_folder(path)}")
+
+
+def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
+    """The folder ``path``, or the one into which the files of a Hub repository that match ``pattern`` are downloaded.
+
+    Args:
+        path: folder or Hub id.
+        pattern: glob, relative to the repository.
+        **hub: for ``snapshot_download``.
+
+    Raises:
+        UserError: neither is there.
+    """
+    require_folder(str(path), "checkpoint")
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=pattern, **hub))
+    except (OSError, ValueError) as error:
+        raise UserError(f"no checkpoint at {str(path)!r}: {str(error).splitlines()[0]}") from None
 
 
 def load_strictly(

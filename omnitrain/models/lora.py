@@ -47,6 +47,11 @@ class Adapters:
     linears: tuple[str, ...]
     experts: tuple[str, ...]
 
+    @property
+    def summary(self) -> str:
+        """In a few words, for messages."""
+        return f"rank {self.rank}, alpha {self.alpha:g}, {len(self.linears) + len(self.experts)} matrices"
+
 
 def peft() -> ModuleType:
     """The package.

@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omnitrain.errors import UserError, WeightsError
+from omnitrain.models.hf import folder_with
 from omnitrain.models.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of
 from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
 
 if TYPE_CHECKING:
     from omnitrain.models.omni import OmniModel
+
+T = TypeVar("T")
 
 FOLDER = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -70,21 +74,57 @@ def replace_adapters(model: OmniModel, folder: Path, weights: Mapping[str, Tenso
     save_adapters(model, folder, weights)
 
 
-def load_adapters(model: OmniModel, folder: Path) -> None:
+def stored_adapters(model: OmniModel, path: str | Path) -> dict[str, Adapters]:
+    """Component of ``model`` -> the adapters that a checkpoint has for it; weights are not read.
+
+    Args:
+        model: with adapters or without.
+        path: folder or Hub id of the checkpoint.
+
+    Raises:
+        UserError: no such checkpoint, a file that cannot be read, or adapters of layers that the model does not have.
+    """
+    return _stored(model, _folders_at(path))
+
+
+def load_adapters(model: OmniModel, path: str | Path, **hub: Any) -> None:
     """Put the adapters of a checkpoint into ``model``, and freeze the components that have some.
 
     Args:
-        model: without adapters, not laid out.
-        folder: of the checkpoint; one without ``adapters`` changes nothing.
+        model: without adapters, not laid out. On the meta device it gets their shapes, and weights are not read.
+        path: folder or Hub id of the checkpoint; one without ``adapters`` changes nothing.
+        **hub: for ``snapshot_download``.
 
     Raises:
-        UserError: peft is missing, or the adapters name layers that the model does not have.
+        UserError: peft is missing, or see :func:`stored_adapters`.
         WeightsError: tensors that are missing, left over or misshapen.
     """
-    for own in sorted((folder / FOLDER).glob(f"*/{_CONFIG}")):
-        root = own.parent.name
-        add_lora(model, _adapters_in(model, root, json.loads(own.read_text())))
-        _fill(model, root, own.parent)
+    folders = _folders_at(path, **hub)
+    add_lora(model, _stored(model, folders))
+    for folder in folders if model.device.type != "meta" else ():
+        _fill(model, folder.name, folder)
+
+
+def _folders_at(path: str | Path, **hub: Any) -> list[Path]:
+    """One per HF model that has adapters."""
+    found = folder_with(path, f"{FOLDER}/*", **hub)
+    return sorted(config.parent for config in (found / FOLDER).glob(f"*/{_CONFIG}"))
+
+
+def _stored(model: OmniModel, folders: Iterable[Path]) -> dict[str, Adapters]:
+    found: dict[str, Adapters] = {}
+    for folder in folders:
+        config = _read(folder / _CONFIG, lambda file: json.loads(file.read_text()))
+        found |= _adapters_in(model, folder.name, config)
+    return found
+
+
+def _read(file: Path, read: Callable[[Path], T]) -> T:
+    try:
+        return read(file)
+    except (OSError, ValueError, SafetensorError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"cannot read the adapters in {file} ({problem}); copy the checkpoint again") from None
 
 
 @dataclass(frozen=True)
@@ -170,7 +210,8 @@ def _config(model: OmniModel, root: str, adapters: list[Adapters]) -> Any:
 
 def _adapters_in(model: OmniModel, root: str, config: Mapping[str, Any]) -> dict[str, Adapters]:
     """Component -> adapters, of a file's config with full names of layers."""
-    owner = {path: name for name, parameters in model.components.items() for path in parameters}
+    base = {names[0]: name for name, names in model.renamed.items()}
+    owner = {base.get(path, path): name for name, parameters in model.components.items() for path in parameters}
     found: dict[str, dict[str, Any]] = {}
     modules = {name: name + _WEIGHT for name in config["target_modules"]}
     for name, parameter in (modules | {name: name for name in config["target_parameters"] or ()}).items():
@@ -190,7 +231,7 @@ def _adapters_in(model: OmniModel, root: str, config: Mapping[str, Any]) -> dict
 
 @torch.no_grad()
 def _fill(model: OmniModel, root: str, folder: Path) -> None:
-    stored = load_file(folder / _WEIGHTS)
+    stored = _read(folder / _WEIGHTS, load_file)
     entries = dict(_entries(model, root, _by_root(model)[root]))
     problems = [f"  missing: {key}" for key in sorted(entries.keys() - stored.keys())]
     problems += [f"  not in the model: {key}" for key in sorted(stored.keys() - entries.keys())]

@@ -34,6 +34,8 @@ from omnitrain.models.spread import by_first, is_spread
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 from omnitrain.ops.device import moved
 
+_OF_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")  # how from_pretrained downloads
+
 
 class OmniConfig(PreTrainedConfig):
     """Config of :class:`OmniModel`: the config of every component, as plain dicts with ``model_type``.
@@ -91,7 +93,12 @@ class OmniModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
-        """Load a saved omni model; a tensor missing, left over or misshapen is an error.
+        """Load a saved omni model with its LoRA adapters; a tensor missing, left over or misshapen is an error.
+
+        Args:
+            path: folder or Hub id.
+            *args: for transformers.
+            **kwargs: for transformers.
 
         Raises:
             UserError: no model there.
@@ -100,7 +107,7 @@ class OmniModel(PreTrainedModel):
         if kwargs.get("output_loading_info"):
             return super().from_pretrained(path, *args, **kwargs)
         model = cast(OmniModel, load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs))
-        load_adapters(model, Path(path))
+        load_adapters(model, path, **{name: kwargs[name] for name in _OF_HUB if name in kwargs})
         return model
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
@@ -114,11 +121,14 @@ class OmniModel(PreTrainedModel):
             **kwargs: for transformers. With ``state_dict``, that is written as it is, by the rank that calls.
 
         Raises:
+            UserError: with ``push_to_hub``, and there are adapters.
             TrainingError: on the other ranks, where the first one could not write; it raises the error itself.
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)
             return
+        if kwargs.get("push_to_hub"):
+            self._require_no_adapters()
         first = not is_spread(self) or dist.get_rank() == 0
         weights, adapters = split_weights(self, whole_weights(self, keep=first))
 
@@ -130,6 +140,29 @@ class OmniModel(PreTrainedModel):
             by_first(write)
         elif kwargs.get("is_main_process", True):
             write()
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
+        """Upload config and weights to the Hub.
+
+        Args:
+            *args: for transformers.
+            **kwargs: for transformers.
+
+        Returns:
+            Address of the commit.
+
+        Raises:
+            UserError: there are LoRA adapters, which transformers would not upload.
+        """
+        self._require_no_adapters()
+        return super().push_to_hub(*args, **kwargs)
+
+    def _require_no_adapters(self) -> None:
+        if self.adapter_names:
+            raise UserError(
+                f"found {len(self.adapter_names)} tensors of LoRA adapters, which transformers would not upload; call "
+                "save_pretrained(FOLDER) without push_to_hub, then upload all of it: hf upload REPO FOLDER"
+            )
 
     @property
     def encoders(self) -> dict[str, Any]:

@@ -14,14 +14,21 @@ from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 
-def adapters_for(model: OmniModel, plan: ParallelPlan) -> tuple[dict[str, Adapters], list[str]]:
+def adapters_for(
+    model: OmniModel, plan: ParallelPlan, present: Mapping[str, Adapters] | None = None
+) -> tuple[dict[str, Adapters], list[str]]:
     """Component -> adapters, and what is wrong with the plan, a line each that begins with its key.
 
     The default plan's ``lora`` is for the components that have what it names. Those that a model has already are
     taken for a plan that asks for the same ones.
+
+    Args:
+        model: with adapters or without.
+        plan: of its components.
+        present: component -> the adapters that it has, or gets with its weights; None: those that it has.
     """
     found, problems = {}, []
-    present = adapters_of(model)
+    present = adapters_of(model) if present is None else present
     inheriting = [name for name in model.components if _is_default(plan, name)]
     asked: dict[str, tuple[str, Lora]] = {
         name: (f"components.{name}.lora", own.lora)
@@ -44,8 +51,8 @@ def adapters_for(model: OmniModel, plan: ParallelPlan) -> tuple[dict[str, Adapte
     for name in found.keys() & present.keys():
         if found[name] != present[name]:
             problems.append(
-                f"{plan.path_of(name, 'lora')}.lora: {name} has other adapters already ({_shown(present[name])}, and "
-                f"the plan asks for {_shown(found[name])}); use the same, or a model without adapters"
+                f"{plan.path_of(name, 'lora')}.lora: {name} has other adapters already ({present[name].summary}, and "
+                f"the plan asks for {found[name].summary}); use the same, or a model without adapters"
             )
     return found, problems
 
@@ -73,8 +80,3 @@ def lora_problems(
 def _is_default(plan: ParallelPlan, component: str) -> bool:
     own = plan.components.get(component)
     return own is None or (own.lora is None and not own.freeze)
-
-
-def _shown(adapters: Adapters) -> str:
-    layers = len(adapters.linears) + len(adapters.experts)
-    return f"rank {adapters.rank}, alpha {adapters.alpha:g}, {layers} matrices"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of, add_lora
-from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.shared_tower import SharedTower
 from omnitrain.models.spread import by_first, is_spread
@@ -37,7 +35,7 @@ from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.tokens import DividedTokens, divide_tokens
 from omnitrain.parallel.tensor.trial import require_same_math, try_tokens
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
-from omnitrain.parallel.weights import load_weights, require_equal_weights, require_weights
+from omnitrain.parallel.weights import adapters_at, load_weights, require_equal_weights, require_weights
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 
@@ -59,8 +57,9 @@ def build_parallelize_model(
 
     Args:
         model: an :class:`OmniModel`, or a HF model, which becomes the foundation of one.
-        weights_path: checkpoint of ``model``, all or error, which rank 0 reads; None: the model has its weights, on
-            rank 0 at least. Ranks on which it is on the meta device get theirs from rank 0, unit by unit.
+        weights_path: checkpoint of ``model`` and of its LoRA adapters, all or error, which rank 0 reads; None: the
+            model has its weights, on rank 0 at least. Ranks on which it is on the meta device get theirs from rank 0,
+            unit by unit.
         parallel_state: None: that of :func:`init_parallel_state`.
         parallel_plan: None: every component lies as the state says.
         enable_full_shard: parameters are sharded again between forward and backward; False: kept, for less
@@ -86,22 +85,24 @@ def build_parallelize_model(
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
     plan = parallel_plan or ParallelPlan()
     tensors = tensor_plan(omni, plan, state.size("tp"))
-    plans = resolve_plans(omni, plan, state, flags, tensors)
-    adapters = adapters_for(omni, plan)[0]
+    stored = by_first(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
+    present = adapters_of(omni) | stored
+    plans = resolve_plans(omni, plan, state, flags, tensors, present)
+    adapters = adapters_for(omni, plan, present)[0]
     bare = ranks_without_weights(omni)
     if weights_path is None:
         require_weights(is_bare=bare[SOURCE])
-    elif adapters_of(omni):
+    elif adapters_of(omni) and not bare[SOURCE]:
         raise UserError(
-            "the model has LoRA adapters, and weights_path would replace what is below them; load it first, or build "
-            "the model without them (config_path, on the meta device)"
+            "the model has LoRA adapters and its weights, and weights_path would replace both; leave out weights_path, "
+            "or build the model with init_device='meta'"
         )
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
     if weights_path is not None:
         by_first(partial(load_weights, model, weights_path))
-        load_adapters(omni, Path(weights_path))
+        add_lora(omni, stored)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
     hands_out = state.world_size > 1 and (weights_path is not None or any(bare))

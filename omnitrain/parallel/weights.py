@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.hf import load_strictly
+from omnitrain.models.lora import Adapters, adapters_of, add_lora
+from omnitrain.models.lora_files import load_adapters, stored_adapters
+from omnitrain.models.omni import OmniModel
 
 _SHOWN = 3
 
@@ -19,19 +24,23 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
     """Fill ``model`` in place: all tensors of the checkpoint and of the model, or an error.
 
     A twin is loaded, and its tensors are taken over: buffers that no checkpoint has are those of a normal
-    construction, tied weights are one parameter, and what is frozen stays frozen.
+    construction, tied weights are one parameter, and what is frozen stays frozen. LoRA adapters beside the checkpoint
+    are put in, too, unless the model has them already.
 
     Args:
         model: on any device, ``meta`` too.
         path: folder or Hub id.
 
     Raises:
-        UserError: no such folder, or no weights in it.
+        UserError: no such folder, or no weights in it, or other adapters than the model's.
         WeightsError: names every missing, unexpected or misshapen tensor.
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = None  # the model has its own already
     twin = load_strictly(type(model), path, config=config)
+    if isinstance(model, OmniModel):
+        load_adapters(cast(OmniModel, twin), path)
+        add_lora(model, adapters_at(path, model))
     taken: dict[nn.Parameter, nn.Parameter] = {}
     for name, source in twin.named_modules(remove_duplicate=False):
         target = model.get_submodule(name)
@@ -43,6 +52,26 @@ def load_weights(model: PreTrainedModel, path: str) -> None:
         for key, value in vars(source).items():
             if isinstance(value, Tensor):  # a buffer in all but registration
                 setattr(target, key, value)
+
+
+def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
+    """Component of ``model`` -> the LoRA adapters that a checkpoint has for it.
+
+    Raises:
+        UserError: the model has others already.
+    """
+    found, expected = stored_adapters(model, path), adapters_of(model)
+    if expected and found != expected:
+        raise UserError(
+            f"the checkpoint at {path!r} has other LoRA adapters than the model: found {_shown(found)}; expected "
+            f"{_shown(expected)}; build the model with weights_path of this checkpoint, or without adapters "
+            "(config_path, on the meta device)"
+        )
+    return found
+
+
+def _shown(adapters: Mapping[str, Adapters]) -> str:
+    return ", ".join(f"{name} ({own.summary})" for name, own in adapters.items()) or "none"
 
 
 def require_weights(*, is_bare: bool) -> None:

@@ -61,7 +61,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         tables = attempt(functools.partial(open_sources, sources))
         if tables and runs:
-            problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens)
+            cut = kind == "train" and built[0].runner.contract.without_tails
+            problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens, cut)
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     return list(dict.fromkeys(problems))
@@ -96,17 +97,15 @@ def _show_model(model: OmniModel) -> None:
     show_contract(model.runner.contract, in_full=True)
 
 
-def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int) -> list[str]:
+def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int, cut: bool) -> list[str]:
     problems = []
     for name, sample in first_samples(tables, processor).items():
         if isinstance(sample, UserError):
             problems.append(str(sample))
         elif isinstance(sample, Rejected):
             problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}")
-        elif len(sample) > pack_tokens:
-            problems.append(
-                f"data.{kind}: row {sample.id!r} has {len(sample)} tokens, data.pack_tokens is {pack_tokens}"
-            )
+        elif (given := len(sample.without_tail() if cut else sample)) > pack_tokens:
+            problems.append(f"data.{kind}: row {sample.id!r} has {given} tokens, data.pack_tokens is {pack_tokens}")
         else:
             trained = int(sample.loss_mask.sum()) + sum(s.item.num_tokens for s in sample.spans if s.is_target)
             console.print(f"{kind} {name}: the first row has {len(sample)} tokens, {trained} of them trained")

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import Popen
 from types import FrameType
@@ -28,6 +28,7 @@ from omnitrain.train.interrupt import TOGETHER_SECONDS
 from omnitrain.train.rank import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # by torch's launcher
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 2.0  # of the other ranks, when one has failed
@@ -57,18 +58,18 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
     if "RANK" in os.environ:
         raise UserError("--nproc starts ranks, and this process is one already (RANK is set); remove one of the two")
     _silence_torch()
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # else torch's handlers raise while it starts the ranks
     others = range(1, nproc)
     with tempfile.TemporaryDirectory(prefix="omnitrain-run-") as folder, _Signals() as signals:
         store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-        context = start_processes(
-            "rank",
-            sys.executable,
-            args=dict.fromkeys(range(nproc), tuple(arguments)),
-            envs={rank: _environment(rank, nproc, store.port) for rank in range(nproc)},
-            logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(others, Std.OUT), dict.fromkeys(others, Std.ERR)),
-            log_line_prefixes={rank: f"[rank {rank}] " for rank in range(nproc)},
-        )
+        with _without_handlers():
+            context = start_processes(
+                "rank",
+                sys.executable,
+                args=dict.fromkeys(range(nproc), tuple(arguments)),
+                envs={rank: _environment(rank, nproc, store.port) for rank in range(nproc)},
+                logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(others, Std.OUT), dict.fromkeys(others, Std.ERR)),
+                log_line_prefixes={rank: f"[rank {rank}] " for rank in range(nproc)},
+            )
         assert isinstance(context, SubprocessContext)
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
         ranks = _Ranks(processes, stop_seconds, store)
@@ -84,6 +85,19 @@ def _silence_torch() -> None:
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
+
+
+@contextlib.contextmanager
+def _without_handlers() -> Iterator[None]:
+    """Torch takes no signals while it starts the ranks: its handlers raise from wherever the start is."""
+    given = os.environ.get(_HANDLED)
+    os.environ[_HANDLED] = ""
+    try:
+        yield
+    finally:
+        del os.environ[_HANDLED]
+        if given is not None:
+            os.environ[_HANDLED] = given
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:

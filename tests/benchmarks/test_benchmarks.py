@@ -16,6 +16,7 @@ from omnitrain.train.display import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback"}
+SHARED |= {f"gpu_{part}" for part in ("harness", "sizes", "operations", "batches", "sides")}
 SIZES = {
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
@@ -63,16 +64,18 @@ def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, m
 
 
 @pytest.fixture
-def gpu_train(monkeypatch):
+def gpu(monkeypatch):
+    """Modules of the benchmarks on one GPU, by what their names end in."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.chdir(BENCHMARKS.parent)
-    return importlib.import_module("gpu_train")
+    return lambda part: importlib.import_module(f"gpu_{part}")
 
 
-def test_a_side_begins_when_the_model_of_the_one_before_is_gone(gpu_train, monkeypatch):
+def test_a_side_begins_when_the_model_of_the_one_before_is_gone(gpu, monkeypatch):
     device = torch.device("cpu")
     given = Namespace(tokens=128, rounds=1, steps=1, seconds=0, device=device)
-    config, made, fresh = gpu_train.config_of("text", gpu_train.TINY, 1), [], gpu_train.fresh
+    sizes, sides, harness = gpu("sizes"), gpu("sides"), gpu("harness")
+    config, made, fresh = sizes.config_of("text", sizes.TINY, 1), [], sides.fresh
 
     def noted(*arguments):
         model = fresh(*arguments)
@@ -80,17 +83,17 @@ def test_a_side_begins_when_the_model_of_the_one_before_is_gone(gpu_train, monke
         return model
 
     def then():
-        return gpu_train.Measured(tokens_per_second=[float(made[0]() is None)])
+        return harness.Measured(tokens_per_second=[float(made[0]() is None)])
 
-    monkeypatch.setattr(gpu_train, "fresh", noted)
-    batches = gpu_train.batches_of("text", gpu_train.TINY, config, given)
-    run = partial(gpu_train.run_omnitrain, config, batches, given, ComponentPlan())
-    found = dict(gpu_train.measured_one_by_one(device, {"ours": run, "then": then}))
+    monkeypatch.setattr(sides, "fresh", noted)
+    batches = gpu("batches").batches_of("text", sizes.TINY, config, given)
+    run = partial(sides.run_omnitrain, config, batches, given, ComponentPlan())
+    found = dict(harness.measured_one_by_one(device, {"ours": run, "then": then}))
     assert found["then"].tokens_per_second == [1.0]
 
 
-def test_a_plan_of_every_variant_can_be_made_on_a_gpu(gpu_train):
-    gpu_moe = importlib.import_module("gpu_moe")
+def test_a_plan_of_every_variant_can_be_made_on_a_gpu(gpu):
+    gpu_moe = gpu("moe")
     given = Namespace(device=torch.device("cuda"), eager=False)
     plans = {name: gpu_moe.plan_of(variant, given) for name, variant in gpu_moe.VARIANTS.items()}
     made = {name: ParallelPlan(components={"foundation": plan}) for name, plan in plans.items()}
@@ -98,13 +101,13 @@ def test_a_plan_of_every_variant_can_be_made_on_a_gpu(gpu_train):
     assert [name for name, plan in made.items() if plan.of("foundation").recompute == "full"] == ["recompute"]
 
 
-def test_a_side_that_fails_is_named_and_takes_no_other_with_it(gpu_train, capsys):
+def test_a_side_that_fails_is_named_and_takes_no_other_with_it(gpu, capsys):
     def fails():
         raise MemoryError("too much")
 
     def works():
-        return gpu_train.Measured(tokens_per_second=[3.0])
+        return gpu("harness").Measured(tokens_per_second=[3.0])
 
-    found = dict(gpu_train.measured_one_by_one(torch.device("cpu"), {"one": fails, "other": works}))
+    found = dict(gpu("harness").measured_one_by_one(torch.device("cpu"), {"one": fails, "other": works}))
     assert [(side, measured.tokens_per_second) for side, measured in found.items()] == [("other", [3.0])]
     assert "one failed" in (printed := capsys.readouterr()).out and "MemoryError: too much" in printed.err

@@ -106,6 +106,15 @@ def test_samples_without_tails_are_a_token_shorter_and_predict_the_same(
         assert other.text_rows.equal(one.text_rows) and other.text_labels.equal(one.text_labels)
 
 
+def test_a_sample_that_fits_without_its_tail_is_no_overlong_one(processor: OmniProcessor, tmp_path: Path) -> None:
+    fits = len(tiny_samples(processor, 1)[0]) - 1
+    settings = data(tmp_path, [tiny_row(TASKS[0], 0)], pack_tokens=fits, overlong="error")
+    (pack,) = first_packs(build_dataloader(settings, processor, without_tails=True), 1)
+    assert pack.num_tokens == fits
+    with pytest.raises(DataError, match=f"{fits + 1} tokens, at most {fits} fit"):
+        first_packs(build_dataloader(settings, processor), 1)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(processor: OmniProcessor, tmp_path: Path, workers: int) -> None:
     alone = first_packs(build_dataloader(data(tmp_path, rows()), processor), 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -125,6 +126,31 @@ def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     save_file(left | {second: weights[second][:1].clone()}, folder / "adapter_model.safetensors")
     with pytest.raises(WeightsError, match=rf"missing: {first}\n  wrong shape: {second}"):
         load_adapters(omni(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    file = saved(adapted(), tmp_path) / name
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(UserError, match=rf"cannot read the adapters in {file} .*; copy the checkpoint again"):
+        load_adapters(omni(), tmp_path)
+
+
+def test_a_model_on_the_hub_comes_with_its_adapters(tmp_path: Path) -> None:
+    model, repository = adapted(), tmp_path / "models--org--name"
+    model.save_pretrained(repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    loaded = OmniModel.from_pretrained("org/name", cache_dir=tmp_path, local_files_only=True).eval()
+    assert adapters_of(loaded) == adapters_of(model) and torch.equal(logits(loaded), logits(model))
+
+
+def test_a_model_whose_adapters_would_not_be_uploaded_is_refused_before_anything_is(tmp_path: Path) -> None:
+    model = adapted()
+    for upload in (partial(model.push_to_hub, "org/name"), partial(model.save_pretrained, tmp_path, push_to_hub=True)):
+        with pytest.raises(UserError, match=r"found 12 tensors of LoRA adapters.* hf upload REPO FOLDER"):
+            upload()
+    assert not any(tmp_path.iterdir())
 
 
 def test_adapters_of_layers_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:

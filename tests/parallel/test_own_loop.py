@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import omnitrain as ot
 from omnitrain.errors import TrainingError, UserError, WeightsError
 from omnitrain.models.build import build_omni_model
 from omnitrain.parallel.ranks import RankPool
-from tests.parallel.factories import qwen3_moe, qwen3_of_four_heads
+from omnitrain.parallel.state import init_state_of
+from tests.parallel.factories import qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
 from tests.parallel.laid_out import PLAIN, full
 from tests.parallel.test_experts import samples_of
 
@@ -24,6 +26,14 @@ def packs() -> list[ot.Pack]:
     return [ot.Pack.from_samples(samples_of(qwen3_of_four_heads()))]
 
 
+def loss_and_norm(model: ot.OmniModel) -> tuple[float, float]:
+    """Of a step whose packs are the same on all ranks."""
+    loss = ot.accumulate_gradients(model, ot.step_planner(model)(packs()))
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    return loss.item(), ot.clip_gradients(model.parameters(), MAX_NORM).item()
+
+
 def step_and_save(folder: Path, state: dict[str, int], lora: dict[str, object] | None) -> tuple[float, float, bool]:
     """Loss and norm of a step of SGD, and whether what was saved is what was trained."""
     if dist.is_initialized():
@@ -32,15 +42,12 @@ def step_and_save(folder: Path, state: dict[str, int], lora: dict[str, object] |
         model = ot.build_parallelize_model(qwen3_moe() if lora else qwen3_of_four_heads(), parallel_plan=plan, **PLAIN)
     else:
         model = build_omni_model(foundation=qwen3_of_four_heads())
-    loss = ot.accumulate_gradients(model, ot.step_planner(model)(packs()))
-    if dist.is_initialized():
-        dist.all_reduce(loss)
-    norm = ot.clip_gradients(model.parameters(), MAX_NORM)
+    loss, norm = loss_and_norm(model)
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
     model.save_pretrained(folder)
     stored = dict(ot.OmniModel.from_pretrained(str(folder)).named_parameters())
     same = all(torch.equal(full(p.detach()), stored[name]) for name, p in model.named_parameters())
-    return loss.item(), norm.item(), same and len(stored) == len(list(model.parameters()))
+    return loss, norm, same and len(stored) == len(list(model.parameters()))
 
 
 def test_a_loop_of_ones_own_reads_the_loss_clips_and_saves_on_tensor_parallel_ranks(
@@ -57,6 +64,46 @@ def test_adapters_are_saved_beside_the_base_and_come_back_with_it(ranks: RankPoo
     lora = {"targets": ["q_proj", "experts.*"], "rank": 2}
     assert all(found[2] for found in ranks.run(step_and_save, tmp_path, {}, lora, timeout_s=60, world=2))
     assert (tmp_path / "adapters" / "foundation" / "adapter_config.json").is_file()
+
+
+def meta_and_laid_out(folder: Path, source: str, **default: int) -> ot.OmniModel:
+    """Built on the meta device from ``folder`` as ``config_path`` or ``weights_path``, with the weights there."""
+    bare = build_omni_model(**{source: str(folder)}, init_device="meta")
+    plan = ot.ParallelPlan(default=ot.ComponentPlan(**default))
+    return ot.build_parallelize_model(bare, str(folder), init_state_of(plan), plan, **PLAIN)
+
+
+def found_from_meta(folder: Path, damaged: Path, without: Path) -> tuple[list[tuple[float, float]], list[str]]:
+    """Losses and norms of models with adapters, and refusals: of a plan, of files, of adapters that are not in them."""
+    own = damaged if dist.get_rank() else folder
+    found = [loss_and_norm(meta_and_laid_out(own, source)) for source in ("config_path", "weights_path")]
+    refused = []
+    for taken, degrees in ((folder, {"tp": 2}), (damaged, {})):
+        with pytest.raises(UserError) as told:
+            meta_and_laid_out(taken, "config_path", **degrees)
+        refused.append(str(told.value))
+    for init_device, weights in (("meta", without), ("cpu", folder)):
+        model = build_omni_model(weights_path=str(folder), init_device=init_device)
+        with pytest.raises(UserError) as told:
+            ot.build_parallelize_model(model, str(weights), ot.init_parallel_state(), **PLAIN)
+        refused.append(str(told.value))
+    return found, refused
+
+
+def test_adapters_of_a_checkpoint_come_with_weights_path_as_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    folder, damaged, without = (tmp_path / name for name in ("adapted", "damaged", "plain"))
+    qwen3_moe_with_adapters().save_pretrained(folder)
+    shutil.copytree(folder, damaged)
+    (damaged / "adapters" / "foundation" / "adapter_model.safetensors").write_bytes(b"")
+    build_omni_model(foundation=qwen3_moe()).save_pretrained(without)
+    expected = pytest.approx(loss_and_norm(build_omni_model(weights_path=str(folder))), rel=1e-5)
+    assert expected != loss_and_norm(build_omni_model(weights_path=str(without)))
+    for found, refused in ranks.run(found_from_meta, folder, damaged, without, timeout_s=60, world=2):
+        assert found == [expected, expected]
+        tp, broken, other, both = refused
+        assert "default.lora: found with tp 2" in tp and "cannot read the adapters" in broken
+        assert "found none; expected foundation (rank 3, alpha 32, 8 matrices)" in other
+        assert "its weights, and weights_path would replace both" in both
 
 
 def save_into_a_file(folder: Path) -> str:

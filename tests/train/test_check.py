@@ -44,6 +44,15 @@ def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+def test_check_measures_rows_as_training_does_without_their_tail_and_held_out_ones_whole(tmp_path: Path) -> None:
+    problems = "\n".join(check_recipe(load(tiny_recipe(tmp_path), "data.pack_tokens=1")))
+    lengths = {
+        kind: [int(n) for n in re.findall(rf"data.{kind}: row \S+ has (\d+) tokens, data.pack_tokens is 1", problems)]
+        for kind in ("train", "heldout")
+    }
+    assert lengths["train"] == [length - 1 for length in lengths["heldout"]] and len(lengths["train"]) == 7
+
+
 def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path), "parallel.components.image_encodr.mode=replicate")
     problem = "parallel plan: 1 problem\n  parallel.components.image_encodr: unknown component; did you mean "

@@ -98,7 +98,9 @@ def test_ranks_find_each_other_and_share_the_cores(monkeypatch: pytest.MonkeyPat
     dist.destroy_process_group()
     Path(f"total-{rank}").write_text(f"{total.tolist()} {os.environ['LOCAL_WORLD_SIZE']}")
     """)
+    environment = dict(os.environ)
     assert launch(script, 2, stop_seconds=60) == 0
+    assert os.environ == environment
     threads = 2 * max(1, len(os.sched_getaffinity(0)) // 2)
     assert [Path(f"total-{rank}").read_text() for rank in range(2)] == [f"[1.0, {threads}.0] 2"] * 2
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from omnitrain.models.lora import adapters_of
+from omnitrain.models.lora import Adapters, adapters_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
@@ -27,8 +27,17 @@ def resolve_plans(
     state: ParallelState,
     flags: CallFlags,
     tensors: TensorPlan | None = None,
+    present: Mapping[str, Adapters] | None = None,
 ) -> dict[str, ComponentPlan]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
+
+    Args:
+        model: not laid out.
+        plan: what the user says of its components.
+        state: the ranks.
+        flags: what the call says of all components.
+        tensors: None: made here.
+        present: component -> the adapters that it has, or gets with its weights; None: those that it has.
 
     Raises:
         PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
@@ -39,8 +48,9 @@ def resolve_plans(
     problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
     tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     blocks, layers = blocks_of(model), expert_layers(model)
-    adapters, wrong = adapters_for(model, plan)
-    unfit = list(lora_problems(adapters_of(model) | adapters, layers, plan, state))
+    present = adapters_of(model) if present is None else present
+    adapters, wrong = adapters_for(model, plan, present)
+    unfit = list(lora_problems({**present, **adapters}, layers, plan, state))
     problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
     problems += model_problems(model, layers, plan, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
