@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -31,6 +32,7 @@ from omnitrain.parallel.follow import follow_components
 from omnitrain.parallel.stall_board import StallBoard
 from omnitrain.parallel.stall_report import Answer, Collectives, Phase, Place, described, report
 
+_PATIENCE = timedelta(days=7)  # of collectives
 _TICK_SECONDS = 1.0
 _FIRST_STEP = 3.0  # times the limit: kernels are compiled, data workers start
 _STACK_DEPTH = 20
@@ -61,6 +63,9 @@ class Watch:
                 ...
                 with watch.paused("save"):
                     ...
+
+    Inside and behind it, collectives of the process groups that there are wait without end: torch's own timeouts, of
+    ten minutes on GPUs, would end the run before the limit is over, and name nobody.
 
     An error that leaves the context on one rank ends all within seconds. On the others the context raises
     :class:`TrainingError` with it in place of what they met; those that wait inside a collective end with exit code 1.
@@ -170,6 +175,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if not self._is_alone:
+            for group in _groups():
+                dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)
             self._thread.start()
         return self
 
@@ -259,10 +266,15 @@ class Watch:
         return Answer(self._place, time.monotonic() - self._moved_at, _begun_collectives(), stack)
 
 
+def _groups() -> list[dist.ProcessGroup]:
+    """Those that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def _begun_collectives() -> dict[str, Collectives]:
     """Of each process group and device of this rank; torch counts them as they are issued, which asks no device."""
     begun = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in _groups():
         for device in group._device_types:
             with suppress(RuntimeError):  # a backend that does not count
                 backend: Any = group._get_backend(device)

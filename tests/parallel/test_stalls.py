@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def dawdle(limit_s: float) -> list[int]:
                 time.sleep(3 * limit_s)
         dist.barrier()
     return [rank]
+
+
+def add_up_late(limit_s: float | None) -> float:
+    """A collective for which one rank comes later than torch's timeout allows."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+    rank, total = dist.get_rank(), torch.ones(1)
+    with Watch(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size(), limit_s):
+        time.sleep(1.5 * rank)
+        dist.all_reduce(total)
+    return total.item()
 
 
 def the_report(folder: Path) -> str:
@@ -245,6 +256,11 @@ def test_a_rank_whose_process_does_nothing_any_more_is_named_with_its_last_place
     text = the_report(tmp_path)
     assert "it was last seen in forward of image_encoder, step 3, micro-batch 0, samples sample-0-3\n" in text
     assert "  rank 0 does not answer (killed, or stuck outside Python); " in text and "  waiting: rank 1 in " in text
+
+
+@pytest.mark.parametrize("limit_s", [10.0, None])
+def test_a_collective_waits_longer_than_torch_would(ranks: RankPool, limit_s: float | None) -> None:
+    assert ranks.run(add_up_late, limit_s, timeout_s=60, world=2) == [2.0, 2.0]
 
 
 def test_a_slow_run_that_moves_or_pauses_is_left_alone(ranks: RankPool) -> None:
