@@ -15,7 +15,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -35,6 +35,14 @@ T = TypeVar("T")
 
 FOLDER = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FIELDS: dict[str, tuple[type, ...]] = {  # of the config, those that are read
+    "r": (int,),
+    "lora_alpha": (int, float),
+    "rank_pattern": (dict,),
+    "alpha_pattern": (dict,),
+    "target_modules": (list,),
+    "target_parameters": (list, type(None)),
+}
 _PREFIX = "base_model.model"
 _WEIGHT = ".weight"
 # In models with fused experts peft takes linear layers of these names (dense ones beside them, say) for experts of
@@ -87,36 +95,45 @@ def stored_adapters(model: OmniModel, path: str | Path) -> dict[str, Adapters]:
     return _stored(model, _folders_at(path))
 
 
-def load_adapters(model: OmniModel, path: str | Path, **hub: Any) -> None:
+def load_adapters(model: OmniModel, path: str | Path, subfolder: str = "", **hub: Any) -> None:
     """Put the adapters of a checkpoint into ``model``, and freeze the components that have some.
 
     Args:
         model: without adapters, not laid out. On the meta device it gets their shapes, and weights are not read.
         path: folder or Hub id of the checkpoint; one without ``adapters`` changes nothing.
+        subfolder: of it, in which the checkpoint is.
         **hub: for ``snapshot_download``.
 
     Raises:
         UserError: peft is missing, or see :func:`stored_adapters`.
         WeightsError: tensors that are missing, left over or misshapen.
     """
-    folders = _folders_at(path, **hub)
+    folders = _folders_at(path, subfolder, **hub)
     add_lora(model, _stored(model, folders))
     for folder in folders if model.device.type != "meta" else ():
         _fill(model, folder.name, folder)
 
 
-def _folders_at(path: str | Path, **hub: Any) -> list[Path]:
+def _folders_at(path: str | Path, subfolder: str = "", **hub: Any) -> list[Path]:
     """One per HF model that has adapters."""
-    found = folder_with(path, f"{FOLDER}/*", **hub)
-    return sorted(config.parent for config in (found / FOLDER).glob(f"*/{_CONFIG}"))
+    inside = PurePosixPath(subfolder) / FOLDER
+    found = folder_with(path, f"{inside}/*", **hub) / inside
+    return sorted(folder for folder in found.glob("[!.]*") if folder.is_dir())
 
 
 def _stored(model: OmniModel, folders: Iterable[Path]) -> dict[str, Adapters]:
     found: dict[str, Adapters] = {}
     for folder in folders:
-        config = _read(folder / _CONFIG, lambda file: json.loads(file.read_text()))
-        found |= _adapters_in(model, folder.name, config)
+        found |= _adapters_in(model, folder.name, _read(folder / _CONFIG, _config_in))
     return found
+
+
+def _config_in(file: Path) -> dict[str, Any]:
+    config = json.loads(file.read_text())
+    fields = config if isinstance(config, dict) else {}
+    if wrong := [name for name, kinds in _FIELDS.items() if not isinstance(fields.get(name), kinds)]:
+        raise ValueError(f"not a config that save_pretrained wrote: {', '.join(wrong)}")
+    return fields
 
 
 def _read(file: Path, read: Callable[[Path], T]) -> T:

@@ -34,7 +34,8 @@ from omnitrain.models.spread import by_first, is_spread
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 from omnitrain.ops.device import moved
 
-_OF_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")  # how from_pretrained downloads
+# What says where from_pretrained finds the files, and how it downloads them.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class OmniConfig(PreTrainedConfig):
@@ -107,7 +108,7 @@ class OmniModel(PreTrainedModel):
         if kwargs.get("output_loading_info"):
             return super().from_pretrained(path, *args, **kwargs)
         model = cast(OmniModel, load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs))
-        load_adapters(model, path, **{name: kwargs[name] for name in _OF_HUB if name in kwargs})
+        load_adapters(model, path, **{name: kwargs[name] for name in _WHERE if name in kwargs})
         return model
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:

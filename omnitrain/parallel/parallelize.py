@@ -35,7 +35,13 @@ from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.tokens import DividedTokens, divide_tokens
 from omnitrain.parallel.tensor.trial import require_same_math, try_tokens
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
-from omnitrain.parallel.weights import adapters_at, load_weights, require_equal_weights, require_weights
+from omnitrain.parallel.weights import (
+    adapters_at,
+    load_weights,
+    require_equal_weights,
+    require_same_adapters,
+    require_weights,
+)
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 
@@ -86,7 +92,8 @@ def build_parallelize_model(
     plan = parallel_plan or ParallelPlan()
     tensors = tensor_plan(omni, plan, state.size("tp"))
     stored = by_first(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
-    present = adapters_of(omni) | stored
+    present = stored | adapters_of(omni)
+    require_same_adapters(present)
     plans = resolve_plans(omni, plan, state, flags, tensors, present)
     adapters = adapters_for(omni, plan, present)[0]
     bare = ranks_without_weights(omni)

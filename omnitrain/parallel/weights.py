@@ -70,6 +70,25 @@ def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
     return found
 
 
+def require_same_adapters(adapters: dict[str, Adapters]) -> None:
+    """What follows from adapters, refusals too, is then the same on all ranks, which all call this.
+
+    Args:
+        adapters: component -> those that it has, or gets with its weights.
+
+    Raises:
+        UserError: on all ranks, where one has others than rank 0.
+    """
+    everywhere: list[dict[str, Adapters]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, adapters)
+    for rank, found in enumerate(everywhere):
+        if found != everywhere[0]:
+            raise UserError(
+                f"rank {rank} has other LoRA adapters than rank 0: found {_shown(found)}; expected "
+                f"{_shown(everywhere[0])}; build the same model on every rank"
+            )
+
+
 def _shown(adapters: Mapping[str, Adapters]) -> str:
     return ", ".join(f"{name} ({own.summary})" for name, own in adapters.items()) or "none"
 

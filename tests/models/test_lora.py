@@ -129,11 +129,13 @@ def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_damaged_or_missing_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     file = saved(adapted(), tmp_path) / name
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(UserError, match=rf"cannot read the adapters in {file} .*; copy the checkpoint again"):
-        load_adapters(omni(), tmp_path)
+    whole = file.read_bytes()
+    for left in (whole[:-10], b"{}", None):
+        file.unlink() if left is None else file.write_bytes(left)
+        with pytest.raises(UserError, match=rf"cannot read the adapters in {file} .*; copy the checkpoint again"):
+            load_adapters(omni(), tmp_path)
 
 
 def test_a_model_on_the_hub_comes_with_its_adapters(tmp_path: Path) -> None:
@@ -143,6 +145,13 @@ def test_a_model_on_the_hub_comes_with_its_adapters(tmp_path: Path) -> None:
     (repository / "refs" / "main").write_text("0" * 40)
     loaded = OmniModel.from_pretrained("org/name", cache_dir=tmp_path, local_files_only=True).eval()
     assert adapters_of(loaded) == adapters_of(model) and torch.equal(logits(loaded), logits(model))
+
+
+def test_a_model_in_a_subfolder_comes_with_its_adapters(tmp_path: Path) -> None:
+    model = adapted()
+    model.save_pretrained(tmp_path / "step" / "one")
+    loaded = OmniModel.from_pretrained(str(tmp_path), subfolder="step/one").eval()
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_a_model_whose_adapters_would_not_be_uploaded_is_refused_before_anything_is(tmp_path: Path) -> None:

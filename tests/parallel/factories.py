@@ -140,10 +140,10 @@ def qwen3_moe() -> PreTrainedModel:
     return _family("qwen3_moe")
 
 
-def qwen3_moe_with_adapters() -> OmniModel:
+def qwen3_moe_with_adapters(rank: int = 3) -> OmniModel:
     """LoRA beside attention and experts, neither factor of which is zero."""
     model = build_omni_model(foundation=qwen3_moe())
-    lora = Lora(targets=["q_proj", "o_proj", "experts.*"], rank=3)
+    lora = Lora(targets=["q_proj", "o_proj", "experts.*"], rank=rank)
     add_lora(model, {"foundation": find_adapters(model, "foundation", lora)})
     generator = torch.Generator().manual_seed(1)
     for name in sorted(model.adapter_names):

@@ -66,9 +66,9 @@ def test_adapters_are_saved_beside_the_base_and_come_back_with_it(ranks: RankPoo
     assert (tmp_path / "adapters" / "foundation" / "adapter_config.json").is_file()
 
 
-def meta_and_laid_out(folder: Path, source: str, **default: int) -> ot.OmniModel:
-    """Built on the meta device from ``folder`` as ``config_path`` or ``weights_path``, with the weights there."""
-    bare = build_omni_model(**{source: str(folder)}, init_device="meta")
+def meta_and_laid_out(folder: Path, source: str, built_from: Path | None = None, **default: int) -> ot.OmniModel:
+    """With the weights of ``folder``; built on the meta device from it, or another one, as ``source`` says."""
+    bare = build_omni_model(**{source: str(built_from or folder)}, init_device="meta")
     plan = ot.ParallelPlan(default=ot.ComponentPlan(**default))
     return ot.build_parallelize_model(bare, str(folder), init_state_of(plan), plan, **PLAIN)
 
@@ -104,6 +104,24 @@ def test_adapters_of_a_checkpoint_come_with_weights_path_as_in_one_process(ranks
         assert "default.lora: found with tp 2" in tp and "cannot read the adapters" in broken
         assert "found none; expected foundation (rank 3, alpha 32, 8 matrices)" in other
         assert "its weights, and weights_path would replace both" in both
+
+
+def refused_for_adapters(folders: list[Path]) -> str:
+    """Of the model on the meta device from this rank's folder, with the weights of rank 0's."""
+    with pytest.raises(UserError) as told:
+        meta_and_laid_out(folders[0], "weights_path", built_from=folders[dist.get_rank()])
+    return str(told.value)
+
+
+def test_adapters_that_are_not_those_of_rank_0_are_refused_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder, rank in zip(folders, (3, 2), strict=True):
+        qwen3_moe_with_adapters(rank).save_pretrained(folder)
+    expected = (
+        "rank 1 has other LoRA adapters than rank 0: found foundation (rank 2, alpha 32, 8 matrices); expected "
+        "foundation (rank 3, alpha 32, 8 matrices); build the same model on every rank"
+    )
+    assert ranks.run(refused_for_adapters, folders, timeout_s=60, world=2) == [expected, expected]
 
 
 def save_into_a_file(folder: Path) -> str:
