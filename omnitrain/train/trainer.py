@@ -176,6 +176,9 @@ class Trainer:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         if self.device.type == "cuda":
             self.show_memory()
+        if self.resumed is not None:
+            left = max(0, self.recipe.train.steps - self.step)
+            console.print(f"resumed from {self.resumed}: {self.step} steps are done, {left} are left")
 
     def show_memory(self) -> None:
         """Print what full packs keep for their backward; of one process without a plan that packs several samples."""

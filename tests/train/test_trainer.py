@@ -25,6 +25,7 @@ from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.train.answer import answer
+from omnitrain.train.display import console
 from omnitrain.train.evaluate import Answered
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
@@ -303,10 +304,13 @@ def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluate
 
 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path, steps=4)
     Trainer(load(recipe)).fit()
     free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "data.heldout=[]")
-    assert Trainer(load(recipe, *free), resume=True).fit().step == 5
+    for done, left in ((4, 1), (5, 0)):
+        with console.capture() as printed:
+            assert Trainer(load(recipe, *free), resume=True).fit().step == 5
+        assert f": {done} steps are done, {left} are left" in " ".join(printed.get().split())
 
 
 def test_data_that_grew_are_refused_on_resume(tmp_path: Path) -> None:
