@@ -30,7 +30,7 @@ from functools import partial
 from statistics import median
 
 from gpu_batches import batches_of, flattened, padded, padded_batches
-from gpu_harness import Measured, Run, check_losses, measured_one_by_one, report_all, start_on_device
+from gpu_harness import Measured, Run, loss_error, measured_one_by_one, report_all, start_on_device
 from gpu_operations import ceiling
 from gpu_sides import can_use, foundation_plan, run_hf, run_omnitrain
 from gpu_sizes import FULL, TINY, config_of, layers_that_fit
@@ -60,9 +60,9 @@ def measure(given: Namespace) -> Result:
             collate, batches = padded, padded_batches(packs[kind], given.tokens)
         sides[kind, side] = partial(run_hf, collate, configs[kind], batches, given)
     found = dict(measured_one_by_one(given.device, sides))
-    if {("text", "omnitrain"), ("text", "hf_flattened")} <= found.keys():
-        check_losses(found["text", "omnitrain"], found["text", "hf_flattened"])
     figures = {f"{kind}_layers": float(number) for kind, number in layers.items()}
+    same_packs = [found[side] for side in (("text", "omnitrain"), ("text", "hf_flattened")) if side in found]
+    figures |= {"loss_error": loss_error(same_packs)}
     figures |= {"hf_uses_flash_attn": float(can_use("flash_attn", given.device))}
     figures |= {"tokens_per_pack": float(given.tokens), "failed_sides": float(len(sides) - len(found))}
     return _result(found, limit, figures)

@@ -76,10 +76,9 @@ def save_adapters(model: OmniModel, folder: Path, weights: Mapping[str, Tensor])
         _config(model, root, adapters).save_pretrained(str(into))
 
 
-def replace_adapters(model: OmniModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """See :func:`save_adapters`; those of a model that was saved there before are removed."""
+def remove_adapters(folder: Path) -> None:
+    """Those of a model that was saved in ``folder`` before; there need not be any."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
-    save_adapters(model, folder, weights)
 
 
 def stored_adapters(model: OmniModel, path: str | Path) -> dict[str, Adapters]:

@@ -26,7 +26,7 @@ from omnitrain.models.encoding import Share, encode, idle_head, tied
 from omnitrain.models.foundation import FoundationRunner
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.in_step import idle_prompt
-from omnitrain.models.lora_files import load_adapters, replace_adapters, split_weights
+from omnitrain.models.lora_files import load_adapters, remove_adapters, save_adapters, split_weights
 from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.part import filled_up, here
@@ -99,14 +99,15 @@ class OmniModel(PreTrainedModel):
         Args:
             path: folder or Hub id.
             *args: for transformers.
-            **kwargs: for transformers.
+            **kwargs: for transformers. With ``output_loading_info``, transformers alone loads: what does not fit is
+                told instead of raised, and adapters stay where they are.
 
         Raises:
             UserError: no model there.
             WeightsError: names every tensor that does not fit.
         """
         if kwargs.get("output_loading_info"):
-            return super().from_pretrained(path, *args, **kwargs)
+            return super().from_pretrained(path, *args, **kwargs)  # strict loading asks for it
         model = cast(OmniModel, load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs))
         load_adapters(model, path, **{name: kwargs[name] for name in _WHERE if name in kwargs})
         return model
@@ -127,6 +128,8 @@ class OmniModel(PreTrainedModel):
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)
+            if kwargs.get("is_main_process", True):
+                remove_adapters(Path(save_directory))
             return
         if kwargs.get("push_to_hub"):
             self._require_no_adapters()
@@ -135,7 +138,8 @@ class OmniModel(PreTrainedModel):
 
         def write() -> None:
             super(OmniModel, self).save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
-            replace_adapters(self, Path(save_directory), adapters)
+            remove_adapters(Path(save_directory))
+            save_adapters(self, Path(save_directory), adapters)
 
         if is_spread(self):
             by_first(write)

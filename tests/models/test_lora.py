@@ -107,6 +107,13 @@ def test_loaded_adapters_are_the_saved_ones(tmp_path: Path) -> None:
     assert adapters_of(other) == adapters_of(model) and torch.equal(logits(other), logits(model))
 
 
+def test_adapters_of_another_model_do_not_stay_beside_new_weights(tmp_path: Path) -> None:
+    adapted().save_pretrained(tmp_path)
+    model = omni()
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    assert not OmniModel.from_pretrained(str(tmp_path)).adapter_names
+
+
 def test_a_tower_and_a_language_model_have_ranks_of_their_own_in_one_file(tmp_path: Path) -> None:
     model, other = (build_omni_model(foundation=factories.qwen3_vl()).eval() for _ in range(2))
     wanted = {"foundation": Lora(targets=["q_proj"], rank=2), "image_encoder": Lora(targets=["attn.qkv"], rank=5)}
