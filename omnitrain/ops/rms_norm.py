@@ -59,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) ->
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
     """:func:`rms_norm`, bit for bit, with a backward of its own.
 
-    It keeps ``x`` and one number per row, and passes over the rows about half as often as autograd would.
+    It keeps one tensor of rows and one number per row, and passes over the rows about half as often as autograd would.
     """
     return _FusedRMSNorm.apply(x, weight, form)
 
@@ -69,25 +69,26 @@ class _FusedRMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
         wide = x.float()
         inverse = form.inverse_rms(wide)
+        normalised = wide * inverse
         ctx.form = form
-        ctx.save_for_backward(x, inverse, weight)
-        return form.scaled(wide * inverse, weight, x.dtype)
+        ctx.save_for_backward(normalised if normalised.dtype == x.dtype else x, inverse, weight)
+        return form.scaled(normalised, weight, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         """With ``n = x / rms`` and ``g = grad * (offset + weight)``: ``dx = (g - n * mean(g * n)) / rms``."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("fused_rms_norm has no second derivative (create_graph=True); use backend 'torch'")
-        x, inverse, weight = ctx.saved_tensors
-        grad, normalised = grad.float(), x.float() * inverse
-        product_TH = (grad * normalised).reshape(-1, x.size(-1))
-        scale = _scale(weight, ctx.form.offset, x)
+        kept, inverse, weight = ctx.saved_tensors
+        grad, normalised = grad.float(), kept if kept.dtype == inverse.dtype else kept.float() * inverse
+        product_TH = (grad * normalised).reshape(-1, kept.size(-1))
+        scale = _scale(weight, ctx.form.offset, kept)
         grad_weight = product_TH.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:
             return None, grad_weight, None
-        mean = torch.mv(product_TH, scale).div_(x.size(-1)).view(inverse.shape)
+        mean = torch.mv(product_TH, scale).div_(kept.size(-1)).view(inverse.shape)
         grad_x = (grad * scale).addcmul_(normalised, mean, value=-1).mul_(inverse)
-        return grad_x.to(x.dtype), grad_weight, None
+        return grad_x.to(kept.dtype), grad_weight, None
 
 
 def _scale(weight: torch.Tensor | None, offset: float, x: torch.Tensor) -> torch.Tensor:

@@ -70,13 +70,23 @@ class _Tables:
 
     def turned(self, x_BTHD: torch.Tensor) -> torch.Tensor:
         """:func:`rotary`, in the same order of operations."""
-        heads, half = x_BTHD.size(2), x_BTHD.size(3) // 2
-        return (x_BTHD * self.cos[:, :, :heads]).add_(x_BTHD.roll(half, -1).mul_(self.sin[:, :, :heads]))
+        cos, sin = self._of(x_BTHD)
+        half, across = cos.size(-1) // 2, torch.empty_like(x_BTHD)
+        torch.mul(x_BTHD[..., half:], sin[..., :half], out=across[..., :half])
+        torch.mul(x_BTHD[..., :half], sin[..., half:], out=across[..., half:])
+        return (x_BTHD * cos).add_(across)
 
     def turned_back(self, x_BTHD: torch.Tensor) -> torch.Tensor:
         """The transpose of :meth:`turned`."""
-        heads, half = x_BTHD.size(2), x_BTHD.size(3) // 2
-        return (x_BTHD * self.cos[:, :, :heads]).add_((x_BTHD * self.sin[:, :, :heads]).roll(half, -1))
+        cos, sin = self._of(x_BTHD)
+        half, across = cos.size(-1) // 2, torch.empty_like(x_BTHD)
+        torch.mul(x_BTHD[..., half:], sin[..., half:], out=across[..., :half])
+        torch.mul(x_BTHD[..., :half], sin[..., :half], out=across[..., half:])
+        return (x_BTHD * cos).add_(across)
+
+    def _of(self, x_BTHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = x_BTHD.size(2)
+        return self.cos[:, :, :heads], self.sin[:, :, :heads]
 
 
 # Of the cosines of a forward, which all of its layers share; gone when these are.

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from omnitrain.data.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.table import component_rows
+from omnitrain.ops.device import seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.placing import StepBatch
@@ -107,6 +106,7 @@ class Trainer:
         self.layout, self.compiled = prepared.layout, prepared.compiled
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
+        self._parameters = list(self.model.parameters())  # to walk the modules takes longer than to list them
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
         traces = self.folder.path / "trace"
@@ -240,7 +240,7 @@ class Trainer:
             NonFiniteError: before the update, on all ranks; the message names the samples.
         """
         settings = self.recipe.train.optimizer
-        torch.manual_seed(_seed_of(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank))
+        seed_device(_seed_of(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
         part = accumulate_gradients(
             self.model,
             batch,
@@ -253,7 +253,7 @@ class Trainer:
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
-        norm = clip_gradients(self.model.parameters(), settings.max_grad_norm).item()
+        norm = clip_gradients(self._parameters, settings.max_grad_norm).item()
         loss = self.ranks.peers.sum(part.item())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             everywhere = self.ranks.peers.gather([pack.info.ids for pack in batch.packs])

@@ -5,7 +5,7 @@ Neighbouring segments of about equal length (packs are sorted by length) share o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from omnitrain.ops.attention.backends.short import ShortRow, attend_short, short_row
+from omnitrain.ops.attention.backends.short import ShortKeys, ShortRow, attend_short, short_keys, short_row
 from omnitrain.ops.attention.call import Call
 from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.unread_rows import ReadRows
 
 # A causal segment may be filled up behind its end to this multiple of its length, to share a call with longer ones.
 CAUSAL_SLACK = 1.25
@@ -158,30 +159,37 @@ def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batc
 
 
 def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortRow, ...]:
-    if not short:
-        return batches_of(call.mask, slack, call.query.device)
-    heads, key_heads = call.query.size(1), call.key.size(1)
-    key = (slack, short, heads, key_heads, call.query.device, call.read)
-    return call.mask.remember(key, lambda: tuple(_make_parts(call, slack, short)))
-
-
-def _make_parts(call: Call, slack: float, short: int) -> Iterator[Batch | ShortRow]:
     mask, device = call.mask, call.query.device
-    read = None if call.read is None else call.read.flags
+    if not short:
+        return batches_of(mask, slack, device)
+    heads, key_heads = call.query.size(1), call.key.size(1)
+    laid_out = (slack, short, key_heads, device)
+    runs = mask.remember(laid_out, lambda: tuple(_make_runs(mask, *laid_out)))
+    return mask.remember((laid_out, heads, call.read), lambda: tuple(_make_parts(runs, heads, call.read)))
+
+
+def _make_runs(
+    mask: MaskSpec, slack: float, short: int, key_heads: int, device: torch.device
+) -> Iterator[Batch | ShortKeys]:
     segments = [_segment(mask, start, stop, device) for start, stop in pairwise(mask.borders)]
     for is_short, run in groupby(segments, lambda segment: segment.causal and segment.length <= short):
         neighbours = list(run)
         if is_short and len(neighbours) > 1:  # one alone is as in plain transformers, bit for bit
             groups = _grouped(neighbours, SHORT_SLACK)
-            start, stop = groups[0][0].start, groups[-1][-1].start + groups[-1][-1].length
-            yield short_row(
-                [[segment.length for segment in group] for group in groups],
-                call.query.size(1),
-                call.key.size(1),
-                None if read is None else read[start:stop],
-            )
+            yield short_keys([[segment.length for segment in group] for group in groups], key_heads)
         else:
             yield from (_batch(tuple(group), mask.window, device) for group in _grouped(neighbours, slack))
+
+
+def _make_parts(runs: Sequence[Batch | ShortKeys], heads: int, read: ReadRows | None) -> Iterator[Batch | ShortRow]:
+    flags, start = None if read is None else read.flags, 0
+    for run in runs:
+        stop = start + run.tokens
+        if isinstance(run, ShortKeys):
+            yield short_row(run, heads, None if flags is None else flags[start:stop])
+        else:
+            yield run
+        start = stop
 
 
 def _make_batches(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:

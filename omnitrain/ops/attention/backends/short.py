@@ -10,7 +10,7 @@ Shapes: ``H`` heads, ``K`` key heads, ``G = H / K``; ``T`` tokens; of a batch: `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,56 +39,100 @@ class ShortBatch:
 
 
 @dataclass(frozen=True)
+class _Places:
+    """Places of a batch: the token at each, ``[B, n]``, its position in its segment, and whether it is not a filler.
+
+    Made in numpy: for a handful of numbers a call of torch takes longer than its work.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    is_real: np.ndarray
+
+    def taken(self, order: np.ndarray, is_real: np.ndarray) -> _Places:
+        """Other places, by their index ``[B, m]``."""
+        return _Places(*(np.take_along_axis(x, order, axis=1) for x in (self.tokens, self.positions, is_real)))
+
+
+@dataclass(frozen=True)
+class ShortKeys:
+    """Segments of a row in batches, and where their keys are: what layers share that ask for different queries.
+
+    Attributes:
+        tokens: ``T``.
+        heads: ``K``.
+        batches: the tokens of each, in order of the row.
+        rows: of each place of a key, its row of ``[T * K, D]``.
+        places: ``[T * K]``, the place of each of these rows.
+    """
+
+    tokens: int
+    heads: int
+    batches: tuple[_Places, ...]
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
 class ShortRow:
     """The batches of a row, and where its tokens are in them. Rows of a head lie together, as products want them.
 
     Attributes:
-        tokens: ``T``.
+        keys: of the row.
         batches: in order of the row.
         queries: of each place of a query, its row of ``[T * H, D]``.
         query_places: of each row that is asked for, its place.
-        keys: of each place of a key, its row of ``[T * K, D]``.
-        key_places: ``[T * K]``, the place of each of these rows.
         asked: which rows of ``[T * H, D]`` are asked for; None: all. The output of the others is zero.
     """
 
-    tokens: int
+    keys: ShortKeys
     batches: tuple[ShortBatch, ...]
     queries: torch.Tensor
     query_places: torch.Tensor
-    keys: torch.Tensor
-    key_places: torch.Tensor
     asked: torch.Tensor | None
 
+    @property
+    def tokens(self) -> int:
+        """``T``."""
+        return self.keys.tokens
 
-def short_row(
-    groups: Sequence[Sequence[int]],
-    heads: int,
-    key_heads: int,
-    read: torch.Tensor | None,
-) -> ShortRow:
+    def of_queries(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Of each batch ``[B * K, G * Q, width]``, a view of ``x`` ``[places of queries, width]``."""
+        return self._of_batches(x, [batch.num_queries for batch in self.batches])
+
+    def of_keys(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Of each batch ``[B * K, L, width]``, a view of ``x`` ``[places of keys, width]``."""
+        return self._of_batches(x, [batch.num_keys for batch in self.batches])
+
+    def _of_batches(self, x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+        numbers = (batch.num_keys // batch.length for batch in self.batches)
+        return [part.view(number, -1, x.size(1)) for part, number in zip(x.split(sizes), numbers, strict=True)]
+
+
+def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
     """Lay out a row.
 
     Args:
         groups: lengths of the segments of each batch, in order of the row.
+        heads: ``K``.
+    """
+    batches = tuple(_all_places(groups))
+    rows, _, places = _by_head(batches, heads)
+    return ShortKeys(sum(map(sum, groups)), heads, batches, rows, places)
+
+
+def short_row(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortRow:
+    """Lay out its queries.
+
+    Args:
+        keys: of the row.
         heads: ``H``.
-        key_heads: ``K``.
         read: ``[T]`` bool, the tokens whose output is asked for; None: all.
     """
-    keys = _all_places(groups)
-    queries = keys if read is None else [_places_of(places, read.numpy()) for places in keys]
-    batches = [_batch(*pair, heads, key_heads) for pair in zip(queries, keys, strict=True)]
-    query_rows, asked, query_places = _by_head(queries, heads)
-    key_rows, _, key_places = _by_head(keys, key_heads)
-    return ShortRow(
-        tokens=sum(map(sum, groups)),
-        batches=tuple(batches),
-        queries=query_rows,
-        query_places=query_places,
-        keys=key_rows,
-        key_places=key_places,
-        asked=None if read is None else asked,
-    )
+    queries = keys.batches if read is None else [_places_of(places, read.numpy()) for places in keys.batches]
+    batches = tuple(_batch(*pair, heads, keys.heads) for pair in zip(queries, keys.batches, strict=True))
+    rows, asked, places = _by_head(queries, heads)
+    return ShortRow(keys, batches, rows, places, None if read is None else asked)
 
 
 def attend_short(
@@ -103,55 +147,44 @@ class _AttendShort(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: ShortRow, scale: float
     ) -> torch.Tensor:
-        q, k, v = _gathered(query, row.queries), _gathered(key, row.keys), _gathered(value, row.keys)
-        outputs, kept = [], []
-        for batch, q_NQD, k_NLD, v_NLE in _batches(row, q, k, v):
-            scores = torch.baddbmm(batch.hidden, q_NQD, k_NLD.transpose(1, 2), alpha=scale)
-            weights = scores.softmax(-1)
+        q, k, v = _gathered(query, row.queries), _gathered(key, row.keys.rows), _gathered(value, row.keys.rows)
+        output = v.new_empty(q.size(0), v.size(1))
+        views = (row.of_queries(q), row.of_keys(k), row.of_keys(v), row.of_queries(output))
+        kept = []
+        for batch, q_NQD, k_NLD, v_NLE, output_NQE in zip(row.batches, *views, strict=True):
+            weights = torch.baddbmm(batch.hidden, q_NQD, k_NLD.transpose(1, 2), alpha=scale).softmax(-1)
             if batch.is_real is not None:
                 weights *= batch.is_real  # what was filled up has no output, and so no gradient
-            outputs.append((weights @ v_NLE).flatten(0, 1))
+            torch.bmm(weights, v_NLE, out=output_NQE)
             kept.append(weights)
         ctx.row, ctx.scale = row, scale
         ctx.save_for_backward(q, k, v, *kept)
-        return _put_back(outputs, row.query_places, row.tokens, row.asked, query.size(1))
+        return _put_back(output, row.query_places, row.tokens, row.asked, query.size(1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         row: ShortRow = ctx.row
         q, k, v, *kept = ctx.saved_tensors
-        of_queries: list[torch.Tensor] = []
-        of_keys: list[torch.Tensor] = []
-        of_values: list[torch.Tensor] = []
-        grads = _gathered(grad, row.queries).split([batch.num_queries for batch in row.batches])
-        for (_, q_NQD, k_NLD, v_NLE), weights, of_batch in zip(_batches(row, q, k, v), kept, grads, strict=True):
-            g_NQE = of_batch.view(*weights.shape[:2], -1)
+        g = _gathered(grad, row.queries)
+        of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        of_queries = (row.of_queries(x) for x in (q, g, of_q))
+        of_keys = (row.of_keys(x) for x in (k, v, of_k, of_v))
+        for weights, q_NQD, g_NQE, of_q_NQD, k_NLD, v_NLE, of_k_NLD, of_v_NLE in zip(
+            kept, *of_queries, *of_keys, strict=True
+        ):
             of_weights = g_NQE @ v_NLE.transpose(1, 2)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(ctx.scale)
-            of_queries.append((of_scores @ k_NLD).flatten(0, 1))
-            of_keys.append((of_scores.transpose(1, 2) @ q_NQD).flatten(0, 1))
-            of_values.append((weights.transpose(1, 2) @ g_NQE).flatten(0, 1))
-        key_heads = len(row.key_places) // row.tokens
+            torch.bmm(of_scores, k_NLD, out=of_q_NQD)
+            torch.bmm(of_scores.transpose(1, 2), q_NQD, out=of_k_NLD)
+            torch.bmm(weights.transpose(1, 2), g_NQE, out=of_v_NLE)
         return (
-            _put_back(of_queries, row.query_places, row.tokens, row.asked, grad.size(1)),
-            _put_back(of_keys, row.key_places, row.tokens, None, key_heads),
-            _put_back(of_values, row.key_places, row.tokens, None, key_heads),
+            _put_back(of_q, row.query_places, row.tokens, row.asked, grad.size(1)),
+            _put_back(of_k, row.keys.places, row.tokens, None, row.keys.heads),
+            _put_back(of_v, row.keys.places, row.tokens, None, row.keys.heads),
             None,
             None,
         )
-
-
-def _batches(
-    row: ShortRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Iterator[tuple[ShortBatch, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Each batch with its ``[B * K, G * Q, D]``, ``[B * K, L, D]`` and ``[B * K, L, E]``."""
-    num_queries, num_keys = ([getattr(b, name) for b in row.batches] for name in ("num_queries", "num_keys"))
-    parts = (q.split(num_queries), k.split(num_keys), v.split(num_keys))
-    for batch, *states in zip(row.batches, *parts, strict=True):
-        number = batch.num_keys // batch.length
-        q, k, v = (x.view(number, -1, x.size(-1)) for x in states)
-        yield batch, q, k, v
 
 
 def _gathered(x_THD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -159,10 +192,9 @@ def _gathered(x_THD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(
-    parts: list[torch.Tensor], places: torch.Tensor, tokens: int, rows: torch.Tensor | None, heads: int
+    x: torch.Tensor, places: torch.Tensor, tokens: int, rows: torch.Tensor | None, heads: int
 ) -> torch.Tensor:
-    """``[T, heads, width]`` from what batches have at ``places``; ``rows``: whose it is, where it is not all."""
-    x = parts[0] if len(parts) == 1 else torch.cat(parts)
+    """``[T, heads, width]`` from what ``x`` has at ``places``; ``rows``: whose it is, where it is not all."""
     # No view: compiled code that takes it would depend on what it is a view of.
     out = (x.new_empty if rows is None else x.new_zeros)(tokens, heads, x.size(1))
     if rows is None:
@@ -170,22 +202,6 @@ def _put_back(
     else:
         out.flatten(0, 1).index_copy_(0, rows, x.index_select(0, places))
     return out
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Places of a batch: the token at each, ``[B, n]``, its position in its segment, and whether it is not a filler.
-
-    Made in numpy: for a handful of numbers a call of torch takes longer than its work.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    is_real: np.ndarray
-
-    def taken(self, order: np.ndarray, is_real: np.ndarray) -> _Places:
-        """Other places, by their index ``[B, m]``."""
-        return _Places(*(np.take_along_axis(x, order, axis=1) for x in (self.tokens, self.positions, is_real)))
 
 
 def _all_places(groups: Sequence[Sequence[int]]) -> list[_Places]:
