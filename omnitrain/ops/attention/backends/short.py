@@ -148,17 +148,17 @@ class _AttendShort(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: ShortRow, scale: float
     ) -> torch.Tensor:
         q, k, v = _gathered(query, row.queries), _gathered(key, row.keys.rows), _gathered(value, row.keys.rows)
-        output = v.new_empty(q.size(0), v.size(1))
-        views = (row.of_queries(q), row.of_keys(k), row.of_keys(v), row.of_queries(output))
-        kept = []
-        for batch, q_NQD, k_NLD, v_NLE, output_NQE in zip(row.batches, *views, strict=True):
+        views = (row.of_queries(q), row.of_keys(k), row.of_keys(v))
+        outputs, kept = [], []
+        for batch, q_NQD, k_NLD, v_NLE in zip(row.batches, *views, strict=True):
             weights = torch.baddbmm(batch.hidden, q_NQD, k_NLD.transpose(1, 2), alpha=scale).softmax(-1)
             if batch.is_real is not None:
                 weights *= batch.is_real  # what was filled up has no output, and so no gradient
-            torch.bmm(weights, v_NLE, out=output_NQE)
+            outputs.append((weights @ v_NLE).flatten(0, 1))  # anew: a selective recompute keeps what products return
             kept.append(weights)
         ctx.row, ctx.scale = row, scale
         ctx.save_for_backward(q, k, v, *kept)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return _put_back(output, row.query_places, row.tokens, row.asked, query.size(1))
 
     @staticmethod
