@@ -93,7 +93,8 @@ def build_parallelize_model(
     tensors = tensor_plan(omni, plan, state.size("tp"))
     stored = by_first(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
     present = stored | adapters_of(omni)
-    require_same_adapters(present)
+    if state.world_size > 1:
+        require_same_adapters(present)
     plans = resolve_plans(omni, plan, state, flags, tensors, present)
     adapters = adapters_for(omni, plan, present)[0]
     bare = ranks_without_weights(omni)
