@@ -17,6 +17,7 @@ import transformers
 from gpu_batches import Batch
 from gpu_harness import WARM_UP, Measured, synchronize
 from gpu_operations import operations
+from harness import HF_QUIET
 from omni_step import OmniStep
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
@@ -169,12 +170,7 @@ def _arguments(folder: str, steps: int, device: torch.device) -> TrainingArgumen
         adam_beta1=SETTINGS.betas[0],
         adam_beta2=SETTINGS.betas[1],
         max_grad_norm=SETTINGS.max_grad_norm,
-        average_tokens_across_devices=False,
-        logging_nan_inf_filter=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **HF_QUIET,
         use_cpu=device.type == "cpu",
         dataloader_num_workers=2 if device.type == "cuda" else 0,
         seed=0,

@@ -20,6 +20,16 @@ from omnitrain.data.loader import StepLoader
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = "recipes/quickstart.yaml"
 
+# Arguments with which HF ``Trainer`` neither logs nor saves, nor waits for the device to look at a loss.
+HF_QUIET: dict[str, Any] = {
+    "average_tokens_across_devices": False,
+    "logging_nan_inf_filter": False,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 
 

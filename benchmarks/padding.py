@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from harness import QUICKSTART, Around, Result, in_turn, parser, report, settle, start
+from harness import HF_QUIET, QUICKSTART, Around, Result, in_turn, parser, report, settle, start
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
@@ -177,12 +177,7 @@ def _arguments(
         dataloader_num_workers=recipe.data.workers,
         dataloader_prefetch_factor=8,
         dataloader_pin_memory=False,
-        average_tokens_across_devices=False,
-        logging_nan_inf_filter=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **HF_QUIET,
         use_cpu=True,
         seed=seed,
     )
