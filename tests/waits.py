@@ -1,8 +1,8 @@
-"""Where a step would wait for a GPU, found on a CPU.
+"""Where a step would wait for a GPU, and where it would fail on one, found on a CPU.
 
 The host knows a value on a device only when all that is queued there has run. Here the CPU plays the device: what is
 moved there, made there, or made of what is there, is marked. Reading a marked value on the host, making a tensor whose
-size depends on one, and plain copies to the device are waits.
+size depends on one, and plain copies to the device are waits. Operations of marked and unmarked tensors fail on a GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SIZED_BY_VALUES = {
     aten.bincount,
 }
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+COPIES = {aten.copy_, aten._to_copy}
 READ_ON_HOST = {"tolist", "numpy", "item", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 COPIED_FROM_HOST = {"tensor", "as_tensor", "new_tensor"}
 PACKAGES = ("omnitrain", "transformers")
@@ -45,10 +46,13 @@ class Device:
 
     Attributes:
         waits: ``MODULE FUNCTION``, the innermost of omnitrain or transformers that waited.
+        mixes: the same and the operation, where tensors of the host and of the device met.
     """
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
         self.waits: set[str] = set()
+        self.mixes: set[str] = set()
+        self.computes = False  # torch's own code makes what it needs there, such as the offsets of bags
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that none gets the address of another
         self.put(there)
 
@@ -62,9 +66,10 @@ class Device:
         return isinstance(value, Tensor) and value.untyped_storage()._cdata in self._storages
 
     def wait(self) -> None:
-        frames = ((frame.f_globals["__name__"], frame.f_code.co_name) for frame, _ in traceback.walk_stack(None))
-        inside = (f"{module} {function}" for module, function in frames if module.partition(".")[0] in PACKAGES)
-        self.waits.add(next(inside, "elsewhere"))
+        self.waits.add(_place())
+
+    def mix(self, operation: str) -> None:
+        self.mixes.add(f"{_place()}: {operation}")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -85,7 +90,9 @@ class _Functions(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in READ_ON_HOST and self._device.has(args[0]):
             self._device.wait()
+        self._device.computes = any(map(self._device.has, tree_leaves((args, kwargs))))
         made = func(*args, **kwargs)
+        self._device.computes = False
         if name == "to":
             named = any(isinstance(value, (torch.device, str)) for value in (*args[1:], kwargs.get("device")))
             if named and not self._device.has(args[0]):
@@ -111,13 +118,28 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_there = any(map(self._device.has, tree_leaves((args, kwargs))))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = [self._device.has(tensor) for tensor in tensors]
+        is_there = any(there)
+        elsewhere = [tensor for tensor, has in zip(tensors, there, strict=True) if tensor.ndim and not has]
+        if is_there and elsewhere and func.overloadpacket not in COPIES:
+            self._device.mix(func.overloadpacket.__name__)
         if is_there and _is_sized_by_values(func, args, kwargs):
             self._device.wait()
         made = func(*args, **kwargs)
-        if is_there:
+        if is_there or (not tensors and (self._device.computes or _is_backward())):
             self._device.put(tree_leaves(made))
         return made
+
+
+def _place() -> str:
+    frames = ((frame.f_globals["__name__"], frame.f_code.co_name) for frame, _ in traceback.walk_stack(None))
+    inside = (f"{module} {function}" for module, function in frames if module.partition(".")[0] in PACKAGES)
+    return next(inside, "elsewhere")
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _is_sized_by_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

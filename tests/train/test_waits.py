@@ -38,6 +38,12 @@ def any_to_any() -> tuple[OmniModel, list[Sample]]:
     return model, tiny_samples(tiny_processor(model))
 
 
+def experts() -> tuple[OmniModel, list[Sample]]:
+    foundation = factories.qwen3_moe()
+    model = build_omni_model(foundation=foundation)
+    return model, [probe.sample for probe in probe_samples(foundation, model.runner.native)]
+
+
 def vision_language() -> tuple[OmniModel, list[Sample]]:
     """Several images and a video."""
     foundation = factories.qwen3_vl()
@@ -45,8 +51,8 @@ def vision_language() -> tuple[OmniModel, list[Sample]]:
     return model, [probe.sample for probe in probe_samples(foundation, model.runner.native)]
 
 
-def waits_of_a_step(model: OmniModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Of two micro-batches and an update, but for what runs on no GPU."""
+def device_after_a_step(model: OmniModel, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Of two micro-batches and an update; knows nothing of what runs on no GPU."""
     use_ops(model.train(), Ops(), torch.device("cpu"), torch.float32)
     batch = step_planner(model)([Pack.from_samples(samples[first::2]) for first in range(2)])
     optimizer, meter = build_optimizer(model, Optimizer(), ()), LossMeter()
@@ -56,23 +62,32 @@ def waits_of_a_step(model: OmniModel, samples: list[Sample], monkeypatch: pytest
         accumulate_gradients(model, batch, observe=meter.add)
         clip_gradients(model.parameters(), 1.0)
         optimizer.step()
-    return {place for place in device.waits if not place.startswith(ON_CPU_ALONE)}
+    for places in (device.waits, device.mixes):
+        places -= {place for place in places if place.startswith(ON_CPU_ALONE)}
+    return device
 
 
-@pytest.mark.parametrize("case", [text, any_to_any])
+@pytest.mark.parametrize("case", [text, any_to_any, experts])
 def test_a_step_waits_for_nothing(
     case: Callable[[], tuple[OmniModel, list[Sample]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert waits_of_a_step(*case(), monkeypatch) == set()
+    assert device_after_a_step(*case(), monkeypatch).waits == set()
 
 
 def test_with_a_tower_of_its_own_a_model_waits_only_where_its_own_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = waits_of_a_step(*vision_language(), monkeypatch)
+    waits = device_after_a_step(*vision_language(), monkeypatch).waits
     assert {place for place in waits if place.startswith("omnitrain.")} == {
         "omnitrain.ops.attention.entry _read",  # of the tower's borders, which its code makes on the device
         "omnitrain.parallel.step accumulate_gradients",  # backward of the model's own indexing with masks
     }
     assert not any("masking_utils" in place for place in waits)
+
+
+@pytest.mark.parametrize("case", [text, any_to_any, experts, vision_language])
+def test_tensors_of_the_host_and_of_the_device_do_not_meet(
+    case: Callable[[], tuple[OmniModel, list[Sample]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device_after_a_step(*case(), monkeypatch).mixes == set()
 
 
 @pytest.mark.parametrize(
@@ -101,3 +116,25 @@ def test_a_wait_is_seen(waits: Callable[[Tensor], object]) -> None:
     with device.watched():
         waits(x)
     assert device.waits == {"elsewhere"}
+
+
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        lambda x: x + torch.ones(2),
+        lambda x: x.index_select(0, torch.tensor([0, 1])),
+        lambda x: x.index_copy_(0, torch.tensor([0, 1]), x.clone()),
+        lambda x: torch.cat([torch.ones(2), torch.ones(2, device=DEVICE)]),
+    ],
+)
+def test_a_mix_is_seen(mixes: Callable[[Tensor], object]) -> None:
+    x = torch.ones(2)
+    device = Device([x])
+    with device.watched():
+        x * torch.tensor(2.0) + torch.ones(2).to(DEVICE, non_blocking=True)
+        torch.ones(2).copy_(x)
+        x.clone().requires_grad_()[torch.tensor([1, 0], device=DEVICE)].sum().backward()
+    assert device.mixes == set()
+    with device.watched():
+        mixes(x)
+    assert [mix.partition(":")[0] for mix in device.mixes] == ["elsewhere"]
