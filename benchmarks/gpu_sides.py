@@ -70,7 +70,8 @@ def run_omnitrain(
     counted = [operations(config, model, batch) for batch in batches]
     with ExitStack() as stack:
         stack.callback(leave_ranks)
-        step = OmniStep(model, plan, SETTINGS, given.device)
+        # HF keeps its bf16 copies of the weights from forward to backward, too.
+        step = OmniStep(model, plan, SETTINGS, given.device, full_shard=False)
         stack.callback(step.close)
         if alter is not None:
             alter(step.model)

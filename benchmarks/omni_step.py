@@ -33,15 +33,32 @@ class OmniStep:
     """
 
     def __init__(
-        self, foundation: PreTrainedModel, plan: ParallelPlan, settings: Optimizer, device: torch.device
+        self,
+        foundation: PreTrainedModel,
+        plan: ParallelPlan,
+        settings: Optimizer,
+        device: torch.device,
+        full_shard: bool = True,
     ) -> None:
-        """Lay ``foundation`` out over the ranks as ``plan`` says; every rank calls this."""
+        """Lay ``foundation`` out over the ranks as ``plan`` says; every rank calls this.
+
+        Args:
+            foundation: of the model, which is all of it.
+            plan: of its components.
+            settings: of the optimizer.
+            device: of this rank.
+            full_shard: weights go back to their shards between forward and backward.
+        """
         self._settings = settings
         self._ranks = join_ranks(plan, device)
         self.model = build_omni_model(foundation=foundation, init_device=str(device)).train()
         use_ops(self.model, Ops(), device, compute_dtype(plan))
         build_parallelize_model(
-            self.model, parallel_state=self._ranks.state, parallel_plan=plan, enable_mixed_precision=None
+            self.model,
+            parallel_state=self._ranks.state,
+            parallel_plan=plan,
+            enable_full_shard=full_shard,
+            enable_mixed_precision=None,
         )
         layout = layout_of(self.model)
         assert layout is not None

@@ -61,6 +61,7 @@ class OmniModel(PreTrainedModel):
 
     Attributes:
         renamed: parameter -> what it is called since adapters lie beside it, and these; all others keep their names.
+        compute_device: where it computes, if that is not where its parameters are.
     """
 
     config_class = OmniConfig
@@ -73,6 +74,7 @@ class OmniModel(PreTrainedModel):
         super().__init__(config)
         ready = components or {}
         self.renamed: dict[str, tuple[str, ...]] = {}
+        self.compute_device: torch.device | None = None
         self.encoder_names = sorted(config.encoders or {})
         self.decoder_names = sorted(config.decoders or {})
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
@@ -82,6 +84,11 @@ class OmniModel(PreTrainedModel):
         self.post_init()
         for name in (*self.encoder_names, *self.decoder_names):
             use_omnitrain_attention(self.get_submodule(name))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes its inputs: parameters that are offloaded wait in host memory."""
+        return self.compute_device or super().device
 
     @cached_property
     def runner(self) -> FoundationRunner:

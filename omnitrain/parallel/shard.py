@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_map_only
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.parallel.one_rank import spare_copies
 from omnitrain.parallel.units import ComponentUnits, kept_whole
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -99,11 +100,10 @@ def shard(
     root = _unit(model, how[FOUNDATION], whole, casts_inputs=False, keeps_unsharded=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    device = device_of(how[FOUNDATION].mesh)
+    model.compute_device = device_of(how[FOUNDATION].mesh)
     for parameter in whole:
-        parameter.data = parameter.data.to(device)
+        parameter.data = parameter.data.to(model.compute_device)
     _give_gradients_a_way(model)
     initialise_root(root)
 
@@ -121,7 +121,7 @@ def _unit(
 ) -> FSDPModule:
     """One unit. Blocks take their inputs as the modules before them made them: rotary tables stay fp32, as in HF."""
     on_device = how.mesh.device_type != "cpu"
-    return fully_shard(
+    unit = fully_shard(
         module,
         mesh=how.mesh,
         mp_policy=MixedPrecisionPolicy(
@@ -131,6 +131,11 @@ def _unit(
         reshard_after_forward=not (how.keep_unsharded or keeps_unsharded),
         ignored_params=whole,
     )
+    if how.mesh.size() > 1:
+        unit.set_gradient_divide_factor(1.0)
+    elif not how.offload:
+        spare_copies(unit)
+    return unit
 
 
 def _dtype(module: nn.Module, whole: set[nn.Parameter]) -> torch.dtype:

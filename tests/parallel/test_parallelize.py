@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -236,6 +237,16 @@ def test_parameter_offload_is_of_the_component_that_asks_for_it(ranks: RankPool)
         "foundation.model.layers.0",
         "foundation.model.layers.1",
     }
+
+
+def place_of_inputs() -> tuple[str, str]:
+    with patch("omnitrain.parallel.shard.device_of", lambda mesh: torch.device("cpu", 0)):  # as if it were another one
+        model = laid_out({"parameter_offload": True})
+    return str(next(model.parameters()).device), str(model.device)
+
+
+def test_a_model_whose_parameters_wait_in_host_memory_takes_its_inputs_where_it_computes(ranks: RankPool) -> None:
+    assert ranks.run(place_of_inputs, timeout_s=60, world=2) == [("cpu", "cpu:0")] * 2
 
 
 def gathers() -> list[int]:
