@@ -97,10 +97,6 @@ def shard(
     if fill is not None:
         fill(model)
     root = _unit(model, how[FOUNDATION], whole, casts_inputs=False, keeps_unsharded=True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
     device = device_of(how[FOUNDATION].mesh)
     for parameter in whole:
         parameter.data = parameter.data.to(device)
@@ -121,7 +117,7 @@ def _unit(
 ) -> FSDPModule:
     """One unit. Blocks take their inputs as the modules before them made them: rotary tables stay fp32, as in HF."""
     on_device = how.mesh.device_type != "cpu"
-    return fully_shard(
+    unit = fully_shard(
         module,
         mesh=how.mesh,
         mp_policy=MixedPrecisionPolicy(
@@ -131,6 +127,10 @@ def _unit(
         reshard_after_forward=not (how.keep_unsharded or keeps_unsharded),
         ignored_params=whole,
     )
+    unit.set_force_sum_reduction_for_comms(True)
+    if how.mesh.size() > 1:  # a rank alone divides by nothing unless it is told to: then a copy of all gradients by 1
+        unit.set_gradient_divide_factor(1.0)
+    return unit
 
 
 def _dtype(module: nn.Module, whole: set[nn.Parameter]) -> torch.dtype:
