@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -79,7 +79,7 @@ def recompute_modules(modules: Iterable[nn.Module]) -> None:
 def _called_again(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, None, True), **kwargs)
+    return _computed_again(partial(forward, **kwargs), args, partial(_contexts, None, True))
 
 
 def find_op(name: str) -> Any:
@@ -94,7 +94,23 @@ def _checkpointed(
     around: Callable[[], AbstractContextManager[Any]], contexts: Callable[[], Contexts], function: Any, *args: Any
 ) -> Any:
     with around():
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        return _computed_again(function, args, contexts)
+
+
+def _computed_again(function: partial[Any], args: Sequence[Any], contexts: Callable[[], Contexts]) -> Any:
+    """``function(*args)``, one of whose tensors is positional.
+
+    Of random numbers torch restores, beside those of the host, those of devices that positional arguments are on: a
+    dropout in a call by name would be another one in the backward, on a GPU alone.
+    """
+    again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    named = function.keywords
+    name = next((name for name, value in named.items() if isinstance(value, Tensor)), None)
+    if name is None or any(isinstance(value, Tensor) for value in args):
+        return again(function, *args)
+    others = {other: value for other, value in named.items() if other != name}
+    call = partial(function.func, *function.args, *args, **others)
+    return again(lambda tensor: call(**{name: tensor}), named[name])
 
 
 def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
