@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ SAVED_OPS = (
     "torch_attn._varlen_attn",
     "flash_attn._flash_attn_varlen_forward",
 )
+
+# Namespace of ops -> the module that tells torch of them when it is imported.
+_TOLD_BY = {"torch_attn": "torch.nn.attention.varlen", "flash_attn": "flash_attn"}
 
 
 # A recompute must call the ops of its forward. Units of FSDP within a block name more of what they do in the recompute,
@@ -84,6 +88,8 @@ def _called_again(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) ->
 
 def find_op(name: str) -> Any:
     """The op ``NAMESPACE.OP`` or ``NAMESPACE.OP.OVERLOAD`` of torch; None: there is none of that name."""
+    with suppress(ImportError):
+        import_module(_TOLD_BY.get(name.partition(".")[0], "torch"))
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -116,3 +118,10 @@ def test_torch_sees_the_device_of_what_is_called_by_name(monkeypatch: pytest.Mon
     plain = trained(factories.qwen3_moe().train())[0]
     assert worst(trained(model)[0], plain) == 0
     assert seen and all(seen)
+
+
+@pytest.mark.slow  # a process of its own imports everything
+def test_attention_of_a_gpu_is_among_the_ops_that_are_kept_before_it_was_first_called() -> None:
+    ask = "from omnitrain.parallel.recompute import find_op; print(find_op('torch_attn._varlen_attn'))"
+    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "torch_attn._varlen_attn"
