@@ -13,12 +13,10 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.errors import UserError
+from omnitrain.ops.compilations import keep_compilations
 
 # What torch compiled in this process: (piece of code, number of its compilation), by any of our backends.
 _compiled: list[tuple[int, int]] = []
-
-# torch keeps so many compilations of one piece of code and then falls back to eager silently. Models share code.
-_KEPT_COMPILATIONS = 64
 
 
 @cache
@@ -99,7 +97,7 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if backend == "inductor" and (lack := compiler_missing(device)) is not None:
         raise UserError(f"train.compile: torch.compile {lack}; install it or set train.compile to false")
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KEPT_COMPILATIONS)
+    keep_compilations()
     torch._dynamo.config.nested_graph_breaks = True  # a break inside a call does not break its callers, too
     for block in blocks.values():
         block.compile(backend=_counting(backend), dynamic=True)

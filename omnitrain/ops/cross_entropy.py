@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from omnitrain.errors import UserError
 from omnitrain.ops.backends import Backend, choose, liger_missing
 from omnitrain.ops.collectives import add_up_gradients
+from omnitrain.ops.compilations import keep_compilations
 from omnitrain.ops.compile import compiler_missing
 from omnitrain.ops.sharded_vocabulary import require_labels, sharded_softmax
 
@@ -148,6 +149,7 @@ def _compiled_softmax(
 
 @cache
 def _compiled() -> Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+    keep_compilations()
     return torch.compile(_softmax_over_logits, dynamic=True)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from omnitrain.ops.device import moved
 from omnitrain.parallel.routing import Leg, RoutingTable, rank_routing
 
 
@@ -139,7 +140,7 @@ class _Way:
         self._made, self._needed = torch.from_numpy(leg.made), torch.from_numpy(leg.needed)
 
     def indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        self._made, self._needed = self._made.to(device), self._needed.to(device)
+        self._made, self._needed = moved(self._made, device), moved(self._needed, device)
         return self._made, self._needed
 
 

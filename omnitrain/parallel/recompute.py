@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -39,6 +40,9 @@ SAVED_OPS = (
     "torch_attn._varlen_attn",
     "flash_attn._flash_attn_varlen_forward",
 )
+
+# Namespace of ops -> the module that tells torch of them when it is imported.
+_TOLD_BY = {"torch_attn": "torch.nn.attention.varlen", "flash_attn": "flash_attn"}
 
 
 # A recompute must call the ops of its forward. Units of FSDP within a block name more of what they do in the recompute,
@@ -79,11 +83,13 @@ def recompute_modules(modules: Iterable[nn.Module]) -> None:
 def _called_again(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, None, True), **kwargs)
+    return _computed_again(partial(forward, **kwargs), args, partial(_contexts, None, True))
 
 
 def find_op(name: str) -> Any:
     """The op ``NAMESPACE.OP`` or ``NAMESPACE.OP.OVERLOAD`` of torch; None: there is none of that name."""
+    with suppress(ImportError):
+        import_module(_TOLD_BY.get(name.partition(".")[0], "torch"))
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -94,7 +100,23 @@ def _checkpointed(
     around: Callable[[], AbstractContextManager[Any]], contexts: Callable[[], Contexts], function: Any, *args: Any
 ) -> Any:
     with around():
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        return _computed_again(function, args, contexts)
+
+
+def _computed_again(function: partial[Any], args: Sequence[Any], contexts: Callable[[], Contexts]) -> Any:
+    """``function(*args)``, one of whose tensors is positional.
+
+    Of random numbers torch restores, beside those of the host, those of devices that positional arguments are on: a
+    dropout in a call by name would be another one in the backward, on a GPU alone.
+    """
+    again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    named = function.keywords
+    name = next((name for name, value in named.items() if isinstance(value, Tensor)), None)
+    if name is None or any(isinstance(value, Tensor) for value in args):
+        return again(function, *args)
+    others = {other: value for other, value in named.items() if other != name}
+    call = partial(function.func, *function.args, *args, **others)
+    return again(lambda tensor: call(**{name: tensor}), named[name])
 
 
 def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:

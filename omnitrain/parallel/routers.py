@@ -20,6 +20,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.encoding import Share
 from omnitrain.models.hf_samples import IDLE
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.device import moved
 from omnitrain.ops.experts import bytes_sent, is_replaying
 from omnitrain.ops.experts.balance import (
     counts_per_sample,
@@ -294,7 +295,8 @@ def _rows(pack: Pack, share: Share) -> _Rows:
     valid = here < len(sample)  # a row that was filled up has more
     valid[valid.clone()] = _is_real(pack)[here[valid]]
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
-    return _Rows(rows.to(device), sample[here[rows]].to(device), len(pack.info.ids), len(here), part is not None)
+    on_device = moved(rows, device), moved(sample[here[rows]], device)
+    return _Rows(*on_device, len(pack.info.ids), len(here), part is not None)
 
 
 def find_router(model: nn.Module, parent: str) -> tuple[nn.Module, int] | None:

@@ -98,9 +98,6 @@ def shard(
     if fill is not None:
         fill(model)
     root = _unit(model, how[FOUNDATION], whole, casts_inputs=False, keeps_unsharded=True)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
     model.compute_device = device_of(how[FOUNDATION].mesh)
     for parameter in whole:
         parameter.data = parameter.data.to(model.compute_device)
@@ -131,9 +128,10 @@ def _unit(
         reshard_after_forward=not (how.keep_unsharded or keeps_unsharded),
         ignored_params=whole,
     )
+    unit.set_force_sum_reduction_for_comms(True)
     if how.mesh.size() > 1:
         unit.set_gradient_divide_factor(1.0)
-    elif not how.offload:
+    elif not how.offload:  # a rank alone divides by nothing, unless it is told to: then in a copy of all gradients
         spare_copies(unit)
     return unit
 

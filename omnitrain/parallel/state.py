@@ -290,7 +290,8 @@ def _ensure_process_group() -> None:
         return
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if "LOCAL_RANK" in os.environ:  # a process alone may have chosen another one
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)

@@ -84,22 +84,31 @@ def accumulate_gradients(
                     stack.enter_context(context(pack, own))
             output = model(pack, own)
         if any(counts.values()):  # the same on all ranks: the counts are those of all
-            # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
-            terms = [weights.get(n, 1.0) * term.sum / max(counts[n], 1) for n, term in output.losses.items()]
-            if routers is not None and (balance := routers.loss()) is not None:
-                terms.append(balance)
-            loss = torch.stack(terms).sum() * share
+            loss = _loss(output, weights, counts, routers) * share
             if note is not None:
                 note(phase="backward")
             if loss.requires_grad:  # not where all that trains is a tower, and no rank has media for it
                 loss.backward()
             total += loss.detach()
+            del loss
         if observe is not None:
             observe(pack, output)
+        del output  # the last to hold the graph, and with it the routes of all layers of experts
     layout = layout_of(model)
     if layout is not None:
         add_up_over_tp(model.parameters(), layout.state)
     return total
+
+
+def _loss(
+    output: OmniOutput, weights: Mapping[str, float], counts: Mapping[str, int], routers: Routers | None
+) -> torch.Tensor:
+    """A micro-batch's part of the total loss."""
+    # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
+    terms = [weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
+    if routers is not None and (balance := routers.loss()) is not None:
+        terms.append(balance)
+    return torch.stack(terms).sum()
 
 
 def loss_share(model: OmniModel) -> float:

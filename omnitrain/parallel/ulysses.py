@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.call import Call
 from omnitrain.ops.collectives import gather_rows
+from omnitrain.ops.device import moved
 from omnitrain.parallel.head_exchange import HeadSpans, equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.ring import ring_attention
 from omnitrain.plan.sequence import SequenceSplit
@@ -65,7 +66,7 @@ def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
     """The call of a rank over the whole row, from states of its own heads and all else of all heads."""
     key, value, own, bias = call.key, call.value, slice(*heads.queries[rank]), call.position_bias
     if heads.own_keys is not None:
-        index = torch.tensor(heads.own_keys, device=key.device)
+        index = moved(torch.tensor(heads.own_keys), key.device)
         key, value = key.index_select(1, index), value.index_select(1, index)
     return replace(
         call,

@@ -30,7 +30,13 @@ def use_device(settings: Train) -> torch.device:
         raise UserError(f"train.device: {name!r} is no device; expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"train.device: {name!r} asked for, and torch {torch.__version__} finds no CUDA device")
-    return _own_device(device) if device.type == "cuda" and local_world_size() > 1 else device
+    if device.type == "cpu":
+        return device
+    if local_world_size() > 1:
+        device = _own_device(device)
+    if device.index is not None:  # kernels of triton, process groups and meshes go by the current one
+        torch.cuda.set_device(device)
+    return device
 
 
 def _own_device(asked: torch.device) -> torch.device:
@@ -43,6 +49,4 @@ def _own_device(asked: torch.device) -> torch.device:
             f"{ranks} ranks on this machine, which has {devices} CUDA device{'s' * (devices > 1)}; expected at most "
             "one rank for each (--nproc of omnitrain run, --nproc-per-node of torchrun), or train.device=cpu"
         )
-    device = torch.device("cuda", local_rank())
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", local_rank())

@@ -16,7 +16,7 @@ from omnitrain.ops.attention.backends import BACKENDS
 from omnitrain.ops.attention.backends.flash import FLASH
 from omnitrain.ops.attention.backends.flex import FLEX
 from omnitrain.ops.attention.backends.reference import REFERENCE
-from omnitrain.ops.attention.backends.sdpa import SDPA
+from omnitrain.ops.attention.backends.sdpa import SDPA, takes_grouped_heads
 from omnitrain.ops.attention.backends.varlen import VARLEN
 from omnitrain.ops.attention.call import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call
 from omnitrain.ops.attention.choose import choose
@@ -377,6 +377,30 @@ def gpu_call(**changes: Any) -> Any:
 )
 def test_on_cuda_auto_prefers_ragged_kernels(changes: dict[str, Any], expected: str) -> None:
     assert choose(TinyLayer(), gpu_call(**changes), "auto").name == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value_width", "masked", "expected"),
+    [
+        (torch.bfloat16, 64, False, True),
+        (torch.bfloat16, 64, True, False),
+        (torch.float32, 64, False, False),
+        (torch.bfloat16, 32, False, False),
+    ],
+)
+def test_key_heads_are_repeated_on_cuda_where_torch_would_make_all_scores(
+    dtype: torch.dtype, value_width: int, masked: bool, expected: bool
+) -> None:
+    on_cuda: Any = SimpleNamespace(is_cuda=True, dtype=dtype, size=lambda dim: 64)
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool) if masked else None
+    assert takes_grouped_heads(on_cuda, torch.empty(1, 2, 2, value_width), mask) is expected
+    assert takes_grouped_heads(torch.empty(1, 4, 2, 64, dtype=dtype), torch.empty(1, 2, 2, value_width), mask)
+
+
+def test_repeated_key_heads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omnitrain.ops.attention.backends.sdpa.takes_grouped_heads", lambda *_: False)
+    call = make_call("tensor", "grouped heads")
+    torch.testing.assert_close(SDPA.attend(call), formula(call))
 
 
 def test_backends_are_told_apart_by_name() -> None:

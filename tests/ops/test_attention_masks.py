@@ -24,7 +24,9 @@ from transformers.masking_utils import (
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, packed, packed_row
-from omnitrain.ops.attention.backends.segments import batches_of
+from omnitrain.ops.attention.backends.segments import CAUSAL_SLACK, batches_of
+from omnitrain.ops.attention.mask_spec import segment_starts
+from tests.waits import DEVICE, Device
 
 BORDERS = (0, 4, 9, 10, 18)
 # Blocks of image tokens; one ends where a sample ends and the next sample begins with another.
@@ -236,6 +238,21 @@ def test_code_that_computes_on_a_mask_is_told_what_it_is() -> None:
     with pytest.raises(UserError, match="cuts its attention mask, so it cannot be packed"):
         _ = spec[:, :, :4]
     assert not hasattr(spec, "to")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda spec: spec.row_function(DEVICE),
+        lambda spec: segment_starts(spec.borders, DEVICE),
+        lambda spec: batches_of(spec, CAUSAL_SLACK, DEVICE),
+    ],
+)
+def test_what_follows_from_borders_comes_to_the_device_without_a_wait(make: Callable[[MaskSpec], Any]) -> None:
+    device = Device()
+    with device.watched():
+        make(MaskSpec((0, 8, 17), causal=True))
+    assert device.waits == set()
 
 
 class Keeps(torch.nn.Module):

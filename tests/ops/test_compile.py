@@ -125,9 +125,9 @@ def test_paused_blocks_do_not_compile():
     assert not compiled.compilations
 
 
-def test_what_cannot_compile_says_so(monkeypatch):
+def test_what_cannot_compile_says_so():
     with pytest.raises(UserError, match="Linear has no list of blocks"):
         compile_blocks(nn.Linear(2, 2))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
+    without = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with without, pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
         compile_blocks(packed_model())

@@ -12,6 +12,7 @@ from torch import Tensor
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.routing import rank_routing
+from tests.waits import DEVICE, Device
 
 SHAPES = [((3,), torch.float32), ((), torch.int64), ((2, 2), torch.float32), ((5,), torch.bfloat16)]
 
@@ -182,6 +183,20 @@ def test_nothing_goes_back_to_what_is_not_trained(ranks: RankPool) -> None:
     results = ranks.run(exchange_once, TO_ALL, [], False, timeout_s=30)
     assert [sent for sent, _, _ in results] == [[0], [8 * ROW_BYTES], [0], [0]]
     assert [(arrived, gradient) for _, arrived, gradient in results] == [([7.0, 7.0], [])] * 4
+
+
+def waits_of_an_exchange() -> set[str]:
+    rank = dist.get_rank()
+    exchange = Exchange(routes_of([(0, 0, 1, 2), (1, 1, 0, 3)]), is_differentiable=False)
+    rows = torch.ones(2 + rank, 4)
+    device = Device([rows])
+    with device.watched():
+        exchange(rows.to(DEVICE, non_blocking=True))
+    return device.waits
+
+
+def test_rows_move_without_a_wait_for_the_device(ranks: RankPool) -> None:
+    assert ranks.run(waits_of_an_exchange, timeout_s=60, world=2) == [set(), set()]
 
 
 def exchange_in_pairs() -> list[float]:

@@ -265,6 +265,21 @@ def test_without_full_shard_the_backward_gathers_nothing_again(ranks: RankPool) 
     assert sharded - kept >= units_of_blocks
 
 
+def divisions_of_a_backward(model: ot.OmniModel) -> int:
+    loss = total(model(pack("text")))
+    with counted() as ops:
+        loss.backward()
+    return ops["aten.div"]
+
+
+def divisions_laid_out() -> int:
+    return divisions_of_a_backward(laid_out())
+
+
+def test_a_rank_alone_copies_no_gradients_to_divide_them_by_one(ranks: RankPool) -> None:
+    assert ranks.run(divisions_laid_out, timeout_s=60, world=1) == [divisions_of_a_backward(any_to_any().train())]
+
+
 def all_reduces() -> dict[str, Any]:
     """Three micro-batches on 2 x 2; the last one has text alone on every rank."""
     model = laid_out(state={"dp_replicate_size": 2})

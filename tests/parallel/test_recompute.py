@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -12,7 +14,8 @@ from torch import nn
 from torch.func import functional_call
 
 from omnitrain.ops.experts import experts_in, use_omnitrain_experts
-from omnitrain.parallel.recompute import recompute_blocks
+from omnitrain.parallel.activation_parts import attention_modules
+from omnitrain.parallel.recompute import recompute_blocks, recompute_modules
 from tests.parallel import factories
 
 NOISE = 1e-6  # of a router's weights, as between two kernels that add in another order
@@ -98,3 +101,27 @@ def test_a_graph_is_recomputed_as_often_as_it_is_differentiated() -> None:
     weights = list(model.parameters())
     first, second = (torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and float(first[0].abs().max()) > 0
+
+
+def test_torch_sees_the_device_of_what_is_called_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It restores random numbers of the devices of positional arguments; here it is asked which it looks at."""
+    model = factories.qwen3_moe().train()
+    recompute_modules(part for layer in model.model.layers for part in attention_modules(layer))
+    seen: list[bool] = []
+    look = torch.utils.checkpoint._infer_device_type
+
+    def note(*arguments: Any) -> str:
+        seen.append(any(isinstance(argument, torch.Tensor) for argument in arguments))
+        return look(*arguments)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "_infer_device_type", note)
+    plain = trained(factories.qwen3_moe().train())[0]
+    assert worst(trained(model)[0], plain) == 0
+    assert seen and all(seen)
+
+
+@pytest.mark.slow  # a process of its own imports everything
+def test_attention_of_a_gpu_is_among_the_ops_that_are_kept_before_it_was_first_called() -> None:
+    ask = "from omnitrain.parallel.recompute import find_op; print(find_op('torch_attn._varlen_attn'))"
+    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "torch_attn._varlen_attn"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +14,7 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share, num_calls
 from omnitrain.models.hf_samples import idle_sample
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.outputs import OmniOutput
 from omnitrain.parallel.meeting import Meeting
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.ranks import RankPool
@@ -89,6 +92,23 @@ def test_calls_and_heads_without_data_add_nothing(model: OmniModel, samples: lis
     for name in (*ENCODERS, *model.decoder_names):
         gradients = [p.grad for p in model.get_submodule(name).parameters() if p.requires_grad]
         assert gradients and all(g is not None and not g.any() for g in gradients), name
+
+
+def test_nothing_of_a_micro_batch_is_held_in_the_forward_of_the_next(model: OmniModel, samples: list[Sample]) -> None:
+    graphs: list[weakref.ref] = []
+    held: list[bool] = []
+
+    @contextmanager
+    def forward(*_: object) -> Iterator[None]:
+        held.extend(graph() is not None for graph in graphs)
+        yield
+
+    def observe(_: Pack, output: OmniOutput) -> None:
+        graphs.append(weakref.ref(output.losses["text"].sum.grad_fn))
+
+    batch = step_planner(model, ALONE)([Pack.from_samples([sample]) for sample in samples[:2]])
+    accumulate_gradients(model, batch, observe=observe, around=forward)
+    assert held == [False]
 
 
 @pytest.mark.parametrize("place", ["local", "world"])

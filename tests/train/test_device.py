@@ -47,8 +47,9 @@ def test_one_device_for_several_ranks_is_refused(
 
 
 def test_a_process_alone_may_name_any_device(_two_devices: list[torch.device]) -> None:
+    assert use_device(Train()) == torch.device("cuda") and _two_devices == []
     assert use_device(Train(device="cuda:1")) == torch.device("cuda:1")
-    assert use_device(Train()) == torch.device("cuda")
+    assert _two_devices == [torch.device("cuda:1")]  # kernels of triton are launched on the current one
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.optim.adamw import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.planning import step_planner
+from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.step import accumulate_gradients
-from omnitrain.recipe import Ops, Optimizer
+from omnitrain.recipe import ExpertsBalance, Ops, Optimizer
 from omnitrain.train.metrics import LossMeter
 from omnitrain.train.setup import use_ops
 from tests.parallel import factories
@@ -56,10 +57,11 @@ def device_after_a_step(model: OmniModel, samples: list[Sample], monkeypatch: py
     use_ops(model.train(), Ops(), torch.device("cpu"), torch.float32)
     batch = step_planner(model)([Pack.from_samples(samples[first::2]) for first in range(2)])
     optimizer, meter = build_optimizer(model, Optimizer(), ()), LossMeter()
+    routers = Routers(model, ExpertsBalance())
     monkeypatch.setattr(OmniModel, "device", DEVICE)
     device = Device(chain(model.parameters(), model.buffers()))
     with device.watched():
-        accumulate_gradients(model, batch, observe=meter.add)
+        accumulate_gradients(model, batch, observe=meter.add, routers=routers)
         clip_gradients(model.parameters(), 1.0)
         optimizer.step()
     for places in (device.waits, device.mixes):

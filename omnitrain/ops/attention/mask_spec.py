@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 )
 
 from omnitrain.errors import UserError
+from omnitrain.ops.device import moved
 
 if TYPE_CHECKING:
     from omnitrain.ops.attention.sharded import SequenceShard
@@ -192,12 +193,12 @@ def plain_spec(borders: tuple[int, ...], causal: bool, window: int | None) -> Ma
 def segment_numbers(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``[T]``: the number of the segment of each token."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(borders)])
-    return torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+    return moved(torch.arange(len(lengths)).repeat_interleave(lengths), device)
 
 
 def segment_starts(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``[T]``: the first token of the segment of each token."""
-    return torch.tensor(borders[:-1]).to(device)[segment_numbers(borders, device)]
+    return moved(torch.tensor(borders[:-1]), device)[segment_numbers(borders, device)]
 
 
 def _same(numbers: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from omnitrain.ops.attention.call import DROPOUT, EVERYTHING, Backend, Call
+from omnitrain.ops.compilations import keep_compilations
 
 _MIN_HEAD_DIM = 16  # of its CUDA kernel
 
@@ -17,6 +18,7 @@ def attend(call: Call) -> torch.Tensor:
     """See :class:`Backend`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
+    keep_compilations()
     output, auxiliary = _function(call.query.is_cuda)(
         call.query,
         call.key,
@@ -50,14 +52,12 @@ def _score_function(call: Call) -> Callable[..., torch.Tensor] | None:
 
 
 def _block_mask(call: Call) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     mask, device, length = call.mask, call.query.device, call.query.size(2)
     per_head = call.query.size(1) if isinstance(mask.general, torch.Tensor) and mask.general.size(1) > 1 else None
     return mask.remember(
         (FLEX.name, device),
-        lambda: create_block_mask(
-            mask.row_function(device), None, per_head, length, length, device=device, _compile=device.type == "cuda"
+        lambda: _mask_function(device.type == "cuda")(
+            mask.row_function(device), None, per_head, length, length, device=device
         ),
     )
 
@@ -68,6 +68,13 @@ def _function(compiled: bool) -> Any:
 
     # A whole graph or an error: past its limit of compilations torch would go on eagerly, with all scores in memory.
     return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+
+
+@lru_cache(maxsize=2)
+def _mask_function(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask) if compiled else create_block_mask
 
 
 def _obstacle(call: Call) -> str | None:

@@ -5,8 +5,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from omnitrain.ops.attention.backends.ragged import MAX_HEAD_DIM
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
-from omnitrain.ops.attention.call import CAUSAL, DROPOUT, FULL, GENERAL, GQA, VALUE_WIDTH, WINDOW, Backend, Call
+from omnitrain.ops.attention.call import (
+    CAUSAL,
+    DROPOUT,
+    FULL,
+    GENERAL,
+    GQA,
+    VALUE_WIDTH,
+    WINDOW,
+    Backend,
+    Call,
+    repeat_heads,
+)
 
 SHORT = 64  # tokens of a segment; torch's kernel on CPU is the faster one from about here
 
@@ -15,6 +27,8 @@ def attend(call: Call) -> torch.Tensor:
     """See :class:`Backend`."""
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if not takes_grouped_heads(q, v, batch.mask):
+            k, v = repeat_heads(k, q.size(1)), repeat_heads(v, q.size(1))
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -27,6 +41,17 @@ def attend(call: Call) -> torch.Tensor:
         )
 
     return attend_in_batches(call, kernel, short=SHORT if _may_be_short(call) else 0)
+
+
+def takes_grouped_heads(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether torch has a kernel for fewer key heads than queries; without one it would make all scores.
+
+    On CUDA that is flash attention, which takes no mask, no fp32 and no values of another width.
+    """
+    if not query.is_cuda:
+        return True
+    width = query.size(-1)
+    return mask is None and query.dtype in (torch.float16, torch.bfloat16) and width == value.size(-1) <= MAX_HEAD_DIM
 
 
 def _may_be_short(call: Call) -> bool:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from omnitrain.ops.attention.backends.short import ShortKeys, ShortRow, attend_short, short_keys, short_row
 from omnitrain.ops.attention.call import Call
 from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.device import moved
 from omnitrain.ops.unread_rows import ReadRows
 
 # A causal segment may be filled up behind its end to this multiple of its length, to share a call with longer ones.
@@ -237,7 +238,7 @@ def _batch(segments: tuple[Segment, ...], window: int | None, device: torch.devi
     place = torch.arange(longest)[None]
     rows = starts + place.minimum(sizes - 1)  # behind its end a segment repeats its last token, which nobody attends to
     real = (place < sizes).flatten().nonzero().flatten()
-    return Batch(segments, longest, causal, mask, rows.flatten().to(device), real.to(device))
+    return Batch(segments, longest, causal, mask, moved(rows.flatten(), device), moved(real, device))
 
 
 def _window(length: int, window: int, device: torch.device) -> torch.Tensor:
