@@ -58,8 +58,8 @@ def test_missing_key_is_named_with_what_it_means(tmp_path: Path) -> None:
     file.write_text("data: {train: [{weight: 1}]}")
     assert refusal(file)[1:] == [
         "  model: missing; expected: The omni model; add `model`",
-        "  data.train.0.path: missing; expected: Parquet file, glob of parquet files, folder of them, or a Hub data "
-        "set id; add `path`",
+        "  data.train.0.path: missing; expected: Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of "
+        "them, or a Hub data set id; add `path`",
     ]
 
 
