@@ -46,7 +46,7 @@ def test_all_problems_are_reported_at_once_one_line_each(tmp_path: Path) -> None
         "  data.pack_tokens: found 'many'; expected a valid integer, unable to parse string as an integer; "
         "change it, or remove it for the default 4096",
         "  data.tran: unknown key, found [{'path': 'x'}]; did you mean `train`?",
-        "  train.optimizer.schedule: found 'cosin'; expected 'cosine' or 'constant'; did you mean `cosine`?",
+        "  train.optimizer.schedule: found 'cosin'; expected 'cosine', 'linear' or 'constant'; did you mean `cosine`?",
         "  train.optimizer.learning_rat: unknown key, found 0.001; did you mean `learning_rate`?",
         "  evaluation.saved_samples: found -1; expected greater than or equal to 0; "
         "change it, or remove it for the default 4",
