@@ -105,12 +105,12 @@ def use_their_experts(model: OmniModel) -> None:
 @contextmanager
 def all_logits_at_once(device: torch.device) -> Iterator[None]:
     """The loss goes over one chunk."""
-    usual = cross_entropy.CHUNK_ELEMENTS[device.type]
-    cross_entropy.CHUNK_ELEMENTS[device.type] = sys.maxsize
+    usual = cross_entropy.CHUNK_BYTES[device.type]
+    cross_entropy.CHUNK_BYTES[device.type] = sys.maxsize
     try:
         yield
     finally:
-        cross_entropy.CHUNK_ELEMENTS[device.type] = usual
+        cross_entropy.CHUNK_BYTES[device.type] = usual
 
 
 def plan_of(variant: Variant, given: Namespace) -> ComponentPlan:

@@ -24,7 +24,7 @@ class Backend:
         name: as recipes spell it.
         run: the implementation.
         missing: device -> what it lacks to run there, None: nothing.
-        automatic: device types on which ``auto`` may pick it; None: any.
+        automatic: device types on which ``auto`` may pick it, where nothing is missing; None: any.
     """
 
     name: str
@@ -34,13 +34,14 @@ class Backend:
 
 
 def choose(operation: str, backends: Sequence[Backend], wanted: str, device: torch.device) -> Backend:
-    """The backend called ``wanted``; ``auto``: the first of ``backends`` that is automatic on ``device``.
+    """The backend called ``wanted``; ``auto``: the first of ``backends`` that is automatic on ``device`` and can run.
 
     Raises:
         UserError: no backend has that name, or the one that has cannot run on ``device``; names those that can.
     """
     if wanted == "auto":
-        return next(b for b in backends if b.automatic is None or device.type in b.automatic)
+        automatic = (b for b in backends if b.automatic is None or device.type in b.automatic)
+        return next(b for b in automatic if b.missing(device) is None)
     found = next((backend for backend in backends if backend.name == wanted), None)
     if found is None:
         names = ", ".join(backend.name for backend in backends)

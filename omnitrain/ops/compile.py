@@ -96,8 +96,9 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     blocks = {name: block for name, block in model.named_modules() if _is_block(model, name, block)}
     if not blocks:
         raise UserError(f"{type(model).__name__} has no list of blocks that torch.compile could take one by one")
-    if backend == "inductor":
-        _require_compiler()
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if backend == "inductor" and (lack := compiler_missing(device)) is not None:
+        raise UserError(f"train.compile: torch.compile {lack}; install it or set train.compile to false")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KEPT_COMPILATIONS)
     torch._dynamo.config.nested_graph_breaks = True  # a break inside a call does not break its callers, too
     for block in blocks.values():
@@ -110,13 +111,13 @@ def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer) and isinstance(parent, nn.ModuleList)
 
 
-def _require_compiler() -> None:
+def compiler_missing(device: torch.device) -> str | None:
+    """What torch.compile lacks here to make kernels for ``device``; None: nothing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton
 
     try:
         get_cpp_compiler()
     except Exception as error:  # torch raises what the platform's search raises
-        raise UserError(
-            "train.compile: torch.compile needs a C++ compiler, and none was found "
-            f"({str(error).splitlines()[0]}); install g++ or set train.compile to false"
-        ) from None
+        return f"needs a C++ compiler, and none was found ({str(error).splitlines()[0]})"
+    return "needs triton (pip install triton)" if device.type == "cuda" and not has_triton() else None

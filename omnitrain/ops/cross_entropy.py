@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,14 +15,21 @@ from torch.distributed.tensor import DTensor
 from omnitrain.errors import UserError
 from omnitrain.ops.backends import Backend, choose, liger_missing
 from omnitrain.ops.collectives import add_up_gradients
-from omnitrain.ops.sharded_vocabulary import sharded_softmax
+from omnitrain.ops.compile import compiler_missing
+from omnitrain.ops.sharded_vocabulary import require_labels, sharded_softmax
 
 IGNORED = -100  # the label of a row that predicts nothing
 
-# Logits that exist at one time, by device. Each chunk passes over the weight's gradient, some 12 bytes for every
-# 2 x rows operations. On CPU, 447 rows (150k classes; with their softmax 512 MiB in fp32) make up for it. A GPU does
-# 200 to 300 operations while it moves a byte, so it needs 1,800 rows (1.5 GiB in bf16 and fp32).
-CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
+# Memory for logits and their softmax, by device. Each chunk passes over the weight's gradient, some 12 bytes for every
+# 2 x rows operations. On CPU, 447 rows (150k classes, logits and softmax in fp32) make up for it. A GPU does 200 to 300
+# operations while it moves a byte, so it needs 1,800 rows (logits in bf16, softmax in fp32).
+CHUNK_BYTES = {"cpu": 2**29, "cuda": 3 * 2**29}
+
+# n -> a buffer ``[n, classes]`` in fp32, the same memory at each call.
+Wide = Callable[[int], torch.Tensor]
+# Logits ``[n, classes]``, labels ``[n]``, a buffer, whether the gradient is wanted -> losses ``[n]`` fp32 and their
+# gradient ``[n, classes]`` = softmax - one-hot, which may lie in the buffer or over the logits.
+Softmax = Callable[[torch.Tensor, torch.Tensor, Wide, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def linear_cross_entropy(
 ) -> LossTerm:
     """``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
 
-    A chunk is as many rows as have ``chunk_elements`` logits (one row at least). Gradients are made with the loss,
+    A chunk is as many rows as have ``chunk_elements`` logits (at least one row). Gradients are made with the loss,
     those that are asked for and none under ``no_grad``: three matrix products per chunk, nothing twice. Therefore
     ``sum`` can be differentiated once, not twice (``create_graph``) and not again (``retain_graph``).
 
@@ -78,7 +85,7 @@ def linear_cross_entropy(
         labels: ``[N]`` int64, each in ``[0, classes)``, or -100: ignored, costs no logits.
         bias: ``[classes]`` or None.
         count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
-        backend: of the softmax of a chunk: ``auto``, ``torch`` or ``liger``.
+        backend: of the softmax of a chunk: ``auto``, ``torch``, ``compiled`` or ``liger``.
         chunk_elements: logits that may exist at one time; None: what suits the device.
 
     Returns:
@@ -95,10 +102,13 @@ def linear_cross_entropy(
     chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
     softmax, group = chosen.run, _group_of(weight)
     if group is not None:
-        if chosen.name != "torch":
-            raise UserError(f"cross_entropy: {chosen.name} cannot share a vocabulary between ranks; use torch or auto")
+        if backend not in ("auto", "torch"):
+            raise UserError(f"cross_entropy: {backend} cannot share a vocabulary between ranks; use torch or auto")
         softmax, weight, bias = partial(sharded_softmax, group=group), _own(weight), _own(bias)
-    chunk_rows = max(1, (chunk_elements or CHUNK_ELEMENTS[hidden.device.type]) // weight.size(0))
+    if chunk_elements is None:
+        softmax_bytes = 0 if softmax is _compiled_softmax else torch.float32.itemsize
+        chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + softmax_bytes)
+    chunk_rows = max(1, chunk_elements // weight.size(0))
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, softmax, torch.is_grad_enabled()
     )
@@ -116,9 +126,9 @@ def _own(tensor: Any) -> Any:
 
 
 def _torch_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, with_gradient: bool
+    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Losses ``[n]`` and their gradient ``[n, classes]`` = softmax - one-hot (in ``out``, fp32) of a chunk's logits."""
+    out = wide(len(logits))
     torch.log_softmax(logits, -1, torch.float32, out=out)
     losses = -out.gather(1, labels[:, None]).squeeze(1)
     if not with_gradient:
@@ -127,19 +137,47 @@ def _torch_softmax(
     return losses, out.exp_().scatter_add_(1, labels[:, None], minus_one)
 
 
+def _compiled_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is that of its memory."""
+    require_labels(labels, logits.size(1))  # compiled code takes -1 for the last class
+    losses = _compiled()(logits, labels, with_gradient)
+    return losses, logits if with_gradient else None
+
+
+@cache
+def _compiled() -> Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+    return torch.compile(_softmax_over_logits, dynamic=True)
+
+
+def _softmax_over_logits(logits: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> torch.Tensor:
+    precise = logits.float()
+    normalizer = precise.logsumexp(1)
+    losses = normalizer - precise.gather(1, labels[:, None]).squeeze(1)
+    if with_gradient:
+        is_label = torch.arange(logits.size(1), device=logits.device) == labels[:, None]
+        logits.copy_((precise - normalizer[:, None]).exp() - is_label.float())
+    return losses
+
+
 def _liger_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, with_gradient: bool
+    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     from liger_kernel.ops.cross_entropy import cross_entropy_forward
 
     # Its losses have the dtype of the logits, and its kernel writes the gradient over them.
-    wide = out.copy_(logits).detach().requires_grad_(with_gradient)
+    copied = wide(len(logits)).copy_(logits).detach().requires_grad_(with_gradient)
     plain = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "softcap": None, "return_z_loss": False}
-    losses = cross_entropy_forward(wide, labels, None, IGNORED, reduction="none", **plain)[0]
-    return losses, wide.detach() if with_gradient else None
+    losses = cross_entropy_forward(copied, labels, None, IGNORED, reduction="none", **plain)[0]
+    return losses, copied.detach() if with_gradient else None
 
 
-CROSS_ENTROPY = (Backend("torch", _torch_softmax), Backend("liger", _liger_softmax, liger_missing, automatic=()))
+CROSS_ENTROPY = (
+    Backend("compiled", _compiled_softmax, compiler_missing, automatic=("cuda",)),
+    Backend("torch", _torch_softmax),
+    Backend("liger", _liger_softmax, liger_missing, automatic=()),
+)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -154,13 +192,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         kept: torch.Tensor | None,
         chunk_rows: int,
-        softmax: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        softmax: Softmax,
         with_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         number, classes = labels.numel() if kept is None else kept.numel(), weight.size(0)
         step = min(number, chunk_rows)
         # Buffers for all chunks: fresh memory for each would cost as much time as the softmax.
-        logits, softmaxed = hidden.new_empty(step, classes), hidden.new_empty(step, classes, dtype=torch.float32)
+        logits = hidden.new_empty(step, classes)
+        wide = cache(lambda: torch.empty_like(logits, dtype=torch.float32))  # not all softmaxes need it
         grads = _Gradients(hidden, weight, bias, [with_gradients and needed for needed in ctx.needs_input_grad[:3]])
         rows = hidden.new_zeros(labels.numel(), dtype=torch.float32)
         for start in range(0, number, max(1, step)):
@@ -168,7 +207,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             at = slice(start, stop) if kept is None else kept[start:stop]
             h, x = hidden[at], logits[: stop - start]
             _linear(h, weight, bias, out=x)
-            rows[at], grad = softmax(x, labels[at], softmaxed[: stop - start], grads.wanted)
+            rows[at], grad = softmax(x, labels[at], lambda n: wide()[:n], grads.wanted)
             if grad is not None:
                 grads.add(at, h, weight, grad if grad.dtype == x.dtype else x.copy_(grad))
         ctx.save_for_backward(*grads.finished())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -9,7 +11,12 @@ from omnitrain.ops.collectives import gathered
 
 
 def sharded_softmax(
-    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor, with_gradient: bool, *, group: dist.ProcessGroup
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    wide: Callable[[int], torch.Tensor],
+    with_gradient: bool,
+    *,
+    group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Losses of rows of logits, and the part of their gradient that belongs to this rank's classes.
 
@@ -18,16 +25,15 @@ def sharded_softmax(
     Args:
         logits: ``[n, classes of a rank]``; ranks have equally many classes, in their order.
         labels: ``[n]`` int64, numbered over all ranks' classes, the same on every rank.
-        out: ``[n, classes of a rank]`` fp32; overwritten.
+        wide: n -> a buffer ``[n, classes of a rank]`` fp32.
         with_gradient: whether it is asked for.
         group: of the ranks that share the classes.
 
     Returns:
-        ``[n]`` losses, the same on every rank, and softmax minus one-hot in ``out``.
+        ``[n]`` losses, the same on every rank, and softmax minus one-hot in the buffer.
     """
-    width = logits.size(1)
-    is_known = (labels >= 0) & (labels < group.size() * width)
-    torch._assert_async(is_known.all(), "a label is out of range")
+    width, out = logits.size(1), wide(len(logits))
+    require_labels(labels, group.size() * width)
     own = labels - group.rank() * width
     is_own, at = (own >= 0) & (own < width), own.clamp(0, width - 1)[:, None]
     top = logits.amax(1).float()
@@ -40,3 +46,8 @@ def sharded_softmax(
         return losses, None
     out.mul_((top - normalizer).exp_()[:, None])
     return losses, out.scatter_add_(1, at, -is_own.to(out.dtype)[:, None])
+
+
+def require_labels(labels: torch.Tensor, classes: int) -> None:
+    """Every label is one of ``classes``, or the device raises a RuntimeError; the host does not wait for it."""
+    torch._assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")

@@ -97,8 +97,10 @@ class Ops(Strict):
     experts: Literal["auto", "torch", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm"] = Field(
         "auto", description="Experts of a layer. `torch`: ours; the others are functions of transformers."
     )
-    cross_entropy: Literal["auto", "torch", "liger"] = Field(
-        "auto", description="Softmax of the loss inside the head, which goes over the logits in chunks in any case."
+    cross_entropy: Literal["auto", "torch", "compiled", "liger"] = Field(
+        "auto",
+        description="Softmax of the loss inside the head, which goes over the logits in chunks in any case. "
+        "`compiled`: in place, by torch.compile; `auto` takes it on CUDA.",
     )
 
 

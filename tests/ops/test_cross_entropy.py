@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from omnitrain.ops import cross_entropy
+from omnitrain.ops.backends import Backend, choose
 from omnitrain.ops.cross_entropy import IGNORED, LossTerm, cross_entropy_rows, linear_cross_entropy
 
 ROWS, CLASSES, HIDDEN = 23, 50, 16
@@ -45,6 +49,48 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(chunk_rows, ignored
     assert relative_error(ours.sum, theirs.sum) <= 1e-6
     for mine, other in zip(gradients(ours, *inputs), gradients(theirs, *inputs), strict=True):
         assert relative_error(mine, other) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_softmax_is_as_exact(dtype):
+    *inputs, labels = problem(dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    true = F.cross_entropy(F.linear(*exact), labels, reduction="sum", ignore_index=IGNORED)
+    plainly = linear_cross_entropy(*inputs[:2], labels, inputs[2], chunk_elements=4 * CLASSES, backend="torch")
+    ours = linear_cross_entropy(*inputs[:2], labels, inputs[2], chunk_elements=4 * CLASSES, backend="compiled")
+    torch.testing.assert_close(ours.rows, plainly.rows)
+    errors = [
+        [relative_error(mine.double(), right) for mine, right in zip(gradients(term, *inputs), of_true, strict=True)]
+        for of_true in [torch.autograd.grad(true * 0.125, exact)]
+        for term in (ours, plainly)
+    ]
+    assert all(mine <= max(1.05 * other, 1e-6) for mine, other in zip(*errors, strict=True))
+
+
+@pytest.mark.parametrize("label", [CLASSES, -1])
+@pytest.mark.parametrize("backend", ["torch", "compiled"])
+def test_a_label_out_of_range_is_refused(label, backend):
+    hidden, weight, _, labels = problem()
+    with pytest.raises(RuntimeError, match=r"out of (range|bounds)"):
+        linear_cross_entropy(hidden, weight, torch.full_like(labels, label), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "compiled"])
+def test_memory_for_logits_has_a_bound(backend, monkeypatch):
+    rows: list[int] = []
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 5 * CLASSES * 4)
+    monkeypatch.setattr(cross_entropy, "_linear", lambda h, *_, out: rows.append(len(h)) or out.zero_())
+    *inputs, labels = problem(ignored=0.0)
+    linear_cross_entropy(*inputs[:2], labels, backend=backend)
+    assert rows[:2] == ([2, 2] if backend == "torch" else [5, 5])  # fp32, with a copy and without
+
+
+def test_auto_is_the_first_that_can_run_here():
+    cuda = torch.device("cuda")
+    lacks = Backend("a", print, lambda device: "lacks something", automatic=("cuda",))
+    assert choose("x", [lacks, Backend("b", print)], "auto", cuda).name == "b"
+    assert choose("x", [replace(lacks, missing=lambda device: None), Backend("b", print)], "auto", cuda).name == "a"
+    assert choose("cross_entropy", cross_entropy.CROSS_ENTROPY, "auto", torch.device("cpu")).name == "torch"
 
 
 def test_more_logits_than_a_chunk_holds_never_exist(monkeypatch):
