@@ -160,6 +160,7 @@ class Trainer:
                 interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
+                console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
                     return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt))
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
@@ -364,7 +365,8 @@ def _seed_of(seed: int, step: int, rank: int) -> int:
 def _status(line: dict[str, Any]) -> str:
     speed = f"{line['tokens_per_second']:,.0f} tokens/s"
     heldout = f"  held-out {_heads(line['heldout'])}" if "heldout" in line else ""
-    return f"loss {line['loss']:.3f}  {_heads(line)}  {speed}{heldout}"
+    skipped = f"  rows skipped: {line['rejected']} (rejected.jsonl)" if line["rejected"] else ""
+    return f"loss {line['loss']:.3f}  {_heads(line)}  {speed}{heldout}{skipped}"
 
 
 def _heads(losses: dict[str, Any]) -> str:

@@ -204,6 +204,18 @@ def test_held_out_losses_on_the_way_change_nothing_of_the_training(tmp_path: Pat
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path, rows=3))
+    damaged = replace(tiny_row("image_to_text", 1), media={"image": [b"no image"], "audio": [], "video": []})
+    write_parquet(tmp_path / "train.parquet", [tiny_row("text", 0), damaged])
+    with console.capture() as printed:
+        checkpoint = Trainer(recipe).fit().checkpoint
+    said = "".join(printed.get().split())
+    assert f"rowsskipped:1(rejected.jsonl)saved{checkpoint}" in said
+    (skipped,) = (json.loads(line) for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines())
+    assert skipped["id"] == damaged.id and "unreadable image" in skipped["reason"]
+
+
 def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
     Trainer(load(tiny_recipe(tmp_path))).fit()
     (tmp_path / "eye.png").write_bytes(png(0))
