@@ -128,7 +128,7 @@ def _checksum(file: Path) -> str:
 
 
 def _free_mib(folder: Path) -> int:
-    """torch does not say that a disk is full."""
+    """Space left; what torch raises does not tell that a disk is full."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free // 2**20
 
