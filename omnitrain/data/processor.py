@@ -125,9 +125,11 @@ class OmniProcessor:
                 continue
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
             able = sorted(self.writers if part.is_target else {*self.readers, *native})
+            refused = None if part.is_target else self.renderer.refused_modalities.get(part.modality)
+            why = f" (not by the foundation, for {refused})" if refused else ""
             raise UserError(
                 f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, and it can {verb} "
-                f"{able or 'no media'}; add a component for it to model.{kind}, or drop these rows"
+                f"{able or 'no media'}{why}; add a component for it to model.{kind}, or drop these rows"
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
