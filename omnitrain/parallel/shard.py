@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.units import ComponentUnits, kept_whole
@@ -121,7 +123,7 @@ def _unit(
 ) -> FSDPModule:
     """One unit. Blocks take their inputs as the modules before them made them: rotary tables stay fp32, as in HF."""
     on_device = how.mesh.device_type != "cpu"
-    return fully_shard(
+    unit = fully_shard(
         module,
         mesh=how.mesh,
         mp_policy=MixedPrecisionPolicy(
@@ -131,6 +133,11 @@ def _unit(
         reshard_after_forward=not (how.keep_unsharded or keeps_unsharded),
         ignored_params=whole,
     )
+    if isinstance(module, PreTrainedModel):
+        # FSDP gives a unit a class of another name, under which transformers looks up what a model can record: towers
+        # of which intermediate layers are taken (LLaVA's) would return none.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
+    return unit
 
 
 def _dtype(module: nn.Module, whole: set[nn.Parameter]) -> torch.dtype:

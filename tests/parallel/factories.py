@@ -76,6 +76,11 @@ def gemma3() -> PreTrainedModel:
     return _family("gemma3")
 
 
+def llava() -> PreTrainedModel:
+    """A layer inside of the tower gives the rows, not its last one."""
+    return _family("llava")
+
+
 def internvl() -> PreTrainedModel:
     """A projector of its own."""
     return _family("internvl")

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 import omnitrain as ot
 from omnitrain.errors import TrainingError, UserError, WeightsError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.native import discover
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_state_of
-from tests.parallel.factories import any_to_any, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
+from tests.parallel.factories import any_to_any, llava, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
 from tests.parallel.laid_out import PLAIN, full, laid_out, samples
 from tests.parallel.test_experts import samples_of
 
@@ -65,6 +67,24 @@ def test_adapters_are_saved_beside_the_base_and_come_back_with_it(ranks: RankPoo
     lora = {"targets": ["q_proj", "experts.*"], "rank": 2}
     assert all(found[2] for found in ranks.run(step_and_save, tmp_path, {}, lora, timeout_s=60, world=2))
     assert (tmp_path / "adapters" / "foundation" / "adapter_config.json").is_file()
+
+
+def loss_and_norm_of_llava() -> tuple[float, float]:
+    """Of probes that are the same on all ranks, where there are several."""
+    plain = llava()
+    probes = [probe.sample for probe in probe_samples(plain, discover(plain))]
+    model = laid_out(model=plain) if dist.is_initialized() else build_omni_model(foundation=plain)
+    loss = ot.accumulate_gradients(model, ot.step_planner(model)([ot.Pack.from_samples(probes)]))
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    return loss.item(), ot.clip_gradients(model.parameters(), None).item()
+
+
+def test_a_tower_of_which_an_inner_layer_is_read_gives_it_when_it_is_sharded(ranks: RankPool) -> None:
+    """transformers looks up what a model can record by the name of its class, which FSDP changes."""
+    expected = loss_and_norm_of_llava()
+    for found in ranks.run(loss_and_norm_of_llava, timeout_s=60, world=2):
+        assert np.allclose(found, expected, rtol=1e-4)
 
 
 def losses_and_norms(table: list[list[list[list[int]]]]) -> list[tuple[float, float]]:
