@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 import omnitrain as ot
 from omnitrain.errors import TrainingError, UserError, WeightsError
@@ -18,7 +20,7 @@ from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.native import discover
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_state_of
-from tests.parallel.factories import any_to_any, llava, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
+from tests.parallel.factories import any_to_any, lfm2_vl, llava, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
 from tests.parallel.laid_out import PLAIN, full, laid_out, samples
 from tests.parallel.test_experts import samples_of
 
@@ -69,21 +71,28 @@ def test_adapters_are_saved_beside_the_base_and_come_back_with_it(ranks: RankPoo
     assert (tmp_path / "adapters" / "foundation" / "adapter_config.json").is_file()
 
 
-def loss_and_norm_of_llava() -> tuple[float, float]:
-    """Of probes that are the same on all ranks, where there are several."""
-    plain = llava()
-    probes = [probe.sample for probe in probe_samples(plain, discover(plain))]
+def loss_and_norm_of_images(factory: Callable[[], PreTrainedModel]) -> tuple[float, float]:
+    """Of a pack with three samples that show an image each; of two ranks, the second has two of them."""
+    plain = factory()
+    shown = next(probe.sample for probe in probe_samples(plain, discover(plain)) if len(probe.sample.spans) == 1)
     model = laid_out(model=plain) if dist.is_initialized() else build_omni_model(foundation=plain)
-    loss = ot.accumulate_gradients(model, ot.step_planner(model)([ot.Pack.from_samples(probes)]))
+    pack = ot.Pack.from_samples([shown] * (dist.get_rank() + 1 if dist.is_initialized() else 3))
+    loss = ot.accumulate_gradients(model, ot.step_planner(model)([pack]))
     if dist.is_initialized():
         dist.all_reduce(loss)
     return loss.item(), ot.clip_gradients(model.parameters(), None).item()
 
 
-def test_a_tower_of_which_an_inner_layer_is_read_gives_it_when_it_is_sharded(ranks: RankPool) -> None:
-    """transformers looks up what a model can record by the name of its class, which FSDP changes."""
-    expected = loss_and_norm_of_llava()
-    for found in ranks.run(loss_and_norm_of_llava, timeout_s=60, world=2):
+@pytest.mark.parametrize("factory", [llava, lfm2_vl])
+def test_towers_with_code_of_their_own_around_them_train_sharded(
+    ranks: RankPool, factory: Callable[[], PreTrainedModel]
+) -> None:
+    """LLaVA reads an inner layer, which transformers records by the name of a class, and FSDP changes that.
+
+    LFM2-VL calls its projector image by image: ranks with more images would gather it more often.
+    """
+    expected = loss_and_norm_of_images(factory)
+    for found in ranks.run(loss_and_norm_of_images, factory, timeout_s=60, world=2):
         assert np.allclose(found, expected, rtol=1e-4)
 
 
