@@ -175,7 +175,7 @@ def _not_shown(row: Row) -> str:
     surplus = {
         modality: len(values)
         for modality, values in row.media.items()
-        if any(value is not None for value in values[shown[modality] :])
+        if any(any(value.values()) if isinstance(value, dict) else value for value in values[shown[modality] :])
     }
     return "; ".join(
         f"the row holds {modality} {count}, the messages show {shown[modality]}: each needs a part of type {modality}"
