@@ -45,7 +45,10 @@ class Row:
         """
         values = self.media.get(modality, [])
         if position >= len(values):
-            raise ValueError(f"the messages show {modality} {position + 1}, the row holds {len(values)}")
+            raise ValueError(
+                f"the messages show {modality} {position + 1}, the row holds {len(values)}; files belong into a column "
+                f"beside the messages (`columns.{modality}s`)"
+            )
         value = values[position]
         data = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(data, bytes):
