@@ -39,14 +39,15 @@ class CheckpointStore:
         try:
             self._commit(final, write)
         except (OSError, SafetensorError, RuntimeError) as error:  # of a full disk, torch.save makes the last
-            reason = str(error).splitlines()[0]
+            reason = f"{str(error).splitlines()[0]}; {_free_mib(self.folder):,} MiB are free there"
+            shutil.rmtree(self._unfinished(final), ignore_errors=True)
             raise TrainingError(f"{final} cannot be written ({reason}); checkpoints saved before are intact") from error
         for old in self._steps()[: -self.keep]:
             shutil.rmtree(old)
         return final
 
     def _commit(self, final: Path, write: Callable[[Path], None]) -> None:
-        temporary = self.folder / f".{final.name}.partial"
+        temporary = self._unfinished(final)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         write(temporary)
@@ -57,6 +58,9 @@ class CheckpointStore:
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _sync(self.folder)
+
+    def _unfinished(self, final: Path) -> Path:
+        return self.folder / f".{final.name}.partial"
 
     def clear_unfinished(self) -> None:
         """Remove what saves that never finished left behind. Only the run that owns the folder may call it."""
@@ -121,6 +125,12 @@ def newest_checkpoint(path: str | Path) -> Path:
 def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _free_mib(folder: Path) -> int:
+    """Space left; what torch raises does not tell that a disk is full."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free // 2**20
 
 
 def _sync(path: Path) -> None:

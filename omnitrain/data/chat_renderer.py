@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,9 +34,11 @@ class ChatRenderer:
         chat: the format.
         end_token: id of ``chat.end``.
         native_modalities: none.
+        refused_modalities: none.
     """
 
     native_modalities: frozenset[str] = frozenset()
+    refused_modalities: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> None:
         """Check the end token.

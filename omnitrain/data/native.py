@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -46,9 +46,11 @@ class NativeInputs:
         token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each; None: the processor's own,
             which tell modalities apart.
         positions: position ids of a sample; None: 0, 1, 2, ...
+        refused: modality that the foundation has a way to read, which cannot be used -> why.
     """
 
     placeholders: Mapping[str, int]
     token_inputs: tuple[str, ...] = ()
     positions: PositionFunction | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)

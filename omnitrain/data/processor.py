@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,6 +73,8 @@ class OmniProcessor:
             UserError: the row asks for something the model cannot do at all (a modality without a component).
         """
         sample = self._try(row, row.messages, index, for_generation=False)
+        if isinstance(sample, Sample) and (unseen := _not_shown(row)):
+            return Rejected(row.id, row.source, unseen, index)
         if without_tail and isinstance(sample, Sample):
             sample = sample.without_tail()
         if isinstance(sample, Sample) and max_tokens is not None and len(sample) > max_tokens:
@@ -102,6 +105,8 @@ class OmniProcessor:
             raise
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
+        if not len(encoded.input_ids):
+            return Rejected(row.id, row.source, "no tokens: the row has no messages", index)
         return Sample(
             id=row.id,
             source=row.source,
@@ -120,9 +125,11 @@ class OmniProcessor:
                 continue
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
             able = sorted(self.writers if part.is_target else {*self.readers, *native})
+            refused = None if part.is_target else self.renderer.refused_modalities.get(part.modality)
+            why = f" (not by the foundation, for {refused})" if refused else ""
             raise UserError(
                 f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, and it can {verb} "
-                f"{able or 'no media'}; add a component for it to model.{kind}, or drop these rows"
+                f"{able or 'no media'}{why}; add a component for it to model.{kind}, or drop these rows"
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -160,3 +167,17 @@ class OmniProcessor:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
             renderer = ChatRenderer(tokenizer, ChatFormat(**settings["chat"]))
         return cls(renderer, readers, writers)
+
+
+def _not_shown(row: Row) -> str:
+    """What the row holds and no part of its messages shows: nothing would be learnt of it, and nobody would notice."""
+    shown = Counter(part.modality for part in media_parts(row.messages))
+    surplus = {
+        modality: len(values)
+        for modality, values in row.media.items()
+        if any(any(value.values()) if isinstance(value, dict) else value for value in values[shown[modality] :])
+    }
+    return "; ".join(
+        f"the row holds {modality} {count}, the messages show {shown[modality]}: each needs a part of type {modality}"
+        for modality, count in surplus.items()
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,11 +35,13 @@ class Renderer(Protocol):
         tokenizer: the text tokenizer.
         end_token: id of the token that ends an assistant's message.
         native_modalities: what the foundation reads by itself.
+        refused_modalities: what it has a way to read, which cannot be used -> why.
     """
 
     tokenizer: PreTrainedTokenizerBase
     end_token: int
     native_modalities: frozenset[str]
+    refused_modalities: Mapping[str, str]
 
     def start_token(self, modality: str) -> int:
         """Id of the token in front of a medium that an attached component reads or writes.

@@ -1,4 +1,4 @@
-"""Parquet (or Hub) data sets -> :class:`Row`, one message list with the bytes of its media."""
+"""Data sets -> :class:`Row`, one message list with the bytes of its media."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
-import pyarrow as pa
-import pyarrow.compute as pc
 
+from omnitrain.data.arrow_table import ArrowTable
+from omnitrain.data.json_lines import JsonLines
 from omnitrain.errors import DataError
-from omnitrain.recipe import Columns, DataSource
+from omnitrain.recipe import DataSource
 from omnitrain.recipe.suggest import nearest
 
 MODALITIES = ("image", "audio", "video")
@@ -45,7 +45,10 @@ class Row:
         """
         values = self.media.get(modality, [])
         if position >= len(values):
-            raise ValueError(f"the messages show {modality} {position + 1}, the row holds {len(values)}")
+            raise ValueError(
+                f"the messages show {modality} {position + 1}, the row holds {len(values)}; files belong into a column "
+                f"beside the messages (`columns.{modality}s`)"
+            )
         value = values[position]
         data = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(data, bytes):
@@ -59,6 +62,32 @@ class Row:
             raise ValueError(f"{modality} {position + 1} cannot be read from its file: {error}") from error
 
 
+class Table(Protocol):
+    """Records of a data set, by position; it can be pickled.
+
+    Attributes:
+        column_names: of all records.
+    """
+
+    column_names: list[str]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, position: int) -> dict[str, Any]: ...
+
+    def sources(self) -> list[Any]:
+        """The value of each record in the column of sources."""
+        ...
+
+    def first_of_each_kind(self) -> list[int]:
+        """See :meth:`RowSource.first_of_each_kind`."""
+        ...
+
+    def problems(self) -> list[str]:
+        """What keeps its columns from being read."""
+        ...
+
+
 class RowSource(Sequence[Row]):
     """A data set whose columns were checked; media stay encoded until a row is used."""
 
@@ -68,23 +97,22 @@ class RowSource(Sequence[Row]):
         Raises:
             DataError: it does not exist, cannot be read, or lacks a column.
         """
-        table = _open(source)
-        _check_columns(table.column_names, source)
-        _check_types(table.features, source)
+        self._table = _open(source)
+        if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
+            raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.name = source.name or Path(source.path).stem
         self.columns = source.columns
-        self._table = _keep_encoded(table, source.columns)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
-        record = dict(self._table[position])
+        record = self._table[position]
         columns = self.columns
         media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
         return Row(
-            id=str(record.pop(columns.id, f"{self.name}[{position}]")),
-            source=str(record.pop(columns.source, self.name)),
+            id=_text(record.pop(columns.id, None), f"{self.name}[{position}]"),
+            source=_text(record.pop(columns.source, None), self.name),
             messages=record.pop(columns.messages),
             media=media,
             extra=record,
@@ -95,22 +123,16 @@ class RowSource(Sequence[Row]):
         if self.columns.source not in self._table.column_names:
             return {self.name: list(range(len(self)))}
         groups: dict[str, list[int]] = {}
-        for position, name in enumerate(self._table[self.columns.source]):
-            groups.setdefault(str(name), []).append(position)
+        for position, name in enumerate(self._table.sources()):
+            groups.setdefault(_text(name, self.name), []).append(position)
         return groups
 
     def first_of_each_kind(self) -> list[int]:
         """Positions of the first row with each role, and of the first in which each role says each type of part.
 
-        Read off the message column, without its texts or any media; empty where that is not messages with parts.
+        Empty where the message column does not hold messages.
         """
-        firsts: dict[tuple[Any, Any], int] = {}
-        start = 0
-        for chunk in self._table.data.column(self.columns.messages).chunks:
-            for kind, position in _first_of_each_kind(chunk):
-                firsts.setdefault(kind, start + position)
-            start += len(chunk)
-        return sorted(set(firsts.values()))
+        return self._table.first_of_each_kind()
 
 
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
@@ -132,28 +154,47 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     return opened
 
 
-def _open(source: DataSource) -> datasets.Dataset:
+def _open(source: DataSource) -> Table:
     path = Path(source.path)
-    if path.is_dir():
-        files = sorted(str(file) for file in path.glob("**/*.parquet"))
-    elif not path.is_file() and any(character in source.path for character in "*?["):
-        files = sorted(str(file) for file in Path().glob(source.path)) if not path.is_absolute() else _glob(path)
-    else:
-        files = [source.path] if path.is_file() else []
+    files = _files(source.path)
     try:
+        if files and all(file.endswith(".jsonl") for file in files):
+            return JsonLines(files, source.columns)
         if files:
             names = [glob.escape(str(Path(file).absolute())) for file in files]  # it takes each for a glob
-            return datasets.load_dataset("parquet", data_files=names, split="train")
+            return ArrowTable(datasets.load_dataset("parquet", data_files=names, split="train"), source.columns)
         if path.suffix or path.exists() or source.path.count("/") != 1:
             raise FileNotFoundError
-        return datasets.load_dataset(source.path, split=source.split)
+        return ArrowTable(datasets.load_dataset(source.path, split=source.split), source.columns)
     except FileNotFoundError:
         raise DataError(
-            f"data: no parquet file at {source.path!r} (looked at {path.absolute()}){_nearest_file(path)}"
+            f"data: no parquet or jsonl file at {source.path!r} (looked at {path.absolute()}){_nearest_file(path)}"
         ) from None
+    except DataError:
+        raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         where = "as parquet" if files else f"from the Hub, and there is no such folder ({path.absolute()})"
         raise DataError(f"data: {source.path!r} cannot be read {where}: {error.__cause__ or error}") from error
+
+
+def _files(given: str) -> list[str]:
+    """The files that a path, a folder or a glob names; empty: none.
+
+    Raises:
+        DataError: they are of both kinds.
+    """
+    path = Path(given)
+    if path.is_file():
+        return [given]
+    if path.is_dir():
+        found = sorted(str(file) for kind in ("parquet", "jsonl") for file in path.glob(f"**/*.{kind}"))
+    elif any(character in given for character in "*?["):
+        found = sorted(map(str, Path().glob(given))) if not path.is_absolute() else _glob(path)
+    else:
+        found = []
+    if len({file.endswith(".jsonl") for file in found}) > 1:
+        raise DataError(f"data: {given!r} holds parquet and jsonl files; name those of one kind, such as *.jsonl")
+    return found
 
 
 def _glob(path: Path) -> list[str]:
@@ -162,13 +203,15 @@ def _glob(path: Path) -> list[str]:
 
 
 def _nearest_file(path: Path) -> str:
+    if path.is_dir():
+        return ""
     if not path.parent.is_dir():
         return f"; the folder {path.parent} does not exist"
     close = nearest(path.name, (file.name for file in path.parent.iterdir()))
     return f"; did you mean {str(path.parent / close)!r}?" if close else ""
 
 
-def _check_columns(found: list[str], source: DataSource) -> None:
+def _missing_columns(found: list[str], source: DataSource) -> list[str]:
     """The message column must exist, and so must every column that the recipe names explicitly."""
     wanted = {"messages", *source.columns.model_fields_set}
     problems = []
@@ -179,84 +222,13 @@ def _check_columns(found: list[str], source: DataSource) -> None:
             hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
             problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
     named = [getattr(source.columns, field) for field in type(source.columns).model_fields]
-    problems += [
+    return problems + [
         f"column {name!r} has two roles in `columns`" for name in sorted({n for n in named if named.count(n) > 1})
     ]
-    if problems:
-        raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
 
 
-def _check_types(features: datasets.Features, source: DataSource) -> None:
-    """What no row can be made of: messages that are plain values, media that are neither files nor their paths."""
-    problems = []
-    messages = source.columns.messages
-    if isinstance(_inner(features[messages]), datasets.Value):
-        problems.append(
-            f"column {messages!r} (columns.messages) holds {_type_name(features[messages])}, expected messages"
-        )
-    for field in (f"{modality}s" for modality in MODALITIES):
-        name = getattr(source.columns, field)
-        if name in features and not _holds_files(_inner(features[name])):
-            found = _type_name(features[name])
-            problems.append(
-                f"column {name!r} (columns.{field}) holds {found}, expected files: {{bytes, path}}, bytes or paths"
-            )
-    if problems:
-        raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
-
-
-def _inner(feature: Any) -> Any:
-    return _inner(feature.feature) if isinstance(feature, (datasets.List, datasets.LargeList)) else feature
-
-
-def _holds_files(feature: Any) -> bool:
-    if isinstance(feature, datasets.Value):
-        return feature.dtype in ("string", "large_string", "binary", "large_binary", "null")
-    return hasattr(feature, "decode") or (isinstance(feature, dict) and bool({"bytes", "path"} & feature.keys()))
-
-
-def _type_name(feature: Any) -> str:
-    inner = _inner(feature)
-    name = inner.dtype if isinstance(inner, datasets.Value) else type(inner).__name__
-    return name if inner is feature else f"lists of {name}"
-
-
-def _first_of_each_kind(rows: pa.Array) -> list[tuple[tuple[Any, Any], int]]:
-    """``(role, type of part)`` and its first position; rows: ``[{"role": ..., "content": str | [{"type": ...}]}]``."""
-    if not _is_list_of(rows.type, "role", "content"):
-        return []
-    row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
-    roles, contents = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
-    kinds = pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})
-    if _is_list_of(contents.type, "type"):
-        message_of_part = pc.list_parent_indices(contents)
-        types = pc.struct_field(pc.list_flatten(contents), "type")
-        said = {"role": roles.take(message_of_part), "type": types, "row": row_of_message.take(message_of_part)}
-        kinds = pa.concat_tables([kinds, pa.table(said)], promote_options="permissive")
-    found = kinds.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
-    return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
-
-
-def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
-        return False
-    return all(kind.value_type.get_field_index(field) >= 0 for field in fields)
-
-
-def _keep_encoded(table: datasets.Dataset, columns: Columns) -> datasets.Dataset:
-    """Switch off decoding in the data set: a damaged file must cost one row, not the run."""
-    features = table.features.copy()
-    for modality in MODALITIES:
-        name = getattr(columns, f"{modality}s")
-        if name in features:
-            features[name] = _undecoded(features[name])
-    return table.cast(features) if features != table.features else table
-
-
-def _undecoded(feature: Any) -> Any:
-    if isinstance(feature, datasets.List):
-        return datasets.List(_undecoded(feature.feature))
-    return type(feature)(decode=False) if hasattr(feature, "decode") else feature
+def _text(value: Any, default: str) -> str:
+    return default if value is None else str(value)
 
 
 def _as_list(value: Any) -> list[Any]:

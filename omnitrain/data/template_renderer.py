@@ -41,6 +41,7 @@ class TemplateRenderer:
         template: the chat template.
         end_token: id of the token that ends an assistant's message.
         native_modalities: what the foundation reads by itself.
+        refused_modalities: what it has a way to read, which cannot be used -> why.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class TemplateRenderer:
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
         self.native = native or NativeInputs({})
         self.native_modalities = frozenset(self.native.placeholders)
+        self.refused_modalities = self.native.refused
         self._starts = starts or ChatFormat()
         self._settings: dict[str, Any] = {
             "arguments": dict(arguments or {}),

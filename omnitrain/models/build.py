@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from pydantic import BaseModel, ValidationError
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
 
 from omnitrain.errors import UserError
@@ -28,6 +29,9 @@ from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.spread import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
+from omnitrain.recipe.problems import problem_lines
+
+Node = TypeVar("Node", bound=BaseModel)
 
 
 def build_foundation_model(
@@ -73,10 +77,10 @@ def build_omni_model(
         weights_path: folder of a saved omni model whose weights are loaded (all or error), LoRA adapters beside them
             too.
         foundation: see :func:`build_foundation_model`.
-        encoders: component name -> :class:`omnitrain.recipe.Encoder` (or its dict), or a ready model with
-            :class:`EncoderMixin`.
-        decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict), or a ready model with
-            :class:`DecoderMixin`.
+        encoders: component name -> :class:`omnitrain.recipe.Encoder` (or its dict, in which ``tower`` may be a ready
+            model), or a ready model with :class:`EncoderMixin`.
+        decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict, in which ``tokenizer`` may be a
+            ready model), or a ready model with :class:`DecoderMixin`.
         init_device: ``cpu``, ``cuda``, or ``meta`` (shapes only).
         torch_dtype: of the weights (media tokenizers stay fp32); None: the foundation's, which is fp32 for a fresh one
             and the checkpoint's own for a loaded one.
@@ -148,12 +152,34 @@ def _hf_source(source: HFSource, init_device: str) -> Source:
     return _described(source.path if source.path is not None else dict(source.config or {}), init_device)
 
 
+def _specified(place: str, node: type[Node], spec: Any, part: str) -> tuple[PreTrainedModel | None, Node]:
+    """The ready model that ``spec`` gives as its ``part``, if it does, and the node, which then has its config.
+
+    Raises:
+        UserError: it is neither the node, nor a dict of its keys.
+    """
+    if isinstance(spec, node):
+        return None, spec
+    ready = spec.get(part) if isinstance(spec, dict) else None
+    if not isinstance(ready, PreTrainedModel):
+        ready = None
+    else:
+        spec = spec | {part: HFSource.model_construct(path=None, config=as_dict(ready.config))}
+    try:
+        return ready, node.model_validate(spec)
+    except ValidationError as error:
+        if not isinstance(spec, dict):
+            raise UserError(f"{place}: found {type(spec).__name__}, expected a dict with `{part}`") from None
+        raise UserError("\n".join(f"{place}.{line}" for line in problem_lines(error, node))) from None
+
+
 def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
     if isinstance(spec, EncoderMixin):
         return cast(PreTrainedModel, spec)
-    spec = spec if isinstance(spec, Encoder) else Encoder.model_validate(spec)
+    ready, spec = _specified(f"model.encoders.{name}", Encoder, spec, "tower")
     is_audio = _hears(name, spec)
-    tower = tower_from_source(_hf_source(spec.tower, init_device), "audio" if is_audio else "image", dtype)
+    source = ready if ready is not None else _hf_source(spec.tower, init_device)
+    tower = tower_from_source(source, "audio" if is_audio else "image", dtype)
     shared: dict[str, Any] = {
         "tower": as_dict(tower.config),
         "projector": spec.projector.model_dump(),
@@ -215,8 +241,9 @@ def _settings_of(processor: Any) -> dict[str, Any]:
 def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
     if isinstance(spec, DecoderMixin):
         return cast(PreTrainedModel, spec)
-    spec = spec if isinstance(spec, Decoder) else Decoder.model_validate(spec)
-    tokenizer = resolve(_hf_source(spec.tokenizer, init_device), dtype=torch.float32)
+    ready, spec = _specified(f"model.decoders.{name}", Decoder, spec, "tokenizer")
+    source = ready if ready is not None else _hf_source(spec.tokenizer, init_device)
+    tokenizer = resolve(source, dtype=torch.float32)
     config = TokenDecoderConfig(
         tokenizer=as_dict(tokenizer.config),
         hidden_size=hidden_size,

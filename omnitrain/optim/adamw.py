@@ -47,11 +47,11 @@ def build_optimizer(
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
-    """Rate of optimizer step ``step`` (0-based) of ``steps``: linear warm-up, then constant or cosine decay."""
+    """Rate of optimizer step ``step`` (0-based) of ``steps``: linear warm-up, then what `schedule` says."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.learning_rate
-    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
-    share = settings.final_ratio + (1 - settings.final_ratio) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    return settings.learning_rate * share
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps))
+    left = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return settings.learning_rate * (settings.final_ratio + (1 - settings.final_ratio) * left)

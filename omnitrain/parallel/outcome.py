@@ -26,7 +26,7 @@ from omnitrain.parallel.applied import layout_of
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 
-_STEPS = 3
+STEPS = 3
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 
 
@@ -86,7 +86,7 @@ def train(
     gradients: dict[str, Tensor] = {}
     first_loss, collectives = 0.0, 0
     routed = _Routing(model, routing)
-    for step in range(_STEPS):
+    for step in range(STEPS):
         with _Collectives() as communication:
             loss = accumulate_gradients(model, batch, around=partial(routed.around, step)).item()
         if step == 0:
@@ -106,7 +106,7 @@ class _Routing:
     def __init__(self, model: OmniModel, taken: tuple[Recording, ...] | None) -> None:
         self._model, self._taken = model, taken
         has_experts = any(True for _ in experts_in(model))
-        self.recordings = tuple(Recording() for _ in range(_STEPS)) if has_experts and taken is None else None
+        self.recordings = tuple(Recording() for _ in range(STEPS)) if has_experts and taken is None else None
         self._changed: list[Replayed] = []
 
     @contextmanager

@@ -86,6 +86,10 @@ def build_parallelize_model(
             and the model is as it was.
         WeightsError: the checkpoint does not fit; nothing is loaded.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"model: found a {type(model).__name__}; expected an OmniModel or a model of transformers")
+    if not isinstance(parallel_plan, ParallelPlan | None):
+        raise UserError(f"parallel_plan: found a {type(parallel_plan).__name__}; expected a ParallelPlan")
     state = parallel_state or get_parallel_state()
     omni = _as_omni(model)
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)

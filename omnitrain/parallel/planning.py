@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from omnitrain.data.pack import MediaBatch, Pack
+from omnitrain.data.sample import Sample
 from omnitrain.models.calls import Apart
+from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.applied import layout_of
 from omnitrain.parallel.meeting import DataPeers, Meeting, open_meeting
@@ -18,6 +20,7 @@ from omnitrain.plan import (
     PlannedComponent,
     Port,
     RankFacts,
+    StepTables,
     Topology,
     decode_tables,
     encode_table,
@@ -122,24 +125,42 @@ class StepPlanner:
         peers: the data processes of all ranks.
         apart: see :func:`facts_of`.
         ranks: global rank of each that the topology counts.
+        idle: a sample with nothing to predict, for ranks that have fewer packs than others.
     """
 
     def __init__(
-        self, topology: Topology, peers: DataPeers, apart: Mapping[str, Apart] | None, ranks: tuple[int, ...]
+        self,
+        topology: Topology,
+        peers: DataPeers,
+        apart: Mapping[str, Apart] | None,
+        ranks: tuple[int, ...],
+        idle: Sample,
     ) -> None:
         self.topology, self.peers, self.apart, self.ranks = topology, peers, dict(apart or {}), ranks
+        self.idle = idle
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan the step of these packs, and bring media to the ranks that encode them; every rank calls it.
 
-        Ranks that share their samples pass the same packs.
+        Ranks that share their samples pass the same packs. Others may have fewer, or none: these take part in the
+        forwards of the rest with a pack from which nothing is learnt.
+
+        Returns:
+            The step. Where no rank has a pack any more, ``plan.num_micro_batches`` is 0.
         """
         rank = self.ranks.index(self.peers.meeting.rank)
+        tables = self._tables(rank, packs)
+        most = len(tables.counts)
+        if any(tables.num_micro_batches[group[0]] < most for group in self.topology.data_groups):
+            packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
+            tables = self._tables(rank, packs)
+        return placed(plan_step(self.topology, tables), rank, packs, self._swap)
+
+    def _tables(self, rank: int, packs: Sequence[Pack]) -> StepTables:
         drawn = packs if self.topology.is_owner(rank) else ()
         facts = RankFacts(tuple(facts_of(pack, self.apart) for pack in drawn))
         tables = self.peers.tables(encode_table(self.topology, facts))
-        plan = plan_step(self.topology, decode_tables(self.topology, [tables[number] for number in self.ranks]))
-        return placed(plan, rank, packs, self._swap)
+        return decode_tables(self.topology, [tables[number] for number in self.ranks])
 
     def _swap(self, parcels: Sequence[bytes]) -> list[bytes]:
         sent = dict(zip(self.ranks, parcels, strict=True))
@@ -166,4 +187,4 @@ def step_planner(
         places: see :func:`topology_of`.
     """
     peers = DataPeers(meeting if meeting is not None else open_meeting())
-    return StepPlanner(topology_of(model, places), peers, model.runner.apart, _planned_ranks(model))
+    return StepPlanner(topology_of(model, places), peers, model.runner.apart, _planned_ranks(model), idle_prompt(model))

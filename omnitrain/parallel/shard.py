@@ -20,6 +20,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.one_rank import spare_copies
@@ -133,6 +135,10 @@ def _unit(
         unit.set_gradient_divide_factor(1.0)
     elif not how.offload:  # a rank alone divides by nothing, unless it is told to: then in a copy of all gradients
         spare_copies(unit)
+    if isinstance(module, PreTrainedModel):
+        # FSDP gives a unit a class of another name, under which transformers looks up what a model can record: towers
+        # of which intermediate layers are taken (LLaVA's) would return none.
+        dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
     return unit
 
 

@@ -43,9 +43,10 @@ class ComponentUnits:
 def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, ComponentUnits]:
     """The units of every component, the root's left out.
 
-    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). What is in
-    no unit, such as a bare parameter beside the foundation's modules, is the root's. Where the root has none of that,
-    the foundation is a unit, too, so that it can be called by itself.
+    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). It is called
+    as often whatever is encoded: no projector in a loop over images, which ranks with more of them would gather more
+    often. What is in no unit, such as a bare parameter beside the foundation's modules, is the root's. Where the root
+    has none of that, the foundation is a unit, too, so that it can be called by itself.
 
     Args:
         model: the model.
@@ -97,6 +98,11 @@ class _Parameters:
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self._holders.setdefault(parameter, set()).add(module)
+        self._uneven = {
+            self._modules[f"{FOUNDATION}.{name}"]
+            for port in model.runner.native.ports.values()
+            for name in port.called_by_number
+        }
         keep = stays_fp32(model)
         self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
 
@@ -143,6 +149,8 @@ class _Parameters:
                 waiting += [f"{name}.{child}" for child, _ in module.named_children()][::-1]
 
     def _is_unit(self, module: nn.Module, component: str) -> bool:
+        if module in self._uneven:
+            return False
         managed = self._managed(module)
         below = set(module.modules())
         return bool(managed) and all(self._owner[p] == component and self._holders[p] <= below for p in managed)

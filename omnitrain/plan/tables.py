@@ -69,6 +69,7 @@ class StepTables:
 
     Attributes:
         has_ended: ``[ranks]`` bool.
+        num_micro_batches: ``[ranks]`` int64, that each rank drew.
         counts: ``[M, losses, ranks]`` int64.
         num_samples: ``[M, ranks]`` int64.
         tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
@@ -80,6 +81,7 @@ class StepTables:
     """
 
     has_ended: np.ndarray
+    num_micro_batches: np.ndarray
     counts: np.ndarray
     num_samples: np.ndarray
     tokens: np.ndarray
@@ -170,7 +172,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTab
     number = np.unique(np.concatenate(shapes), return_inverse=True)[1]
     first_shape = np.cumsum(headers[:, 4]) - headers[:, 4]
     shape = number[first_shape[owner] + shape] if len(number) else shape
-    return StepTables(headers[:, 1] > 0, counts, num_samples, tokens, owner, slot, rows, cost, shape)
+    return StepTables(headers[:, 1] > 0, headers[:, 2], counts, num_samples, tokens, owner, slot, rows, cost, shape)
 
 
 def _check_names(topology: Topology, facts: RankFacts) -> None:

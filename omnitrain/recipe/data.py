@@ -19,11 +19,17 @@ class Columns(Strict):
     audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
     videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
 
+    def of_media(self) -> dict[str, str]:
+        """The fields that name columns of media -> these columns."""
+        return {field: getattr(self, field) for field in ("images", "audios", "videos")}
+
 
 class DataSource(Strict):
     """One data set."""
 
-    path: str = Field(description="Parquet file, glob of parquet files, folder of them, or a Hub data set id.")
+    path: str = Field(
+        description="Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of them, or a Hub data set id."
+    )
     name: str | None = Field(None, description="Name in metrics. Unset: the file's stem.")
     split: str = Field("train", description="Split to take when `path` is a Hub data set.")
     weight: float = Field(1.0, gt=0, description="Share of this source among all samples drawn (relative).")

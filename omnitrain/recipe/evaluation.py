@@ -16,8 +16,11 @@ class Sampling(Strict):
 
 
 class Evaluation(Strict):
-    """Held-out loss and generated answers at the end of a run."""
+    """Held-out loss and generated answers at the end of a run; the loss on the way, too."""
 
+    loss_every: int | None = Field(
+        None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: at the end alone."
+    )
     examples_per_source: int | None = Field(None, ge=1, description="Held-out rows per source. Unset: all.")
     batch_size: int = Field(64, ge=1, description="Prompts generated together.")
     max_new_tokens: int = Field(256, ge=1, description="Longest answer, text and media tokens together.")

@@ -335,7 +335,10 @@ class ParallelPlan(Strict):
             found = getattr(merged, axis)
             if found is not None and found != degree:
                 path = "default" if getattr(own, axis) is None else f"components.{FOUNDATION}"
-                yield f"{path}.{axis}: found {found}, but the parallel state has {degree}; set it in one place"
+                yield (
+                    f"{path}.{axis}: found {found}, but the parallel state has {degree}; "
+                    f"init_parallel_state({axis}_size={found}) sets it, or remove it here"
+                )
 
 
 def raise_problems(problems: Sequence[str]) -> None:

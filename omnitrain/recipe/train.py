@@ -10,12 +10,14 @@ from omnitrain.recipe.strict import Strict
 
 
 class Optimizer(Strict):
-    """AdamW with fp32 state, linear warm-up, cosine decay (Loshchilov & Hutter 2019, 2017)."""
+    """AdamW with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
 
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0.")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="Shape after the warm-up.")
-    final_ratio: float = Field(0.1, ge=0, le=1, description="Last learning rate of `cosine`, as a share of the peak.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up.")
+    final_ratio: float = Field(
+        0.1, ge=0, le=1, description="Last learning rate of `cosine` and `linear`, as a share of the peak."
+    )
     weight_decay: float = Field(0.01, ge=0, description="Decoupled decay, on matrices only.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="Decay rates of the two moments."

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,7 @@ def evaluate(
     places = heldout_places(heldout, settings.examples_per_source)
     share = _Share(places, processor, peers)
     with gathered(model):
-        alone = not model.runner.contract.packs
-        samples = share.samples(recipe.data.pack_tokens)
-        packs = agreed(peers, lambda: list(pack_all(samples, recipe.data.pack_tokens, alone=alone)))
-        losses = heldout_loss(model, packs, peers, notify)
+        losses = heldout_loss(model, _packed(model, share, recipe, peers), peers, notify)
         made = _answers(model, share, recipe, notify, peers)
     answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
     order = _by_source(answers, places) if peers.rank == 0 else []
@@ -106,6 +103,47 @@ def evaluate(
     scores = agreed(peers, lambda: score(answered) if peers.rank == 0 else {})
     rejected = {index: row for rows in peers.gather(share.rejected) for index, row in rows.items()}
     return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
+
+
+class HeldoutLoss:
+    """The held-out loss of a model that trains; its packs are made at the first use, and kept.
+
+    Args: those of :func:`evaluate`.
+    """
+
+    def __init__(
+        self,
+        model: OmniModel,
+        processor: OmniProcessor,
+        heldout: Sequence[RowSource],
+        recipe: Recipe,
+        peers: Peers = ALONE,
+    ) -> None:
+        self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
+        self._peers = peers
+
+    def measure(self, notify: Progress = lambda _: None) -> dict[str, Any]:
+        """As :meth:`LossMeter.read` gives it; the model is left in training mode. All ranks call it.
+
+        Args:
+            notify: see :func:`evaluate`.
+
+        Raises:
+            UserError: a row that asks for what the model cannot do; on all ranks.
+        """
+        self._model.eval()
+        try:
+            with gathered(self._model):
+                return heldout_loss(self._model, self._packs, self._peers, notify)
+        finally:
+            self._model.train()
+
+    @cached_property
+    def _packs(self) -> list[Pack]:
+        settings = self._recipe.evaluation
+        assert settings is not None
+        places = heldout_places(self._heldout, settings.examples_per_source)
+        return _packed(self._model, _Share(places, self._processor, self._peers), self._recipe, self._peers)
 
 
 @dataclass(frozen=True)
@@ -165,6 +203,12 @@ class _Share:
 
 def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
     return sorted(indices, key=lambda index: (places[index].source, index))
+
+
+def _packed(model: OmniModel, share: _Share, recipe: Recipe, peers: Peers) -> list[Pack]:
+    alone = not model.runner.contract.packs
+    samples = share.samples(recipe.data.pack_tokens)
+    return agreed(peers, lambda: list(pack_all(samples, recipe.data.pack_tokens, alone=alone)))
 
 
 @torch.no_grad()

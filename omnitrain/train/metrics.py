@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from omnitrain.data.pack import Pack
+from omnitrain.errors import TrainingError
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.peers import ALONE, Peers
 from omnitrain.ops.device import moved
@@ -111,6 +112,15 @@ class MetricsFile:
         path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line."""
-        with self._path.open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
+        """Append one line.
+
+        Raises:
+            TrainingError: the disk is full, or cannot be written.
+        """
+        try:
+            with self._path.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written ({error.strerror}); `--resume` continues behind the last checkpoint"
+            ) from error

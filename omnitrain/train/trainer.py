@@ -32,7 +32,7 @@ from omnitrain.train.display import (
     show_kept_memory,
     show_layout,
 )
-from omnitrain.train.evaluate import evaluate, load_scorer
+from omnitrain.train.evaluate import HeldoutLoss, evaluate, load_scorer
 from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt, StoppedError
@@ -79,6 +79,7 @@ class Trainer:
         processor: rows -> samples.
         loader: training data, step by step.
         heldout: the held-out data sets.
+        heldout_loss: of the model on them.
         optimizer: AdamW.
         step: optimizer steps done.
     """
@@ -115,6 +116,7 @@ class Trainer:
         self.loader, self.heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data)
         if self.resumed:
             require_same_rows(state.rows, self.loader.order.lengths, self.folder.path)
+        self.heldout_loss = HeldoutLoss(self.model, self.processor, self.heldout, self.recipe, self.ranks.loss_peers)
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
@@ -148,8 +150,8 @@ class Trainer:
                 self.data_state = self.loader.state()
                 self._require_targets()
                 progress.update(self.step)
-                if self.step % train.log_every == 0 or self.step == train.steps:
-                    line = self._metrics(loss, norm)
+                if self.step % train.log_every == 0 or self.step == train.steps or self._heldout_loss_is_due():
+                    line = self._metrics(loss, norm) | self._measured_on_heldout(interrupt)
                     if metrics is not None:
                         metrics.write(line)
                     progress.update(self.step, _status(line))
@@ -158,6 +160,7 @@ class Trainer:
                 interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
+                console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
                     return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt))
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
@@ -286,6 +289,27 @@ class Trainer:
             **self.experts.metrics(),
         }
 
+    def _heldout_loss_is_due(self) -> bool:
+        every = self.recipe.evaluation.loss_every if self.recipe.evaluation else None
+        return every is not None and self.step % every == 0
+
+    def _measured_on_heldout(self, interrupt: Interrupt) -> dict[str, Any]:
+        """What a line of metrics says of held-out data: nothing, unless it is due; nor where Ctrl-C cut it short."""
+        if not self._heldout_loss_is_due():
+            return {}
+        found: dict[str, Any] = {}
+        with contextlib.suppress(StoppedError), self.watch.paused("evaluate"), self._eager():
+            found = {"heldout": self.heldout_loss.measure(lambda _: self._stop_at(interrupt))}
+        self.stopwatch = Stopwatch()
+        return found
+
+    def _eager(self) -> contextlib.AbstractContextManager[None]:
+        return self.compiled.paused() if self.compiled else contextlib.nullcontext()
+
+    def _stop_at(self, interrupt: Interrupt) -> None:
+        if self.ranks.peers.any(interrupt.requested):
+            raise StoppedError
+
     def _save(self) -> Path:
         target = self.folder.store.folder_of(self.step)
         if self.last_checkpoint == target:
@@ -308,12 +332,10 @@ class Trainer:
         settings = self.recipe.evaluation
         if settings is None:
             return {}
-        eager = self.compiled.paused() if self.compiled else contextlib.nullcontext()
-        with console.status("evaluation") as status, eager:
+        with console.status("evaluation") as status, self._eager():
 
             def notify(doing: str) -> None:
-                if self.ranks.peers.any(interrupt.requested):
-                    raise StoppedError
+                self._stop_at(interrupt)
                 status.update(doing)
 
             peers = self.ranks.loss_peers
@@ -341,5 +363,11 @@ def _seed_of(seed: int, step: int, rank: int) -> int:
 
 
 def _status(line: dict[str, Any]) -> str:
-    heads = "  ".join(f"{name} {head['loss']:.3f}" for name, head in line["heads"].items() if head["tokens"])
-    return f"loss {line['loss']:.3f}  {heads}  {line['tokens_per_second']:,.0f} tokens/s"
+    speed = f"{line['tokens_per_second']:,.0f} tokens/s"
+    heldout = f"  held-out {_heads(line['heldout'])}" if "heldout" in line else ""
+    skipped = f"  rows skipped: {line['rejected']} (rejected.jsonl)" if line["rejected"] else ""
+    return f"loss {line['loss']:.3f}  {_heads(line)}  {speed}{heldout}{skipped}"
+
+
+def _heads(losses: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {head['loss']:.3f}" for name, head in losses["heads"].items() if head["tokens"])

@@ -40,10 +40,13 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: 
     for error in (OSError(28, "No space left on device"), SafetensorError("I/O error"), RuntimeError("unexpected pos")):
 
         def fail(folder: Path, error: Exception = error) -> None:
+            (folder / "half.txt").write_text("half")
             raise error
 
-        with pytest.raises(TrainingError, match=rf"step-00000002 cannot be written \(.*{error.args[-1]}\);"):
+        told = rf"step-00000002 cannot be written \(.*{error.args[-1]}; [\d,]+ MiB are free there\);"
+        with pytest.raises(TrainingError, match=told):
             store.save(2, fail)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000001"]
     assert (store.latest() / "state.txt").read_text() == "good"
 
 

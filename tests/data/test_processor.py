@@ -77,6 +77,20 @@ def test_a_part_without_its_file_rejects_the_row(processor: OmniProcessor) -> No
     assert isinstance(rejected, Rejected) and "show image 1, the row holds 0" in rejected.reason
 
 
+def test_a_file_that_no_part_shows_rejects_the_row(processor: OmniProcessor) -> None:
+    messages = [{"role": "user", "content": "<image>\nwhich?"}, {"role": "assistant", "content": "7"}]
+    rejected = processor.sample(Row("r", "s", messages, {"image": [png(0)]}, {}))
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "the row holds image 1, the messages show 0: each needs a part of type image"
+    nothing = {"image": [{"bytes": None, "path": None}], "audio": [None]}  # as columns of media are without any
+    assert isinstance(processor.sample(Row("r", "s", messages, nothing, {})), Sample)
+
+
+def test_a_row_without_messages_is_no_sample(processor: OmniProcessor) -> None:
+    rejected = processor.sample(Row("r", "s", [], {}, {}), without_tail=True)
+    assert isinstance(rejected, Rejected) and rejected.reason == "no tokens: the row has no messages"
+
+
 def test_what_a_component_stumbles_over_rejects_the_row(
     processor: OmniProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

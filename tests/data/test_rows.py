@@ -1,3 +1,5 @@
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +84,57 @@ def test_brackets_in_the_names_of_files_and_folders_are_only_letters(
     write_parquet(folder / "mine [1].parquet", [tiny_row("text", seed) for seed in range(3)])
     monkeypatch.chdir(folder)
     assert len(RowSource(DataSource(path=given or str(folder)))) == 3
+
+
+def json_lines(file: Path, *rows: dict[str, Any] | str) -> str:
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(file)
+
+
+def asked(content: Any, **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "7"}], **columns}
+
+
+def test_rows_of_json_lines_are_what_the_file_says_though_they_differ(tmp_path: Path) -> None:
+    (tmp_path / "7.png").write_bytes(b"pixels")
+    shown = [{"type": "image"}, {"type": "text", "text": "which?"}]
+    first = json_lines(tmp_path / "a.jsonl", asked("which?", label="7"), "", asked(shown, images=f"{tmp_path}/7.png"))
+    json_lines(tmp_path / "b.jsonl", asked("which?", label=7, task="digits", id="last"))
+    rows = open_sources([DataSource(path=str(tmp_path)), DataSource(path=first)])
+    assert [len(table) for table in rows] == [3, 2]
+    table = pickle.loads(pickle.dumps(rows[0]))
+    assert [row.messages[-1]["content"] for row in table] == ["7"] * 3
+    assert [row.extra["label"] for row in table] == ["7", None, 7]
+    assert [row.id for row in table] == [f"{tmp_path.name}[0]", f"{tmp_path.name}[1]", "last"]
+    assert table[1].media_bytes("image", 0) == b"pixels" and table[0].media["image"] == []
+    assert table.by_source() == {tmp_path.name: [0, 1], "digits": [2]}
+    assert table.first_of_each_kind() == [0, 1]
+
+
+def test_lines_that_are_no_rows_are_named_when_the_data_are_opened(tmp_path: Path) -> None:
+    file = json_lines(
+        tmp_path / "rows.jsonl", asked("hi"), '{"messages": [', "[1]", {"messages": "hi"}, asked("hi", images=[7])
+    )
+    with pytest.raises(DataError) as caught:
+        open_sources([DataSource(path=file)])
+    one, two, three, more = str(caught.value).splitlines()
+    assert one.startswith(f"data: {file}, line 2: no JSON: Expecting value") and "each line of the file" in one
+    assert two == f"data: {file}, line 3: found a list, expected an object with the columns of a row"
+    assert "line 4: `messages` (columns.messages) holds a text, expected a list of messages" in three
+    assert more == "data: ... and 1 more lines"
+
+
+def test_a_folder_of_both_kinds_and_one_of_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no parquet or jsonl file at '.*' \(looked at [^)]*\)$"):
+        open_sources([DataSource(path=str(tmp_path))])
+    json_lines(tmp_path / "rows.jsonl", asked("hi"))
+    write_parquet(tmp_path / "rows.parquet", [tiny_row("text", 0)])
+    with pytest.raises(DataError, match=r"parquet and jsonl files; name those of one kind, such as \*\.jsonl"):
+        open_sources([DataSource(path=str(tmp_path))])
+
+
+def test_a_file_that_changes_while_it_is_read_is_a_message(tmp_path: Path) -> None:
+    table = open_sources([DataSource(path=json_lines(tmp_path / "rows.jsonl", asked("hi"), asked("you")))])[0]
+    json_lines(tmp_path / "rows.jsonl", asked("a longer text than before"))
+    with pytest.raises(DataError, match=r"rows\.jsonl changed while it was in use"):
+        table[1]

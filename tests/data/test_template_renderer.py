@@ -13,6 +13,7 @@ from PIL import Image
 from omnitrain.data import expansion
 from omnitrain.data.hf_processor import load_hf_processor
 from omnitrain.data.media import Waveform, decode_audio, decode_clip
+from omnitrain.data.native import NativeInputs
 from omnitrain.data.pack import Pack
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
@@ -437,3 +438,11 @@ def test_an_argument_that_a_part_of_the_processor_does_not_know_is_refused(tmp_p
     data = Data(train=[DataSource(path="rows.parquet")], processor_arguments=arguments)
     with pytest.raises(UserError, match=r"images_kwargs\.do_normalise: no such argument; did you mean `do_normalize`"):
         TemplateRenderer.from_recipe(data, str(tmp_path), native)
+
+
+def test_a_modality_that_the_foundation_cannot_be_given_says_why() -> None:
+    refusing = NativeInputs({}, refused={"audio": "its forward makes rows of no get_audio_features"})
+    processor = OmniProcessor(TemplateRenderer(FAMILIES["qwen2_audio"]()[0], refusing), {}, {})
+    asked = [{"role": "user", "content": [part("audio")]}]
+    with pytest.raises(UserError, match=r"read no media \(not by the foundation, for its forward makes rows of no"):
+        processor.sample(Row("r", "s", asked, {"audio": [b"sound"]}, {}))

@@ -2,11 +2,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
-from omnitrain.models.components import to_tensors
+from omnitrain.models.components import ComponentAdapter, to_tensors
 from omnitrain.models.decoders.tokens import TokenDecoder
 from tests.tiny import FOUNDATION, JANUS_VQ, MEL_VQ
 
@@ -116,6 +117,70 @@ def test_any_audio_tokenizer_writes_sound(name: str) -> None:
     assert model.is_complete(codes) and not model.is_complete(codes[:-1])
     made = model.lm_generate(codes)
     assert made.rate == 8000 and abs(len(made.samples) - 800) <= 400 and np.isfinite(made.samples).all()
+
+
+class ShadesConfig(PreTrainedConfig):
+    model_type = "shades_of_the_tests"
+    num_codes: int = 4
+
+
+class ShadesAdapter(ComponentAdapter):
+    modalities = ("image",)
+
+    def prepare(self, modality: str, media: Image.Image) -> tuple[dict[str, np.ndarray], int]:
+        return {"shades": np.asarray(media.convert("L").resize((2, 1)), dtype=np.float32)}, 2
+
+
+class Shades(PreTrainedModel):
+    """A media tokenizer of a user's own: an image is two shades of grey."""
+
+    config_class = ShadesConfig
+    modality, fixed_length = "image", 2
+
+    def __init__(self, config: ShadesConfig) -> None:
+        super().__init__(config)
+        self.num_codes = config.num_codes
+        self.levels = torch.nn.Parameter(torch.linspace(0, 255, config.num_codes))
+        self.post_init()
+
+    def adapter(self) -> ComponentAdapter:
+        return ShadesAdapter()
+
+    def encode(self, features: dict[str, torch.Tensor], num_tokens: tuple[int, ...]) -> torch.Tensor:
+        return (features["shades"].flatten()[:, None] - self.levels).abs().argmin(1)
+
+    def decode(self, codes: torch.Tensor) -> Image.Image:
+        return Image.fromarray(self.levels[codes][None].byte().numpy())
+
+    def minimal_input(self) -> tuple[dict[str, torch.Tensor], tuple[int, ...]]:
+        return {"shades": torch.zeros(1, 2)}, (2,)
+
+
+AutoConfig.register("shades_of_the_tests", ShadesConfig)
+AutoModel.register(ShadesConfig, Shades)
+
+
+def test_a_tokenizer_of_ones_own_writes_images_ready_or_from_its_config() -> None:
+    picture = Image.fromarray(np.array([[0, 255]], dtype=np.uint8))
+    for tokenizer in (Shades(ShadesConfig(num_codes=3)), {"config": {"model_type": "shades_of_the_tests"}}):
+        model = build_omni_model(foundation=FOUNDATION, decoders={"own": {"tokenizer": tokenizer}}).decoders["own"]
+        labels = model.lm_encode(to_tensors(model.adapter().prepare("image", picture)[0]), (2,))[1].tolist()
+        assert labels == [0, model.tokenizer.num_codes - 1] and model.head.out_features == model.tokenizer.num_codes
+        assert np.array_equal(model.lm_generate(labels), picture)
+
+
+def test_what_is_no_media_tokenizer_says_what_one_must_offer() -> None:
+    class Bare(PreTrainedModel):
+        config_class = ShadesConfig
+
+        def encode(self, pixel_values: torch.Tensor) -> None: ...
+
+    with pytest.raises(UserError, match=r"decoders\.own: Bare .* no channel_multiplier, .*\.MediaTokenizer$"):
+        build_omni_model(foundation=FOUNDATION, decoders={"own": {"tokenizer": Bare(ShadesConfig())}})
+    with pytest.raises(UserError, match=r"decoders\.own: found Bare, expected a dict with `tokenizer`"):
+        build_omni_model(foundation=FOUNDATION, decoders={"own": Bare(ShadesConfig())})
+    with pytest.raises(UserError, match=r"encoders\.own\.projecter: unknown key, found 1; did you mean `projector`\?"):
+        build_omni_model(foundation=FOUNDATION, encoders={"own": {"tower": "x", "projecter": 1}})
 
 
 def test_the_media_tokenizer_never_trains() -> None:

@@ -17,6 +17,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.recipe.lora import Lora
 from tests.families import FAMILIES, WINDOW_VIT
+from tests.models.shrunk import small_configs
 from tests.tiny import tiny_model
 
 
@@ -74,6 +75,19 @@ def windows_of_four_heads() -> PreTrainedModel:
 def gemma3() -> PreTrainedModel:
     """Bidirectional image blocks, windows."""
     return _family("gemma3")
+
+
+def llava() -> PreTrainedModel:
+    """A layer inside of the tower gives the rows, not its last one."""
+    return _family("llava")
+
+
+def lfm2_vl() -> PreTrainedModel:
+    """Its projector is called image by image."""
+    config = next(small_configs("lfm2_vl"))
+    model = foundation_class(config)(config)
+    peaked_(model)
+    return model
 
 
 def internvl() -> PreTrainedModel:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 import omnitrain as ot
 from omnitrain.errors import TrainingError, UserError, WeightsError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.native import discover
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_state_of
-from tests.parallel.factories import qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
-from tests.parallel.laid_out import PLAIN, full
+from tests.parallel.factories import any_to_any, lfm2_vl, llava, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
+from tests.parallel.laid_out import PLAIN, full, laid_out, samples
 from tests.parallel.test_experts import samples_of
 
 MAX_NORM = 0.1
@@ -64,6 +69,53 @@ def test_adapters_are_saved_beside_the_base_and_come_back_with_it(ranks: RankPoo
     lora = {"targets": ["q_proj", "experts.*"], "rank": 2}
     assert all(found[2] for found in ranks.run(step_and_save, tmp_path, {}, lora, timeout_s=60, world=2))
     assert (tmp_path / "adapters" / "foundation" / "adapter_config.json").is_file()
+
+
+def loss_and_norm_of_images(factory: Callable[[], PreTrainedModel]) -> tuple[float, float]:
+    """Of a pack with three samples that show an image each; of two ranks, the second has two of them."""
+    plain = factory()
+    shown = next(probe.sample for probe in probe_samples(plain, discover(plain)) if len(probe.sample.spans) == 1)
+    model = laid_out(model=plain) if dist.is_initialized() else build_omni_model(foundation=plain)
+    pack = ot.Pack.from_samples([shown] * (dist.get_rank() + 1 if dist.is_initialized() else 3))
+    loss = ot.accumulate_gradients(model, ot.step_planner(model)([pack]))
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+    return loss.item(), ot.clip_gradients(model.parameters(), None).item()
+
+
+@pytest.mark.parametrize("factory", [llava, lfm2_vl])
+def test_towers_with_code_of_their_own_around_them_train_sharded(
+    ranks: RankPool, factory: Callable[[], PreTrainedModel]
+) -> None:
+    """LLaVA reads an inner layer, which transformers records by the name of a class, and FSDP changes that.
+
+    LFM2-VL calls its projector image by image: ranks with more images would gather it more often.
+    """
+    expected = loss_and_norm_of_images(factory)
+    for found in ranks.run(loss_and_norm_of_images, factory, timeout_s=60, world=2):
+        assert np.allclose(found, expected, rtol=1e-4)
+
+
+def losses_and_norms(table: list[list[list[list[int]]]]) -> list[tuple[float, float]]:
+    """Of the steps of ``table[rank][step][pack]``, samples by number; a rank whose own have ended passes no packs."""
+    model = laid_out() if dist.is_initialized() else any_to_any().train()
+    plan_step, every, found = ot.step_planner(model), samples(), list[tuple[float, float]]()
+    steps = iter(table[dist.get_rank() if dist.is_initialized() else 0])
+    while (batch := plan_step([ot.Pack.from_samples([every[i] for i in pack]) for pack in next(steps, [])])).packs:
+        loss = ot.accumulate_gradients(model, batch)
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+        found.append((loss.item(), ot.clip_gradients(model.parameters(), None).item()))
+        model.zero_grad()
+    assert batch.plan.num_micro_batches == 0
+    return found
+
+
+def test_ranks_with_fewer_packs_than_others_or_none_step_with_them_and_all_end_together(ranks: RankPool) -> None:
+    uneven = [[[[0, 1], [2, 3], [6]], [[4]], [[5]]], [[[5]]]]  # one rank of two has three steps, of three packs at most
+    expected = losses_and_norms([[[[0, 1], [2, 3], [6], [5]], [[4]], [[5]]]])
+    for found in ranks.run(losses_and_norms, uneven, timeout_s=60, world=2):
+        assert len(found) == 3 and np.allclose(found, expected, rtol=1e-4)
 
 
 def meta_and_laid_out(folder: Path, source: str, built_from: Path | None = None, **default: int) -> ot.OmniModel:

@@ -1,25 +1,35 @@
-"""The script of docs/parallel.md runs as it stands."""
+"""The scripts of docs/parallel.md run as they stand."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import torch.distributed as dist
+
 from omnitrain.parallel.ranks import RankPool
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import pack
+from tests.tiny import tiny_processor, tiny_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 
-def run_page(folder: Path) -> list[tuple[str, str, int]]:
-    script = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def run_page(folder: Path) -> tuple[list[tuple[str, str, int]], float, int]:
     names: dict[str, object] = {}
-    exec(compile(script[1], str(PAGE), "exec"), names)
-    rows = names["train"](any_to_any().train(), [pack("text"), pack("image_to_text")], folder)
-    return [(row.name, row.mode, row.trainable) for row in rows]
+    for script in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(compile(script, str(PAGE), "exec"), names)
+    model = any_to_any().train()
+    rows = names["train"](model, [pack("text"), pack("image_to_text")], folder)
+    processor, own = tiny_processor(model), range(dist.get_rank() + 1)  # the second rank has one more of each
+    prompts = [processor.prompt(tiny_row("image_to_text", seed)) for seed in own]
+    losses, answers = names["evaluate"](model, processor, [pack("text") for _ in own], prompts)
+    assert len(answers) == len(prompts) and all(answer.tokens for answer in answers)
+    layout = [(row.name, row.mode, row.trainable) for row in rows]
+    return layout, losses["heads"]["text"]["tokens"], pack("text").loss_counts()["text"]
 
 
-def test_the_script_of_the_page_trains_a_step_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    rows = ranks.run(run_page, tmp_path, timeout_s=60, world=2)[0]
-    assert ("image_encoder", "replicate", 7008) in rows and ("audio_encoder", "fsdp2", 0) in rows
+def test_the_scripts_of_the_page_train_a_step_and_evaluate_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    for rows, tokens, tokens_of_pack in ranks.run(run_page, tmp_path, timeout_s=60, world=2):
+        assert ("image_encoder", "replicate", 7008) in rows and ("audio_encoder", "fsdp2", 0) in rows
+        assert tokens == 3 * tokens_of_pack

@@ -123,8 +123,12 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
         ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
         (ONE_CHUNK_TOO_MANY, 2, r"default.expert_chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
         (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where no row travels; remove it"),
-        ({"default": {"ep": 4}}, 2, r"default.ep: found 4, but the parallel state has 2; set it in one place"),
-        ({"default": {"ep": 4}}, 1, r"default.ep: found 4, but the parallel state has 1; use 1(\n|$)"),
+        (
+            {"default": {"ep": 4}},
+            2,
+            r"default.ep: found 4, but the parallel state has 2; init_parallel_state\(ep_size=4\)",
+        ),
+        ({"default": {"ep": 4}}, 1, r": 1 problem\n  default.ep: found 4, .* has 1; init_parallel_state\(ep_size=4\)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
         (
@@ -345,3 +349,10 @@ def test_a_ring_is_refused_to_a_model_that_drops_attention_before_it_runs() -> N
     with pytest.raises(UserError, match=r"a ring does not honour dropout \(attention_dropout in .*; set cp to 1"):
         resolve(model, ot.ParallelPlan(), cp=2)
     resolve(model, ot.ParallelPlan(), sp=2)
+
+
+def test_a_plan_or_a_model_of_another_kind_is_told_before_anything_is_done(model: ot.OmniModel) -> None:
+    with pytest.raises(UserError, match="parallel_plan: found a dict; expected a ParallelPlan"):
+        ot.build_parallelize_model(model, parallel_plan={"default": {"recompute": "full"}})
+    with pytest.raises(UserError, match="model: found a Linear; expected an OmniModel or a model of transformers"):
+        ot.build_parallelize_model(torch.nn.Linear(2, 2))

@@ -164,9 +164,10 @@ def rounding() -> _Rounding:
     return _Rounding({"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 0.0}, frozenset({"b"}))
 
 
-def outcome(a: float, b: float) -> Outcome:
+def outcome(a: float, b: float, movement: float | None = None) -> Outcome:
     tensors = {"a": torch.tensor([1.0, a]), "b": torch.tensor([b])}
-    return Outcome(1.0, tensors, {"a": torch.ones(2), "b": torch.ones(1)}, tensors, 0.0, 0)
+    moved = tensors if movement is None else tensors | {"b": torch.tensor([movement])}
+    return Outcome(1.0, tensors, {"a": torch.ones(2), "b": torch.ones(1)}, moved, 0.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,13 @@ def outcome(a: float, b: float) -> Outcome:
 )
 def test_a_gradient_that_is_zero_up_to_rounding_must_stay_so_and_widens_no_tolerance(got: Outcome, status: str) -> None:
     row = _compared("dp2", got, outcome(0.5, 1e-9), rounding(), tolerance=1e-5)
+    assert row.status == status, row
+
+
+@pytest.mark.parametrize(("movement", "status"), [(3.5e-7, "equal"), (3.7e-7, "different")])
+def test_a_movement_below_the_digits_of_its_weight_is_no_difference(movement: float, status: str) -> None:
+    """A weight of 1 moves by 1.2e-7 or not at all, three times."""
+    row = _compared("dp2", outcome(0.5, 1e-9, movement), outcome(0.5, 1e-9, 0.0), rounding(), tolerance=1e-5)
     assert row.status == status, row
 
 

@@ -46,7 +46,7 @@ def test_all_problems_are_reported_at_once_one_line_each(tmp_path: Path) -> None
         "  data.pack_tokens: found 'many'; expected a valid integer, unable to parse string as an integer; "
         "change it, or remove it for the default 4096",
         "  data.tran: unknown key, found [{'path': 'x'}]; did you mean `train`?",
-        "  train.optimizer.schedule: found 'cosin'; expected 'cosine' or 'constant'; did you mean `cosine`?",
+        "  train.optimizer.schedule: found 'cosin'; expected 'cosine', 'linear' or 'constant'; did you mean `cosine`?",
         "  train.optimizer.learning_rat: unknown key, found 0.001; did you mean `learning_rate`?",
         "  evaluation.saved_samples: found -1; expected greater than or equal to 0; "
         "change it, or remove it for the default 4",
@@ -58,8 +58,8 @@ def test_missing_key_is_named_with_what_it_means(tmp_path: Path) -> None:
     file.write_text("data: {train: [{weight: 1}]}")
     assert refusal(file)[1:] == [
         "  model: missing; expected: The omni model; add `model`",
-        "  data.train.0.path: missing; expected: Parquet file, glob of parquet files, folder of them, or a Hub data "
-        "set id; add `path`",
+        "  data.train.0.path: missing; expected: Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of "
+        "them, or a Hub data set id; add `path`",
     ]
 
 

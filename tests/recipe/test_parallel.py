@@ -111,8 +111,9 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
         "components.imgae_encoder: unknown component; did you mean `image_encoder`?",
         "components.image_encoder.optimizer_offload: found true, but what is frozen has no optimizer state",
         "components.foundation.place: the foundation encodes no media; set it on an encoder, or remove it",
-        "default.tp: found 2, but the parallel state has 1; set it in one place",
-        "components.foundation.ulysses: found 2, but the parallel state has 4; set it in one place",
+        "default.tp: found 2, but the parallel state has 1; init_parallel_state(tp_size=2) sets it, or remove it here",
+        "components.foundation.ulysses: found 2, but the parallel state has 4; init_parallel_state(ulysses_size=2) "
+        "sets it, or remove it here",
         "tp_plan: `layers.*.self_attn.q_porj` matches no name; did you mean `layers.*.self_attn.q_proj`?",
     ]
 

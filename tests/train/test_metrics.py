@@ -1,10 +1,13 @@
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from omnitrain.errors import TrainingError
 from omnitrain.models.outputs import LossTerm, OmniOutput
-from omnitrain.train.metrics import LossMeter
+from omnitrain.train.metrics import LossMeter, MetricsFile
 
 
 def test_counts_and_sums_stay_exact_past_two_to_the_24() -> None:
@@ -17,3 +20,11 @@ def test_counts_and_sums_stay_exact_past_two_to_the_24() -> None:
         meter.add(pack, OmniOutput({"text": term}, {"text": rows}, None))
     expected = {"loss": 1.0, "tokens": 5 * tokens}
     assert meter.read() == {"heads": {"text": expected}, "sources": {"web": {"text": expected}}}
+
+
+def test_a_line_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written \(No space left on device\)"):
+        metrics.write({"step": 1})

@@ -24,10 +24,8 @@ TEXT = {"model_type": "llama", "vocab_size": 272, "hidden_size": 32, "intermedia
 VISION = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
-    """LLaVA with its processor in a folder, and rows of text, one image and two."""
-    folder = tmp_path / "llava"
+def save_llava(folder: Path) -> None:
+    """A small one from random weights, with its processor."""
     text = TEXT | {"num_attention_heads": 4, "num_key_value_heads": 2}
     vision = VISION | {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     config = AutoConfig.for_model(
@@ -36,6 +34,13 @@ def recipe(tmp_path: Path) -> Recipe:
     torch.manual_seed(0)
     foundation_class(config)(config).save_pretrained(folder)
     llava()[0].save_pretrained(folder)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """LLaVA with its processor in a folder, and rows of text, one image and two."""
+    folder = tmp_path / "llava"
+    save_llava(folder)
     data = write_parquet(tmp_path / "rows.parquet", [tiny_row(TASKS[i % 3], i) for i in range(12)])
     tree = {
         "output_dir": str(tmp_path / "run"),

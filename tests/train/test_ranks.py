@@ -18,7 +18,7 @@ from omnitrain.train.ranks import leave_ranks
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import tiny_recipe, tiny_row, write_parquet
 
-EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.batch_size=5", "data.workers=1"]
+EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
 
 
@@ -51,6 +51,9 @@ def assert_same_run(run: Path, reference: Path) -> None:
         assert line["sources"].keys() == other["sources"].keys()
         for name, head in other["heads"].items():
             assert line["heads"][name] == pytest.approx(head, rel=1e-5)
+    assert [line["heldout"]["heads"]["text"] for line in lines if "heldout" in line] == [
+        pytest.approx(line["heldout"]["heads"]["text"], rel=1e-4) for line in expected if "heldout" in line
+    ]
     got, wanted = (OmniModel.from_pretrained(max((r / "checkpoints").glob("step-*"))) for r in (run, reference))
     for (name, weight), other in zip(got.named_parameters(), wanted.parameters(), strict=True):
         # A step of AdamW is as long as the rate whatever the gradient: rounding around zero moves a weight by that.

@@ -189,6 +189,33 @@ def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "samples" / "video_to_text_1_prompt_0.webp").is_file()
 
 
+def test_held_out_losses_on_the_way_change_nothing_of_the_training(tmp_path: Path) -> None:
+    plain = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'plain'}", "evaluation={max_new_tokens: 1}")
+    Trainer(plain).fit()
+    recipe = load(tiny_recipe(tmp_path), "evaluation={max_new_tokens: 1, loss_every: 3}", "train.log_every=2")
+    Trainer(recipe).fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], "heldout" in line) for line in lines] == [(2, False), (3, True), (4, False)]
+    losses = json.loads((tmp_path / "run" / "eval.json").read_text())["losses"]
+    assert lines[1]["heldout"].keys() == losses.keys()
+    assert lines[1]["heldout"]["heads"]["text"]["tokens"] == losses["heads"]["text"]["tokens"] > 0
+    assert lines[1]["heldout"]["heads"]["text"]["loss"] != losses["heads"]["text"]["loss"]
+    one, other = weights(tmp_path / "plain"), weights(tmp_path / "run")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path, rows=3))
+    damaged = replace(tiny_row("image_to_text", 1), media={"image": [b"no image"], "audio": [], "video": []})
+    write_parquet(tmp_path / "train.parquet", [tiny_row("text", 0), damaged])
+    with console.capture() as printed:
+        checkpoint = Trainer(recipe).fit().checkpoint
+    said = "".join(printed.get().split())
+    assert f"rowsskipped:1(rejected.jsonl)saved{checkpoint}" in said
+    (skipped,) = (json.loads(line) for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines())
+    assert skipped["id"] == damaged.id and "unreadable image" in skipped["reason"]
+
+
 def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
     Trainer(load(tiny_recipe(tmp_path))).fit()
     (tmp_path / "eye.png").write_bytes(png(0))
@@ -203,7 +230,7 @@ def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.train=[{path: nothing.parquet}]", "no parquet file at 'nothing.parquet'"),
+        ("data.train=[{path: nothing.parquet}]", "no parquet or jsonl file at 'nothing.parquet'"),
         ("model.tokenizer=./nothing", "no text tokenizer at './nothing'"),
         ("model.freeze=[image_encodr]", "did you mean 'image_encoder'"),
         ("train.device=gpu0", "is no device; expected auto, cpu, cuda"),

@@ -1,13 +1,14 @@
 """Media <-> discrete codes, over the frozen tokenizers of the field.
 
 Images: any HF VQ model with ``encode`` (and ``decode``, to generate): Janus, Emu3, Chameleon. Sound: omnitrain's
-mel-VQ, or a HF residual codec (EnCodec, DAC, Mimi), whose codebooks are flattened in time order.
+mel-VQ, or a HF residual codec (EnCodec, DAC, Mimi), whose codebooks are flattened in time order. A model of any other
+make that is a :class:`MediaTokenizer` itself is taken as it is.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from omnitrain.models.components import ComponentAdapter, TensorFeatures, to_ten
 from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, log_mel
 
 
+@runtime_checkable
 class MediaTokenizer(Protocol):
     """Codes of one modality.
 
@@ -57,6 +59,8 @@ def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebook
     Raises:
         UserError: not a media tokenizer, or a setting is missing.
     """
+    if isinstance(model, MediaTokenizer):
+        return model
     if isinstance(model, MelVQ):
         return MelTokenizer(model)
     if not hasattr(model, "encode"):
@@ -65,8 +69,21 @@ def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebook
             "alone (such as JanusModel's `vqmodel`) with save_pretrained, and name that folder"
         )
     if "pixel_values" in inspect.signature(model.encode).parameters:
+        _require_settings(model, ("channel_multiplier",), ("num_embeddings", "codebook_size"))
         return ImageVQTokenizer(model, image_size)
+    _require_settings(model, ("codebook_size",), ("sampling_rate",), ("hop_length", "frame_rate"))
     return CodecTokenizer(model, num_codebooks)
+
+
+def _require_settings(model: PreTrainedModel, *settings: tuple[str, ...]) -> None:
+    """One of each of ``settings`` must be in the config, as in those of transformers' own tokenizers."""
+    missing = [" or ".join(names) for names in settings if not any(hasattr(model.config, name) for name in names)]
+    if missing:
+        raise UserError(
+            f"{type(model).__name__} is no media tokenizer that omnitrain knows: its config has no "
+            f"{', no '.join(missing)}; one of your own has the attributes and methods of "
+            f"{MediaTokenizer.__module__}.{MediaTokenizer.__name__}"
+        )
 
 
 class ImageTargetAdapter(ComponentAdapter):

@@ -21,6 +21,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         token_inputs=discovery.extras.names,
         positions=SamplePositions(discovery.positions),
         token_types=discovery.extras,
+        refused=discovery.refused,
     )
 
 

@@ -39,6 +39,8 @@ class NativePort:
         items_stack: the features of two items of one size, joined along dim 0 as packs join them, are those of both in
             one call.
         minimal_rows: that the tower makes of :meth:`minimal_input`; 0: it refuses that, alone.
+        called_by_number: names of the modules that one call of the feature method calls the more often the more items
+            it is given, such as a projector in a loop over images.
     """
 
     modality: str
@@ -56,6 +58,7 @@ class NativePort:
     items_are_independent: bool
     items_stack: bool
     minimal_rows: int
+    called_by_number: tuple[str, ...]
 
     @property
     def method(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -95,8 +96,9 @@ class _Search:
             items_are_independent=True,
             items_stack=_stacks(replace(probe, variable=False)),
             minimal_rows=0,
+            called_by_number=(),
         )
-        return self._with_independence(self._with_trigger(port, features, output), output)
+        return self._with_calls(self._with_independence(self._with_trigger(port, features, output), output))
 
     # What the method is called with -----------------------------------------------------------------------------------
 
@@ -242,6 +244,25 @@ class _Search:
             apart, together = self._encoded(port, port.probe_items(2)), self._encoded(port, [port.probe_batch(2)])
         minimal_rows = apart[0].main.size(0) if apart else 0
         return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
+
+    def _with_calls(self, port: NativePort) -> NativePort:
+        """Which modules the feature method calls how often, of one item and of two."""
+        one, two = self._calls(port, port.probe_items(1)[0]), self._calls(port, port.probe_batch(2))
+        return replace(port, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
+
+    def _calls(self, port: NativePort, features: dict[str, Tensor]) -> Counter[str]:
+        """Name of each module with parameters that is called -> how often; empty where the tower refuses the input."""
+        counts: Counter[str] = Counter()
+        handles = [
+            module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
+            for name, module in self.model.named_modules()
+            if next(module.parameters(), None) is not None
+        ]
+        try:
+            return counts if self._encoded(port, [features]) else Counter()
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _encoded(self, port: NativePort, inputs: Sequence[dict[str, Tensor]]) -> list[NativeRows]:
         """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""

@@ -75,6 +75,8 @@ def _ep(asked: Asked, degrees: tuple[str, int, int] | None) -> int:
     if wanted == 1:
         return 1
     if wanted != there:
+        if asked.name == FOUNDATION:  # told with its other degrees
+            return 1
         allowed = " or ".join(map(str, sorted({1, there})))
         asked.problem("ep", f"found {wanted}, but the parallel state has {there}; use {allowed}")
         return 1

@@ -1,0 +1,110 @@
+"""A parquet or Hub data set as a table whose media stay encoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnitrain.recipe import Columns
+
+
+class ArrowTable:
+    """A data set of HF ``datasets``; see :class:`omnitrain.data.rows.Table`."""
+
+    def __init__(self, data: datasets.Dataset, columns: Columns) -> None:
+        """``columns``: which of them hold messages and media."""
+        self._columns = columns
+        self._data = _keep_encoded(data, columns)
+        self.column_names: list[str] = data.column_names
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return dict(self._data[position])
+
+    def sources(self) -> list[Any]:
+        """The value of each row in the column of sources."""
+        return list(self._data[self._columns.source])
+
+    def first_of_each_kind(self) -> list[int]:
+        """See :meth:`omnitrain.data.rows.RowSource.first_of_each_kind`; texts and media are not read."""
+        firsts: dict[tuple[Any, Any], int] = {}
+        start = 0
+        for chunk in self._data.data.column(self._columns.messages).chunks:
+            for kind, position in _first_of_each_kind(chunk):
+                firsts.setdefault(kind, start + position)
+            start += len(chunk)
+        return sorted(set(firsts.values()))
+
+    def problems(self) -> list[str]:
+        """Columns of which no row can be made: messages that are plain values, media that are no files."""
+        features, messages = self._data.features, self._columns.messages
+        found = []
+        if isinstance(_inner(features[messages]), datasets.Value):
+            found.append(
+                f"column {messages!r} (columns.messages) holds {_type_name(features[messages])}, expected messages"
+            )
+        for field, name in self._columns.of_media().items():
+            if name in features and not _holds_files(_inner(features[name])):
+                found.append(
+                    f"column {name!r} (columns.{field}) holds {_type_name(features[name])}, expected files: "
+                    "{bytes, path}, bytes or paths"
+                )
+        return found
+
+
+def _inner(feature: Any) -> Any:
+    return _inner(feature.feature) if isinstance(feature, (datasets.List, datasets.LargeList)) else feature
+
+
+def _holds_files(feature: Any) -> bool:
+    if isinstance(feature, datasets.Value):
+        return feature.dtype in ("string", "large_string", "binary", "large_binary", "null")
+    return hasattr(feature, "decode") or (isinstance(feature, dict) and bool({"bytes", "path"} & feature.keys()))
+
+
+def _type_name(feature: Any) -> str:
+    inner = _inner(feature)
+    name = inner.dtype if isinstance(inner, datasets.Value) else type(inner).__name__
+    return name if inner is feature else f"lists of {name}"
+
+
+def _first_of_each_kind(rows: pa.Array) -> list[tuple[tuple[Any, Any], int]]:
+    """``(role, type of part)`` and its first position; rows: ``[{"role": ..., "content": str | [{"type": ...}]}]``."""
+    if not _is_list_of(rows.type, "role", "content"):
+        return []
+    row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
+    roles, contents = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
+    kinds = pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})
+    if _is_list_of(contents.type, "type"):
+        message_of_part = pc.list_parent_indices(contents)
+        types = pc.struct_field(pc.list_flatten(contents), "type")
+        said = {"role": roles.take(message_of_part), "type": types, "row": row_of_message.take(message_of_part)}
+        kinds = pa.concat_tables([kinds, pa.table(said)], promote_options="permissive")
+    found = kinds.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
+    return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
+
+
+def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    return all(kind.value_type.get_field_index(field) >= 0 for field in fields)
+
+
+def _keep_encoded(data: datasets.Dataset, columns: Columns) -> datasets.Dataset:
+    """Switch off decoding in the data set: a damaged file must cost one row, not the run."""
+    features = data.features.copy()
+    for name in columns.of_media().values():
+        if name in features:
+            features[name] = _undecoded(features[name])
+    return data.cast(features) if features != data.features else data
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, datasets.List):
+        return datasets.List(_undecoded(feature.feature))
+    return type(feature)(decode=False) if hasattr(feature, "decode") else feature

@@ -1,0 +1,137 @@
+"""JSON Lines files as a table: each line is a row, an object of column names and values."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnitrain.errors import DataError
+from omnitrain.recipe import Columns
+
+_MOST_SHOWN = 3  # lines that an error names
+
+
+class JsonLines:
+    """Rows that are read from their files when they are asked for; see :class:`omnitrain.data.rows.Table`.
+
+    Values are those of the file: a text of digits stays a text, and rows may differ in their columns.
+    """
+
+    def __init__(self, files: Sequence[str], columns: Columns) -> None:
+        """Read all lines once; what is kept of a row is where it begins, its source and what is new in its messages.
+
+        Args:
+            files: in this order; blank lines are no rows.
+            columns: which of them hold messages, media and sources.
+
+        Raises:
+            DataError: lines that are no rows, by file and number.
+        """
+        self._files, self._columns = [str(Path(file).absolute()) for file in files], columns
+        self._starts: list[np.ndarray] = []
+        self._sources: list[Any] = []
+        self._firsts: dict[tuple[Any, Any], int] = {}
+        names: dict[str, None] = {}
+        wrong: list[str] = []
+        for file in self._files:
+            starts = []
+            for number, start, line in _lines(file):
+                try:
+                    record = _record(line, columns)
+                except ValueError as error:
+                    wrong.append(f"{file}, line {number}: {error}")
+                    continue
+                names |= dict.fromkeys(record)
+                for kind in _kinds(record.get(columns.messages)):
+                    self._firsts.setdefault(kind, len(self._sources))
+                self._sources.append(record.get(columns.source))
+                starts.append(start)
+            self._starts.append(np.array(starts, dtype=np.int64))
+        if wrong:
+            more = [f"... and {len(wrong) - _MOST_SHOWN} more lines"] if len(wrong) > _MOST_SHOWN else []
+            raise DataError("\n".join(f"data: {line}" for line in [*wrong[:_MOST_SHOWN], *more]))
+        self._ends = list(accumulate(map(len, self._starts)))
+        self.column_names = list(names)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """A row; columns that it lacks are None.
+
+        Raises:
+            DataError: the file is not what it was when it was opened.
+        """
+        place = bisect_right(self._ends, position)
+        start = self._starts[place][position - self._ends[place]]
+        try:
+            with open(self._files[place], "rb") as stream:
+                stream.seek(int(start))
+                record = _record(stream.readline(), self._columns)
+        except (OSError, ValueError) as error:
+            raise DataError(f"data: {self._files[place]} changed while it was in use: {error}") from None
+        return dict.fromkeys(self.column_names) | record
+
+    def sources(self) -> list[Any]:
+        """The value of each row in the column of sources."""
+        return self._sources
+
+    def first_of_each_kind(self) -> list[int]:
+        """See :meth:`omnitrain.data.rows.RowSource.first_of_each_kind`."""
+        return sorted(set(self._firsts.values()))
+
+    def problems(self) -> list[str]:
+        """None: a line with a value of another type was refused when the files were opened."""
+        return []
+
+
+def _lines(file: str) -> Iterator[tuple[int, int, bytes]]:
+    """Number from 1, first byte and content of each line that is not blank."""
+    start = 0
+    with open(file, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield number, start, line
+            start += len(line)
+
+
+def _record(line: bytes, columns: Columns) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ValueError(f"no JSON: {where}; each line of the file is one object") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"found {_kind_of(record)}, expected an object with the columns of a row")
+    messages = record.get(columns.messages, [])
+    if not isinstance(messages, list):
+        raise ValueError(
+            f"`{columns.messages}` (columns.messages) holds {_kind_of(messages)}, expected a list of messages"
+        )
+    for field, name in columns.of_media().items():
+        value = record.get(name)
+        for file in value if isinstance(value, list) else [value]:
+            if not (file is None or isinstance(file, (str, dict))):
+                raise ValueError(f"`{name}` (columns.{field}) holds {_kind_of(file)}, expected paths of files")
+    return record
+
+
+def _kinds(messages: Any) -> Iterator[tuple[Any, Any]]:
+    """The role of each message, and role and type of each of its parts; nothing of what is no message."""
+    for message in messages or ():
+        if isinstance(message, dict):
+            role, content = str(message.get("role")), message.get("content")
+            yield role, None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict):
+                    yield role, str(part.get("type"))
+
+
+def _kind_of(value: Any) -> str:
+    return {dict: "an object", list: "a list", str: "a text", type(None): "null"}.get(type(value), repr(value))
