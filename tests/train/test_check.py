@@ -120,7 +120,7 @@ def test_ops_that_cannot_train_here_are_refused_before_anything_is_written(tmp_p
     recipe = load(tiny_recipe(tmp_path), "train.device=cpu", *ops)
     expected = [
         "model.ops.swiglu: backend 'liger' runs on CUDA only, not on cpu; choose from auto, torch",
-        "model.ops.cross_entropy: backend 'liger' runs on CUDA only, not on cpu; choose from auto, torch",
+        "model.ops.cross_entropy: backend 'liger' runs on CUDA only, not on cpu; choose from auto, compiled, torch",
         "model.ops.attention: attention backend 'flex' cannot compute ordinary attention: it has no backward on CPU; "
         "sdpa, reference can",
     ]
