@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -39,23 +40,27 @@ class JsonLines:
         self._firsts: dict[tuple[Any, Any], int] = {}
         names: dict[str, None] = {}
         wrong: list[str] = []
+        num_wrong = 0
         for file in self._files:
             starts = []
             for number, start, line in _lines(file):
                 try:
                     record = _record(line, columns)
                 except ValueError as error:
-                    wrong.append(f"{file}, line {number}: {error}")
+                    num_wrong += 1
+                    if num_wrong <= _MOST_SHOWN:
+                        wrong.append(f"{file}, line {number}: {error}")
                     continue
                 names |= dict.fromkeys(record)
                 for kind in _kinds(record.get(columns.messages)):
                     self._firsts.setdefault(kind, len(self._sources))
-                self._sources.append(record.get(columns.source))
+                source = record.get(columns.source)
+                self._sources.append(sys.intern(source) if isinstance(source, str) else source)
                 starts.append(start)
             self._starts.append(np.array(starts, dtype=np.int64))
         if wrong:
-            more = [f"... and {len(wrong) - _MOST_SHOWN} more lines"] if len(wrong) > _MOST_SHOWN else []
-            raise DataError("\n".join(f"data: {line}" for line in [*wrong[:_MOST_SHOWN], *more]))
+            more = [f"... and {num_wrong - _MOST_SHOWN} more lines"] if num_wrong > _MOST_SHOWN else []
+            raise DataError("\n".join(f"data: {line}" for line in [*wrong, *more]))
         self._ends = list(accumulate(map(len, self._starts)))
         self.column_names = list(names)
 
@@ -104,7 +109,7 @@ def _lines(file: str) -> Iterator[tuple[int, int, bytes]]:
 def _record(line: bytes, columns: Columns) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise ValueError(f"no JSON: {where}; each line of the file is one object") from None
     if not isinstance(record, dict):

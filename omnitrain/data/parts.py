@@ -32,13 +32,16 @@ def content_parts(message: Message) -> list[Message]:
     Raises:
         UserError: a part of a type that is neither text nor a modality.
         TypeError, KeyError: not a message.
+        UnicodeEncodeError: half a character, which JSON can spell, and no tokenizer takes.
     """
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     for part in parts:
-        if part["type"] == "text" and not isinstance(part["text"], str):
-            raise TypeError(f"text {part['text']!r}")
-        if part["type"] != "text" and part["type"] not in MODALITIES:
+        if part["type"] == "text":
+            if not isinstance(part["text"], str):
+                raise TypeError(f"text {part['text']!r}")
+            part["text"].encode()
+        elif part["type"] not in MODALITIES:
             raise UserError(f"content part of type {part['type']!r}: expected text, {', '.join(MODALITIES)}")
     return parts
 
@@ -47,7 +50,7 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
     """The media parts of a conversation, in order.
 
     Raises:
-        UserError: see :func:`content_parts`.
+        UserError, UnicodeEncodeError: see :func:`content_parts`.
         TypeError, KeyError: not a conversation.
     """
     seen = dict.fromkeys(MODALITIES, 0)

@@ -84,15 +84,15 @@ class OmniProcessor:
 
     def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
         """Everything before the last assistant message's content: what generation starts from."""
-        messages = row.messages
-        if messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+        last = row.messages[-1] if row.messages else None
+        is_answered = isinstance(last, dict) and last.get("role") == "assistant"
+        messages = row.messages[:-1] if is_answered else row.messages
         return self._try(row, messages, index, for_generation=True)
 
     def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
         try:
             parts = media_parts(messages)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:
             problem = f"{type(error).__name__}: {error}"
             reason = (
                 f"malformed messages ({problem}): expected a list of role and content, as text or as parts with type"

@@ -157,8 +157,9 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
 def _open(source: DataSource) -> Table:
     path = Path(source.path)
     files = _files(source.path)
+    is_lines = bool(files) and _is_lines(files[0])
     try:
-        if files and all(file.endswith(".jsonl") for file in files):
+        if is_lines:
             return JsonLines(files, source.columns)
         if files:
             names = [glob.escape(str(Path(file).absolute())) for file in files]  # it takes each for a glob
@@ -173,7 +174,8 @@ def _open(source: DataSource) -> Table:
     except DataError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        where = "as parquet" if files else f"from the Hub, and there is no such folder ({path.absolute()})"
+        as_files = "as JSON Lines" if is_lines else "as parquet (JSON Lines end in .jsonl)"
+        where = as_files if files else f"from the Hub, and there is no such folder ({path.absolute()})"
         raise DataError(f"data: {source.path!r} cannot be read {where}: {error.__cause__ or error}") from error
 
 
@@ -181,7 +183,7 @@ def _files(given: str) -> list[str]:
     """The files that a path, a folder or a glob names; empty: none.
 
     Raises:
-        DataError: they are of both kinds.
+        DataError: there are others beside JSON Lines.
     """
     path = Path(given)
     if path.is_file():
@@ -192,9 +194,16 @@ def _files(given: str) -> list[str]:
         found = sorted(map(str, Path().glob(given))) if not path.is_absolute() else _glob(path)
     else:
         found = []
-    if len({file.endswith(".jsonl") for file in found}) > 1:
-        raise DataError(f"data: {given!r} holds parquet and jsonl files; name those of one kind, such as *.jsonl")
+    others = [file for file in found if not _is_lines(file)]
+    if 0 < len(others) < len(found):
+        raise DataError(
+            f"data: {given!r} holds {Path(others[0]).name!r} beside JSON Lines; name files of one kind, such as *.jsonl"
+        )
     return found
+
+
+def _is_lines(file: str) -> bool:
+    return file.endswith(".jsonl")
 
 
 def _glob(path: Path) -> list[str]:

@@ -103,10 +103,21 @@ def test_what_a_component_stumbles_over_rejects_the_row(
     assert rejected.reason == "image_encoder cannot prepare this image: IndexError: list index out of range"
 
 
-@pytest.mark.parametrize("messages", [None, "text", [{"role": "user", "content": None}], [{"content": "a"}], [1]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        "text",
+        [{"role": "user", "content": None}],
+        [{"content": "a"}],
+        [1],
+        [{"role": "user", "content": "half of it: \ud83d"}],
+    ],
+)
 def test_malformed_messages_cost_their_row(processor: OmniProcessor, messages: object) -> None:
-    rejected = processor.sample(Row("r", "s", messages, {}, {}))
-    assert isinstance(rejected, Rejected) and "malformed messages" in rejected.reason
+    for make in (processor.sample, processor.prompt):
+        rejected = make(Row("r", "s", messages, {}, {}))
+        assert isinstance(rejected, Rejected) and "malformed messages" in rejected.reason
 
 
 def test_unknown_roles_and_parts_name_what_is_allowed(processor: OmniProcessor) -> None:

@@ -129,7 +129,9 @@ def test_a_folder_of_both_kinds_and_one_of_none_are_refused(tmp_path: Path) -> N
         open_sources([DataSource(path=str(tmp_path))])
     json_lines(tmp_path / "rows.jsonl", asked("hi"))
     write_parquet(tmp_path / "rows.parquet", [tiny_row("text", 0)])
-    with pytest.raises(DataError, match=r"parquet and jsonl files; name those of one kind, such as \*\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"'rows\.parquet' beside JSON Lines; name files of one kind, such as \*\.jsonl"
+    ):
         open_sources([DataSource(path=str(tmp_path))])
 
 

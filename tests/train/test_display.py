@@ -15,7 +15,8 @@ def test_libraries_do_not_say_again_what_an_error_says(tmp_path: Path, capfd: py
     file = tmp_path / "train.csv"
     file.write_text("question,answer\na,b\n")
     quiet_libraries()
-    with pytest.raises(DataError, match=r"train\.csv' cannot be read as parquet: Parquet magic bytes not found"):
+    told = r"train\.csv' cannot be read as parquet \(JSON Lines end in \.jsonl\): Parquet magic bytes not found"
+    with pytest.raises(DataError, match=told):
         RowSource(DataSource(path=str(file)))
     assert capfd.readouterr().err == ""
     assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)  # of retries
