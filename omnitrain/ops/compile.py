@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -42,8 +42,9 @@ class CompiledBlocks:
         names: of the blocks.
     """
 
-    def __init__(self, names: list[str], max_recompiles: int) -> None:
-        self.names = names
+    def __init__(self, blocks: Mapping[str, nn.Module], max_recompiles: int) -> None:
+        self.names = list(blocks)
+        self._blocks = list(blocks.values())
         self._max_recompiles = max_recompiles
         self._before = len(_compiled)
 
@@ -71,9 +72,18 @@ class CompiledBlocks:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The blocks run as they are: for generation, whose inputs are of another kind."""
-        with torch.compiler.set_stance("force_eager"):
+        """The blocks run as they are: for generation, whose inputs are of another kind.
+
+        Attention and losses that are compiled for themselves stay so: as they are, they would need far more memory.
+        """
+        compiled = [block._compiled_call_impl for block in self._blocks]
+        for block in self._blocks:
+            block._compiled_call_impl = None
+        try:
             yield
+        finally:
+            for block, call in zip(self._blocks, compiled, strict=True):
+                block._compiled_call_impl = call
 
 
 def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = "inductor") -> CompiledBlocks:
@@ -101,7 +111,7 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     torch._dynamo.config.nested_graph_breaks = True  # a break inside a call does not break its callers, too
     for block in blocks.values():
         block.compile(backend=_counting(backend), dynamic=True)
-    return CompiledBlocks(list(blocks), max_recompiles)
+    return CompiledBlocks(blocks, max_recompiles)
 
 
 def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:

@@ -143,8 +143,7 @@ def _compiled_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is that of its memory."""
     require_labels(labels, logits.size(1))  # compiled code takes -1 for the last class
-    with torch.compiler.set_stance("default"):  # where blocks pause, eager operations would make fp32 copies of a chunk
-        losses = _compiled()(logits, labels, with_gradient)
+    losses = _compiled()(logits, labels, with_gradient)
     return losses, logits if with_gradient else None
 
 

@@ -117,12 +117,16 @@ def test_a_second_model_of_the_same_shapes_compiles_nothing():
         assert bool(compiled.compilations) == expected
 
 
-def test_paused_blocks_do_not_compile():
-    model = packed_model()
+def test_paused_blocks_do_not_compile_and_what_is_no_block_does():
+    model, others = packed_model(), []
     compiled = compile_blocks(model, backend="eager")
+    loss = torch.compile(lambda x: x.sin().sum(), backend=lambda graph, _: others.append(graph) or graph)
     with compiled.paused():
         run(model, pack([3, 4]))
-    assert not compiled.compilations
+        loss(torch.ones(2))
+    assert not compiled.compilations and len(others) == 1
+    run(model, pack([3, 4]))
+    assert compiled.compilations
 
 
 def test_what_cannot_compile_says_so():
