@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Result, in_turn, parser, peak_of, report, settle, start
-from slow_link import limit, may_limit, run_ranks, seconds
+from slow_link import joined_ranks, limit, may_limit, run_ranks, seconds
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import Qwen3MoeConfig
@@ -274,7 +274,6 @@ def offload_savings(layer: Layer) -> dict[str, float]:
 def run_rank(sizes: Sizes, ratios: Sequence[float], rounds: int, steps: int, is_limited: bool) -> dict[str, Any]:
     """What one rank measures."""
     settle()
-    dist.init_process_group("gloo")
     thin = Layer(replace(sizes, hidden=2 * sizes.hidden, inner=2 * sizes.hidden * INNER[0] // INNER[1]), HeldLink)
     peaks = {side: peak_bytes(thin, side) for side in ("plain", "overlap", "transformers")}
     offload = offload_savings(thin)
@@ -351,7 +350,8 @@ def main() -> None:
     given = start(options)
     sizes = Sizes(given.tokens, given.hidden, given.inner, given.experts, given.chunks)
     if given.as_rank:
-        print(json.dumps(run_rank(sizes, given.ratios, given.rounds, given.steps, not given.unlimited)))
+        with joined_ranks():
+            print(json.dumps(run_rank(sizes, given.ratios, given.rounds, given.steps, not given.unlimited)))
         return
     if not given.unlimited and not may_limit():
         print("skipped: the loopback cannot be limited here; that needs root and iproute2 (ip, tc)")

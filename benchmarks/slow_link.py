@@ -67,6 +67,20 @@ def seconds(run: Callable[[], Any], steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
+@contextmanager
+def joined_ranks() -> Iterator[None]:
+    """The process group of these ranks.
+
+    All leave it together: gloo's threads end a process with an error if it goes while another one is still talking.
+    """
+    dist.init_process_group("gloo")
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
 def run_ranks(script: str, arguments: list[str], *, ranks: int, is_limited: bool) -> dict[str, Any]:
     """Start ``script`` as ``ranks`` ranks, each on a core, and return what the first one printed last.
 

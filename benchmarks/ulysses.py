@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Result, in_turn, parser, report, settle, start
-from slow_link import bytes_on_the_wire, limit, may_limit, run_ranks, seconds
+from slow_link import bytes_on_the_wire, joined_ranks, limit, may_limit, run_ranks, seconds
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -125,7 +125,6 @@ def counted_bytes() -> Iterator[list[int]]:
 def run_rank(tokens: int, hidden: int, rounds: int, steps: int, rate: float | None) -> dict[str, Any]:
     """What one rank measures."""
     settle()
-    dist.init_process_group("gloo")
     layer, driven = Layer(tokens, hidden), Layer(tokens, hidden)
     manner = manners_of(driven.model, Contract())[kind_of(driven.attention)]
     assert isinstance(manner, Manner), manner
@@ -175,7 +174,8 @@ def main() -> None:
     given = start(options)
     rate = None if given.rate is None else 1e6 * given.rate
     if given.as_rank:
-        print(json.dumps(run_rank(given.tokens, given.hidden, given.rounds, given.steps, rate)))
+        with joined_ranks():
+            print(json.dumps(run_rank(given.tokens, given.hidden, given.rounds, given.steps, rate)))
         return
     names = ("tokens", "hidden", "rounds", "steps", "rate")
     arguments = [f"--{name}={value}" for name in names if (value := getattr(given, name)) is not None]
