@@ -2,8 +2,8 @@
 
 torch casts the parameters and copies what it cast into the gathered ones; it puts the gradients together in one buffer
 and copies that into another. Here parameters are cast into their place, and gradients stay where they were put
-together. Of 24 bytes that the unit moves per parameter in a forward and its backward, 12 are spared. Such units are those of a
-training on one GPU, and experts of which each rank has its own.
+together. Of 24 bytes that a unit moves per parameter in a forward and its backward, 12 are spared. Such units are those
+of a training on one GPU, and experts of which each rank has its own.
 """
 
 from __future__ import annotations
