@@ -1,4 +1,4 @@
-"""A checkpoint of a run, whatever its layout: the ranks give their parts, the first one writes."""
+"""A checkpoint of a run, whatever its layout: each rank writes a part of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from omnitrain.checkpoint.optimizer import save_optimizer
-from omnitrain.checkpoint.whole import whole_weights
 from omnitrain.data.processor import OmniProcessor
-from omnitrain.models.lora_files import save_adapters, split_weights
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.weight_files import save_whole
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.ranks import Ranks
 from omnitrain.train.state import OPTIMIZER, TrainingState, trainable, write_state
@@ -36,14 +35,11 @@ def save_checkpoint(
     """
 
     def write(folder: Path) -> None:
-        weights = whole_weights(model, keep=ranks.is_first)
-        ranks.first(lambda: beside_optimizer(folder, weights))
+        save_whole(model, folder, ranks.peers)
         save_optimizer(model, optimizer, folder / OPTIMIZER, ranks.peers)
+        ranks.first(lambda: beside(folder))
 
-    def beside_optimizer(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        base, adapters = split_weights(model, weights)
-        model.save_pretrained(folder, state_dict=base)
-        save_adapters(model, folder, adapters)
+    def beside(folder: Path) -> None:
         processor.save_pretrained(folder)
         write_state(folder, state, trainable(model))
 

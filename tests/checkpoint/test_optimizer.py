@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
-from omnitrain.checkpoint.whole import whole_weights
+from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_parallel_state
@@ -70,7 +70,7 @@ def passed_on(make: Callable[[], nn.Module], before: Path, after: Path) -> dict[
     optimizer, peers = optimizer_of(model), GlooPeers()
     load_optimizer(model, optimizer, before, peers)
     save_optimizer(model, optimizer, after, peers)
-    return whole_weights(model, keep=peers.rank == 0)
+    return whole_tensors(model.state_dict(keep_vars=True), keep=peers.rank == 0)
 
 
 def sharded() -> nn.Module:
@@ -92,7 +92,7 @@ def test_a_continued_run_updates_bitwise_as_the_uninterrupted_one(tmp_path: Path
     train(model, torch.arange(7), optimizer, 2)
     save_optimizer(model, optimizer, tmp_path)
     assert {name.rpartition(".")[0] for name in stored(tmp_path)} == {"embed.weight"}  # the unused have none
-    restored.load_state_dict(whole_weights(model))
+    restored.load_state_dict(whole_tensors(model.state_dict(keep_vars=True)))
     load_optimizer(restored, other, tmp_path)
     train(model, torch.arange(7), optimizer, 1)
     train(restored, torch.arange(7), other, 1)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import omnitrain as ot
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
-from omnitrain.checkpoint.whole import whole_weights
+from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.build import build_omni_model
@@ -179,7 +179,7 @@ def updated(ep: int, saved: Path, begun: Path | None = None) -> dict[str, torch.
     total(model(pack)).backward()
     optimizer.step()
     save_optimizer(model, optimizer, saved / "optimizer", peers)
-    weights = whole_weights(model)
+    weights = whole_tensors(model.state_dict(keep_vars=True))
     if peers.rank == 0:
         own = {name.removeprefix("foundation."): weight for name, weight in weights.items()}
         model.foundation.save_pretrained(saved, state_dict=own)
