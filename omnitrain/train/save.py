@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 
-from omnitrain.checkpoint.whole import whole_optimizer_state, whole_weights
+from omnitrain.checkpoint.optimizer import save_optimizer
+from omnitrain.checkpoint.whole import whole_weights
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.models.lora_files import save_adapters, split_weights
 from omnitrain.models.omni import OmniModel
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.ranks import Ranks
-from omnitrain.train.state import TrainingState, trainable, write_state
+from omnitrain.train.state import OPTIMIZER, TrainingState, trainable, write_state
 
 
 def save_checkpoint(
@@ -33,18 +34,18 @@ def save_checkpoint(
         optimizer: of its trained parameters.
         state: where the run stands, the same on all ranks.
     """
-    weights = whole_weights(model, keep=ranks.is_first)
-    moments = whole_optimizer_state(model, optimizer)
 
     def write(folder: Path) -> None:
+        weights = whole_weights(model, keep=ranks.is_first)
+        ranks.first(lambda: beside_optimizer(folder, weights))
+        save_optimizer(model, optimizer, folder / OPTIMIZER, ranks.peers)
+
+    def beside_optimizer(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         base, adapters = split_weights(model, weights)
         model.save_pretrained(folder, state_dict=base)
         save_adapters(model, folder, adapters)
         processor.save_pretrained(folder)
-        write_state(folder, state, trainable(model), moments)
+        write_state(folder, state, trainable(model))
 
-    def save() -> None:
-        run.store.save(state.step, write)
-        run.list_rejected(state.data.rejected)
-
-    ranks.first(save)
+    run.store.save(state.step, write, ranks.peers)
+    ranks.first(lambda: run.list_rejected(state.data.rejected))
