@@ -104,6 +104,19 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
+def test_a_run_of_adapters_goes_on_without_the_tensor_parallel_ranks_that_began_it(
+    ranks: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    lora = "parallel.components.foundation.lora={targets: ['*_proj'], rank: 4}"
+    fit(recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS, lora])
+    leave_ranks()
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, lora]
+    ranks.run(fit, recipe, [*arguments, "parallel.components.foundation.tp=2"], False, 2, timeout_s=120, world=2)
+    fit(recipe, arguments, resume=True)
+    leave_ranks()
+    assert_same_run(tmp_path / "run", tmp_path / "one")
+
+
 def test_a_run_computes_in_bf16_where_its_plan_says_so(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     """Evaluation, too; the state stays fp32, and losses are those of fp32 up to rounding."""
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
