@@ -123,8 +123,8 @@ def build_parallelize_model(
 
     _freeze(omni, plans)
     add_lora(omni, adapters)
-    _set_precision(omni, plans)
     handed_out = HandedOut(omni, device_of(state.fsdp_mesh)) if hands_out else None
+    _set_precision(omni, plans)  # what is handed out is cast on its way, tensor by tensor
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
     cut_tensors(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
