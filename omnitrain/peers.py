@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import TrainingError, UserError
 
@@ -156,3 +159,21 @@ def agreed(peers: Peers, make: Callable[[], T]) -> T:
             text = what if is_told and rank == 0 else f"rank {rank} failed: {what}"
             raise (UserError if is_users else TrainingError)(text)
     return made[0]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether ``model``, or one around it, was laid out over ranks; one rank counts, too."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def ranks_of(model: nn.Module) -> Iterator[Peers]:
+    """All ranks, if ``model`` is laid out over ranks, which all call this; else this process alone."""
+    if not is_spread(model):
+        yield ALONE
+        return
+    peers = GlooPeers()
+    try:
+        yield peers
+    finally:
+        peers.close()

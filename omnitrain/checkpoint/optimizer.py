@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from omnitrain.peers import ALONE, Peers
+from omnitrain.peers import Peers, ranks_of
 
 _MASTER = "master"
 
 
-def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, peers: Peers = ALONE) -> None:
+def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Write what ``optimizer`` knows of each parameter: nothing of one that never had a gradient.
 
     Args:
         model: whose parameters have the names; sharded or not.
         optimizer: of some of them. Options of its groups are not written.
-        folder: the same on all ranks; it need not be there.
-        peers: all ranks of the model, which all call this.
+        folder: the same on all ranks of the model, which all call this; it need not be there.
 
     Raises:
         OSError: and what else writing raises, on all ranks.
@@ -39,7 +38,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
     state = optimizer.state_dict()
     tensors = {f"{names[index]}.{key}": value for index, own in state["state"].items() for key, value in own.items()}
     tensors |= {f"{names[index]}.{_MASTER}": value for index, value in state.get("masters", {}).items()}
-    with _as_one_process(peers):
+    with _ranks_of(model) as peers:
         dcp.save(
             tensors,
             storage_writer=dcp.FileSystemWriter(folder),
@@ -48,14 +47,13 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
         )
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, peers: Peers = ALONE) -> None:
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Continue from what :func:`save_optimizer` wrote, under any layout.
 
     Args:
         model: with the parameters of the model of then, by name and shape.
         optimizer: of the same class, with or without offload.
-        folder: the same on all ranks.
-        peers: all ranks of the model, which all call this.
+        folder: the same on all ranks of the model, which all call this.
     """
     reader = dcp.FileSystemReader(folder)
     indices = {name: index for index, name in enumerate(_names(model, optimizer))}
@@ -66,7 +64,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
         assert isinstance(stored, TensorStorageMetadata)
         if name in indices:
             tensors[key] = _empty(parameters[name], stored)
-    with _as_one_process(peers):
+    with _ranks_of(model) as peers:
         dcp.load(tensors, storage_reader=reader, process_group=peers.group, no_dist=peers.group is None)
     states: dict[int, dict[str, Tensor]] = {}
     masters: dict[int, Tensor] = {}
@@ -94,12 +92,12 @@ def _empty(parameter: nn.Parameter, stored: TensorStorageMetadata) -> Tensor:
 
 
 @contextlib.contextmanager
-def _as_one_process(peers: Peers) -> Iterator[None]:
+def _ranks_of(model: nn.Module) -> Iterator[Peers]:
     """What a rank's part raises, all raise; a process alone is no reason to warn."""
     try:
-        with warnings.catch_warnings():
+        with ranks_of(model) as peers, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            yield
+            yield peers
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))
         raise failure from error

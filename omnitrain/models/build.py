@@ -27,7 +27,7 @@ from omnitrain.models.hf import (
 )
 from omnitrain.models.lora_files import load_adapters
 from omnitrain.models.omni import OmniConfig, OmniModel
-from omnitrain.models.spread import is_spread
+from omnitrain.peers import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
 from omnitrain.recipe.problems import problem_lines
 

@@ -28,11 +28,10 @@ from omnitrain.models.lora_files import load_adapters, remove_adapters, save_ada
 from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.part import filled_up, here
-from omnitrain.models.spread import is_spread
 from omnitrain.models.weight_files import save_whole
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 from omnitrain.ops.device import moved
-from omnitrain.peers import GlooPeers
+from omnitrain.peers import is_spread, ranks_of
 
 # What says where from_pretrained finds the files, and how it downloads them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -155,11 +154,8 @@ class OmniModel(PreTrainedModel):
                 f"save_pretrained of a model that is spread over ranks: found {', '.join(unknown)}; expected only a "
                 "folder; save it, load it in one process, and save it again from there"
             )
-        peers = GlooPeers()
-        try:
+        with ranks_of(self) as peers:
             save_whole(self, folder, peers)
-        finally:
-            peers.close()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """Upload config and weights to the Hub.

@@ -16,7 +16,6 @@ from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.shared_tower import SharedTower
-from omnitrain.models.spread import by_first, is_spread
 from omnitrain.ops.compile import compile_blocks
 from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
@@ -38,11 +37,13 @@ from omnitrain.parallel.tensor.trial import require_same_math, try_tokens
 from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
 from omnitrain.parallel.weights import (
     adapters_at,
+    by_first,
     load_weights,
     require_equal_weights,
     require_same_adapters,
     require_weights,
 )
+from omnitrain.peers import is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.hf import load_strictly
 from omnitrain.models.lora import Adapters, adapters_of, add_lora
 from omnitrain.models.lora_files import load_adapters, stored_adapters
 from omnitrain.models.omni import OmniModel
+
+T = TypeVar("T")
 
 _SHOWN = 3
 
@@ -129,3 +131,33 @@ def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
     total = parameter.sum(dtype=torch.float64)
     size = torch.linalg.vector_norm(parameter, 1, dtype=torch.float64)
     return (float(total), float(size), *map(float, parameter.shape))
+
+
+def by_first(work: Callable[[], T]) -> T:
+    """Let the first rank do ``work``; no rank goes on before. All of them call this.
+
+    Returns:
+        What ``work`` returned, on all ranks; it must pickle.
+
+    Raises:
+        UserError: on all ranks, where the first one raised it.
+        TrainingError: on the other ranks, where it raised something else; the first one raises that itself.
+    """
+    done: T | None = None
+    failed: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            done = work()
+        except Exception as error:  # raised again below, when the others know
+            failed = error
+    told = failed
+    if failed is not None and not isinstance(failed, UserError):
+        told = TrainingError(f"rank 0 failed: {type(failed).__name__}: {failed}")
+    for_all = [told, done]
+    dist.broadcast_object_list(for_all, src=0)
+    if failed is not None:
+        raise failed
+    told, done = cast("tuple[Exception | None, T]", for_all)
+    if told is not None:
+        raise told
+    return done

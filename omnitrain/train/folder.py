@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -56,12 +57,17 @@ class RunFolder:
         require_same_run(Recipe.load(str(self.path / "recipe.yaml")), self.recipe, self.path)
         return checkpoint
 
-    def open(self, resumed: bool) -> None:
+    def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Make the folder. A new run moves an older one aside instead of mixing with it.
 
+        Args:
+            resumed: whether the run that is there goes on.
+            checkpoint_bytes: of each checkpoint.
+
         Raises:
-            UserError: the system does not let us.
+            UserError: the system does not let us, or there is no space for a checkpoint.
         """
+        _require_space(self.path, checkpoint_bytes)
         try:
             self._open(resumed)
         except OSError as error:
@@ -118,9 +124,24 @@ class RunFolder:
         return file
 
 
+def _require_space(folder: Path, checkpoint_bytes: int) -> None:
+    free = shutil.disk_usage(_existing(folder)).free
+    if free < checkpoint_bytes:
+        needed, left = (f"{number / 2**30:,.1f} GiB" for number in (checkpoint_bytes, free))
+        raise UserError(
+            f"output_dir: a checkpoint of this run takes {needed}, and {left} are free where {str(folder)!r} is; make "
+            "room, or name another folder"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
 def _require_writable(folder: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "recipe.yaml").is_file():
         raise UserError(f"output_dir: {str(folder)!r} holds files and no run (no recipe.yaml); name a new folder")
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"output_dir: {str(folder)!r} cannot be written: {existing} is no folder that we may write to")

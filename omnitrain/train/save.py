@@ -36,7 +36,7 @@ def save_checkpoint(
 
     def write(folder: Path) -> None:
         save_whole(model, folder, ranks.peers)
-        save_optimizer(model, optimizer, folder / OPTIMIZER, ranks.peers)
+        save_optimizer(model, optimizer, folder / OPTIMIZER)
         ranks.first(lambda: beside(folder))
 
     def beside(folder: Path) -> None:
@@ -45,3 +45,11 @@ def save_checkpoint(
 
     run.store.save(state.step, write, ranks.peers)
     ranks.first(lambda: run.list_rejected(state.data.rejected))
+
+
+def checkpoint_bytes(model: torch.nn.Module) -> int:
+    """Of a checkpoint: weights, and of what trains two moments in fp32, and a copy in fp32 where it is not fp32."""
+    weights = set(model.state_dict(keep_vars=True).values())
+    trained = [weight for weight in weights if weight.requires_grad]
+    moments = sum(weight.numel() * (8 if weight.dtype == torch.float32 else 12) for weight in trained)
+    return moments + sum(weight.numel() * weight.element_size() for weight in weights)

@@ -13,7 +13,6 @@ from omnitrain.checkpoint.optimizer import load_optimizer
 from omnitrain.data.sample import Rejected
 from omnitrain.data.slots import LoaderState, SlotState
 from omnitrain.errors import UserError
-from omnitrain.peers import Peers
 
 _FILE = "trainer.pt"
 OPTIMIZER = "optimizer"  # folder of its state
@@ -47,14 +46,13 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
     torch.save({"state": asdict(state), "trainable": list(trainable)}, folder / _FILE)
 
 
-def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, peers: Peers) -> TrainingState:
+def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
     """The state that :func:`write_state` wrote; the optimizer continues from its own, under any layout.
 
     Args:
         folder: of the checkpoint, with the optimizer's state in ``optimizer``.
-        model: what goes on training.
+        model: what goes on training; all its ranks call this.
         optimizer: of it.
-        peers: all ranks of the run, which all call this.
 
     Raises:
         UserError: other parameters train now.
@@ -62,7 +60,7 @@ def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
         raise UserError(f"{folder}: other parameters trained than those of this recipe: {changed}")
-    load_optimizer(model, optimizer, folder / OPTIMIZER, peers)
+    load_optimizer(model, optimizer, folder / OPTIMIZER)
     return TrainingState(**(saved["state"] | {"data": _loader_state(**saved["state"]["data"])}))
 
 

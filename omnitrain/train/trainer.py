@@ -42,7 +42,7 @@ from omnitrain.train.prepare import prepare_model
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.results import write_results
 from omnitrain.train.resume import require_same_rows
-from omnitrain.train.save import save_checkpoint
+from omnitrain.train.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.state import TrainingState, read_state
 
 _IDLE_STEPS = 10  # from the first on without a token to predict, which end a run
@@ -108,9 +108,7 @@ class Trainer:
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
         self._parameters = list(self.model.parameters())  # to walk the modules takes longer than to list them
-        state = (
-            read_state(self.resumed, self.model, self.optimizer, self.ranks.peers) if self.resumed else TrainingState()
-        )
+        state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
         traces = self.folder.path / "trace"
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.device, traces, state)
@@ -170,7 +168,7 @@ class Trainer:
         return RunSummary(self.step, True, checkpoint, {})
 
     def _open_folder(self) -> MetricsFile:
-        self.folder.open(resumed=self.resumed is not None)
+        self.folder.open(self.resumed is not None, checkpoint_bytes(self.model))
         return MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
 
     def _show(self) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -15,7 +16,6 @@ from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.tensor.apply import cut_tensors
-from omnitrain.peers import GlooPeers
 from tests.stored import stored
 
 
@@ -67,10 +67,10 @@ def require_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def passed_on(make: Callable[[], nn.Module], before: Path, after: Path) -> dict[str, Tensor]:
     """What ``before`` holds, loaded on ranks and written to ``after`` at once. Returns weights, on rank 0."""
     model = make()
-    optimizer, peers = optimizer_of(model), GlooPeers()
-    load_optimizer(model, optimizer, before, peers)
-    save_optimizer(model, optimizer, after, peers)
-    return whole_tensors(model.state_dict(keep_vars=True), keep=peers.rank == 0)
+    optimizer = optimizer_of(model)
+    load_optimizer(model, optimizer, before)
+    save_optimizer(model, optimizer, after)
+    return whole_tensors(model.state_dict(keep_vars=True), keep=dist.get_rank() == 0)
 
 
 def sharded() -> nn.Module:
@@ -137,10 +137,10 @@ def bytes_on_ranks(folder: Path) -> int:
     """Written by this rank, of two moments of a matrix of 1 MiB of which two ranks have the same half."""
     layout = init_parallel_state(dp_replicate_size=2, dp_shard_size=2)
     model = fully_shard(nn.Linear(512, 512, bias=False), mesh=layout.fsdp_mesh)
-    optimizer, peers = optimizer_of(model), GlooPeers()
+    optimizer = optimizer_of(model)
     train(model, torch.ones(1, 512), optimizer, 1)
-    save_optimizer(model, optimizer, folder, peers)
-    return (folder / f"__{peers.rank}_0.distcp").stat().st_size
+    save_optimizer(model, optimizer, folder)
+    return (folder / f"__{dist.get_rank()}_0.distcp").stat().st_size
 
 
 def test_each_rank_writes_its_part_and_copies_are_written_once(ranks: RankPool, tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_each_rank_writes_its_part_and_copies_are_written_once(ranks: RankPool, 
 def refused(folder: Path) -> str:
     """What this rank is told, where rank 1 cannot write its file."""
     model = sharded()
-    optimizer, peers = optimizer_of(model), GlooPeers()
+    optimizer = optimizer_of(model)
     train(model, torch.arange(7), optimizer, 1)
     try:
-        save_optimizer(model, optimizer, folder, peers)
+        save_optimizer(model, optimizer, folder)
     except OSError as error:
         return type(error).__name__
     return "written"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
@@ -21,6 +22,8 @@ from omnitrain.parallel.state import init_parallel_state
 from omnitrain.peers import ALONE, GlooPeers
 from tests.families import FAMILIES
 from tests.parallel.factories import any_to_any
+from tests.parallel.test_hand_out import deep
+from tests.peaks import peak_bytes
 
 A_BLOCK_EACH = 1
 
@@ -82,6 +85,28 @@ def test_ranks_deal_out_the_files_and_write_what_one_process_writes(ranks: RankP
     require_same(tmp_path / "many", tmp_path / "one")
     assert sum(shares) == sum(value.nbytes for value in set(model.state_dict(keep_vars=True).values()))
     assert min(shares) > 0.1 * sum(shares)
+
+
+def peak_of_saving(folder: Path) -> tuple[int, int]:
+    """Bytes of the weights of a model of 16 equal layers, and the most that saving it and AdamW's state made of it."""
+    state = init_parallel_state()
+    model = build_parallelize_model(deep("cpu"), parallel_state=state, enable_mixed_precision=False)
+    optimizer, peers = torch.optim.AdamW(model.parameters(), fused=True), GlooPeers()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+    def save() -> None:
+        save_whole(model, folder, peers, A_BLOCK_EACH)
+        save_optimizer(model, optimizer, folder / "optimizer")
+
+    return sum(parameter.numel() * 4 for parameter in model.parameters()), peak_bytes(save)
+
+
+def test_no_rank_has_more_than_its_file_in_memory(ranks: RankPool, tmp_path: Path) -> None:
+    """A layer, twice while its matrix is gathered and copied."""
+    for whole, peak in ranks.run(peak_of_saving, tmp_path, timeout_s=60, world=4):
+        assert peak < 2 * whole / 16
 
 
 def saved_plainly(folder: Path) -> None:

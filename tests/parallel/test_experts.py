@@ -20,7 +20,6 @@ from omnitrain.models.native import discover
 from omnitrain.ops.experts import bytes_sent, experts_in
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.verify import verify
-from omnitrain.peers import GlooPeers
 from tests.parallel import factories
 from tests.parallel.laid_out import counted, full, laid_out, total
 from tests.parallel.test_verify import check, hf_samples
@@ -173,14 +172,14 @@ def test_counts_are_exchanged_once_per_layer_and_not_again_in_a_recompute(ranks:
 def updated(ep: int, saved: Path, begun: Path | None = None) -> dict[str, torch.Tensor]:
     """Weights after a step of AdamW, from the state in ``begun`` on; they and the new state end in ``saved``."""
     model, pack = laid_out_moe(ep=ep)
-    optimizer, peers = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3), GlooPeers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     if begun is not None:
-        load_optimizer(model, optimizer, begun / "optimizer", peers)
+        load_optimizer(model, optimizer, begun / "optimizer")
     total(model(pack)).backward()
     optimizer.step()
-    save_optimizer(model, optimizer, saved / "optimizer", peers)
+    save_optimizer(model, optimizer, saved / "optimizer")
     weights = whole_tensors(model.state_dict(keep_vars=True))
-    if peers.rank == 0:
+    if torch.distributed.get_rank() == 0:
         own = {name.removeprefix("foundation."): weight for name, weight in weights.items()}
         model.foundation.save_pretrained(saved, state_dict=own)
     return weights

@@ -16,10 +16,10 @@ import omnitrain as ot
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf import foundation_class
-from omnitrain.models.spread import by_first
 from omnitrain.ops.experts import experts_in, settings_of
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.weights import by_first
 from tests.families import FAMILIES
 from tests.parallel import factories
 from tests.parallel.laid_out import full

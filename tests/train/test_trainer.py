@@ -27,6 +27,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.answer import answer
 from omnitrain.train.display import console
 from omnitrain.train.evaluate import Answered
+from omnitrain.train.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
 
@@ -273,6 +274,27 @@ def test_a_folder_that_holds_no_run_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds files and no run"):
         Trainer(load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'thesis'}"))
     assert (tmp_path / "thesis" / "chapter.txt").is_file()
+
+
+def test_space_for_a_checkpoint_is_asked_for_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By as many bytes as one then takes, but for the names in its files."""
+    recipe = load(tiny_recipe(tmp_path), "train.steps=1")
+    summary = Trainer(recipe).fit()
+    files = [file for file in summary.checkpoint.rglob("*") if file.suffix in (".safetensors", ".distcp")]
+    taken = sum(file.stat().st_size for file in files)
+    needed = checkpoint_bytes(Trainer(recipe).model)
+    assert 0.8 * taken < needed < taken
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=needed - 1))
+    with pytest.raises(
+        UserError, match=r"output_dir: a checkpoint of this run takes [\d.]+ GiB, and [\d.]+ GiB are free"
+    ):
+        Trainer(recipe).fit()
+    assert not (tmp_path / "run.old1").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=needed))
+    assert Trainer(recipe).fit().step == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
