@@ -194,10 +194,15 @@ def _files(given: str) -> list[str]:
         found = sorted(map(str, Path().glob(given))) if not path.is_absolute() else _glob(path)
     else:
         found = []
+    lines = [file for file in found if _is_lines(file)]
     others = [file for file in found if not _is_lines(file)]
-    if 0 < len(others) < len(found):
+    if lines and others:
+        inside = path / "**" if path.is_dir() else path.parent
+        one, other = (str(inside / f"*.{kind}") for kind in ("parquet", "jsonl"))
         raise DataError(
-            f"data: {given!r} holds {Path(others[0]).name!r} beside JSON Lines; name files of one kind, such as *.jsonl"
+            f"data: {given!r} holds {len(lines)} file(s) of JSON Lines ({Path(lines[0]).name!r}, ...) beside "
+            f"{len(others)} other(s) ({Path(others[0]).name!r}, ...); set `path` to {one!r} or {other!r}; both are two "
+            "data sets"
         )
     return found
 

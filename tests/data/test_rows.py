@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,11 @@ def test_a_folder_of_both_kinds_and_one_of_none_are_refused(tmp_path: Path) -> N
         open_sources([DataSource(path=str(tmp_path))])
     json_lines(tmp_path / "rows.jsonl", asked("hi"))
     write_parquet(tmp_path / "rows.parquet", [tiny_row("text", 0)])
-    with pytest.raises(
-        DataError, match=r"'rows\.parquet' beside JSON Lines; name files of one kind, such as \*\.jsonl"
-    ):
-        open_sources([DataSource(path=str(tmp_path))])
+    for both in (tmp_path, tmp_path / "rows*"):
+        with pytest.raises(DataError, match=r"1 file\(s\) of JSON Lines .* beside 1 other\(s\)") as refused:
+            open_sources([DataSource(path=str(both))])
+        advised = re.findall(r"'([^']*\*\.\w+)'", str(refused.value))
+        assert [len(rows) for rows in open_sources([DataSource(path=path) for path in advised])] == [1, 1]
 
 
 def test_a_file_that_changes_while_it_is_read_is_a_message(tmp_path: Path) -> None:
