@@ -100,10 +100,10 @@ def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExt
     names = extra_arguments(type(model))
     tokens = {modality: port.token_id for modality, port in ports.items()}
     extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
-    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model, names))
+    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model))
 
 
-def _zeros_open_the_prompt(model: PreTrainedModel, names: tuple[str, ...]) -> bool:
+def _zeros_open_the_prompt(model: PreTrainedModel) -> bool:
     """With all types zero, the mask lets the first token see the second: the types tell prompt from answer."""
     with attention_implementation(model, "eager"):  # the one whose masks are plain tensors
         given = _text_call(model)
