@@ -91,8 +91,12 @@ class Table(Protocol):
 class RowSource(Sequence[Row]):
     """A data set whose columns were checked; media stay encoded until a row is used."""
 
-    def __init__(self, source: DataSource) -> None:
+    def __init__(self, source: DataSource, name: str | None = None) -> None:
         """Open the data set.
+
+        Args:
+            source: which one.
+            name: in metrics, and of rows without an id; None: the source's own, or the stem of its path.
 
         Raises:
             DataError: it does not exist, cannot be read, or lacks a column.
@@ -100,7 +104,7 @@ class RowSource(Sequence[Row]):
         self._table = _open(source)
         if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
-        self.name = source.name or Path(source.path).stem
+        self.name = name or source.name or Path(source.path).stem
         self.columns = source.columns
 
     def __len__(self) -> int:
@@ -142,9 +146,9 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
         DataError: all that is wrong with any of them, a line each.
     """
     opened, problems = [], []
-    for source in sources:
+    for source, name in zip(sources, _names(sources), strict=True):
         try:
-            opened.append(RowSource(source))
+            opened.append(RowSource(source, name))
             if not len(opened[-1]):
                 problems.append(f"data: no rows in {source.path!r}")
         except DataError as error:
@@ -152,6 +156,21 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     if problems:
         raise DataError("\n".join(problems))
     return opened
+
+
+def _names(sources: Sequence[DataSource]) -> list[str]:
+    """Of each its own, or else the end of its path, by which no other one is called."""
+    paths = list(dict.fromkeys(Path(source.path) for source in sources if source.name is None))
+    return [source.name or _end_of(Path(source.path), paths) for source in sources]
+
+
+def _end_of(path: Path, paths: Sequence[Path]) -> str:
+    """The stem of ``path``, with as many folders in front as tell it from the others among ``paths``."""
+    for depth in range(1, len(path.parts) + 1):
+        ends = [(*one.parts[:-1], one.stem)[-depth:] for one in (path, *paths)]
+        if ends.count(ends[0]) == 2:  # it is among them
+            return "/".join(ends[0])
+    return path.name
 
 
 def _open(source: DataSource) -> Table:

@@ -142,3 +142,14 @@ def test_a_file_that_changes_while_it_is_read_is_a_message(tmp_path: Path) -> No
     json_lines(tmp_path / "rows.jsonl", asked("a longer text than before"))
     with pytest.raises(DataError, match=r"rows\.jsonl changed while it was in use"):
         table[1]
+
+
+def test_data_sets_of_one_stem_have_names_that_tell_them_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("x/a/rows.jsonl", "x/b/rows.jsonl", "y/b/rows.jsonl", "x/b/more.jsonl")]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        json_lines(path, asked("hi"))
+    opened = open_sources([DataSource(path=str(path)) for path in (*paths, paths[0])])
+    assert [rows.name for rows in opened] == ["a/rows", "x/b/rows", "y/b/rows", "more", "a/rows"]
+    assert opened[1][0].id == "x/b/rows[0]"
+    assert open_sources([DataSource(path=str(path), name="all") for path in paths])[0].name == "all"
