@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Image, LargeList, List, Value
 
 from omnitrain.data.loader import require_usable
 from omnitrain.data.rows import Row, RowSource, open_sources
@@ -55,6 +55,17 @@ def test_columns_of_another_type_are_refused_when_the_data_are_opened(tmp_path: 
         "column 'images' (columns.images) holds lists of int64, expected files: {bytes, path}, bytes or paths" in found
     )
     assert [problem[:40] for problem in problems] == ["column 'audios' (columns.audios) holds f"]
+
+
+@pytest.mark.parametrize("kind", [List, LargeList])
+def test_images_in_lists_of_any_kind_stay_encoded(tmp_path: Path, kind: type) -> None:
+    messages = List({"role": Value("string"), "content": Value("string")})
+    row = {"messages": [{"role": "user", "content": "hello"}], "images": [{"bytes": b"no image", "path": None}]}
+    Dataset.from_list([row], features=Features({"messages": messages, "images": kind(Image())})).to_parquet(
+        str(tmp_path / "rows.parquet")
+    )
+    (rows,) = open_sources([DataSource(path=str(tmp_path / "rows.parquet"))])
+    assert rows[0].media_bytes("image", 0) == b"no image"
 
 
 @pytest.mark.parametrize("medium", [None, "", {"bytes": None, "path": None}])
