@@ -10,7 +10,6 @@ import pyarrow.compute as pc
 
 from omnitrain.recipe import Columns
 
-
 _LISTS = (datasets.List, datasets.LargeList)
 
 

@@ -37,6 +37,13 @@ class Row:
     media: dict[str, list[Any]]
     extra: dict[str, Any]
 
+    @property
+    def question(self) -> list[dict[str, Any]]:
+        """The messages that a model answers: all but a last one of the assistant."""
+        last = self.messages[-1] if self.messages else None
+        is_answered = isinstance(last, dict) and last.get("role") == "assistant"
+        return self.messages[:-1] if is_answered else self.messages
+
     def media_bytes(self, modality: str, position: int) -> bytes:
         """The encoded file of the ``position``-th part of ``modality``.
 

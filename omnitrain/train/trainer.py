@@ -153,7 +153,7 @@ class Trainer:
                 self.data_state = self.loader.state()
                 self._require_targets()
                 progress.update(self.step)
-                if self.step % train.log_every == 0 or self.step == train.steps or self._heldout_loss_is_due():
+                if self.recipe.writes_metrics(self.step):
                     line = self._metrics(loss, norm)
                     if (heldout_losses := self._heldout_losses(interrupt)) is not None:
                         line["heldout"] = heldout_losses
@@ -294,13 +294,9 @@ class Trainer:
             **self.experts.metrics(),
         }
 
-    def _heldout_loss_is_due(self) -> bool:
-        every = self.recipe.evaluation.loss_every if self.recipe.evaluation else None
-        return every is not None and self.step % every == 0
-
     def _heldout_losses(self, interrupt: Interrupt) -> dict[str, Any] | None:
         """Of this step, for its line of metrics; None: they are not due, or Ctrl-C cut them short."""
-        if self.evaluator is None or not self._heldout_loss_is_due():
+        if self.evaluator is None or not self.recipe.measures_heldout_loss(self.step):
             return None
         found = None
         with contextlib.suppress(StoppedError), self.watch.paused("evaluate"), self._eager():
