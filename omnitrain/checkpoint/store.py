@@ -6,12 +6,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.peers import ALONE, Peers, agreed
+
+T = TypeVar("T")
 
 _MANIFEST = "manifest.json"
 
@@ -26,8 +30,14 @@ class CheckpointStore:
         """``keep``: newest checkpoints that stay."""
         self.folder, self.keep = Path(folder), keep
 
-    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, write: Callable[[Path], None], peers: Peers = ALONE) -> Path:
         """Commit what ``write(temporary_folder)`` writes as the checkpoint of ``step``.
+
+        Args:
+            step: optimizer steps done.
+            write: writes this rank's files. Where it talks to the others, an error on one of them may not leave any
+                waiting.
+            peers: the ranks of the run, which all call this.
 
         Returns:
             The committed folder.
@@ -36,28 +46,42 @@ class CheckpointStore:
             TrainingError: the disk is full, or cannot be written; checkpoints saved before stay as they are.
         """
         final = self.folder_of(step)
+        temporary = self._unfinished(final)
+        is_first = peers.rank == 0
+
+        def on_all(work: Callable[[], T]) -> T:
+            return agreed(peers, lambda: self._told(work, final))
+
         try:
-            self._commit(final, write)
-        except (OSError, SafetensorError, RuntimeError) as error:  # of a full disk, torch.save makes the last
-            reason = f"{str(error).splitlines()[0]}; {_free_mib(self.folder):,} MiB are free there"
-            shutil.rmtree(self._unfinished(final), ignore_errors=True)
-            raise TrainingError(f"{final} cannot be written ({reason}); checkpoints saved before are intact") from error
-        for old in self._steps()[: -self.keep]:
-            shutil.rmtree(old)
+            on_all(lambda: _make_empty(temporary) if is_first else None)
+            on_all(lambda: write(temporary))
+            names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))  # a share may be slow to list some
+            checksums = peers.gather(on_all(lambda: _settled(_share(sorted(names), peers), temporary)))
+            on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
+        except TrainingError:
+            if is_first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         return final
 
-    def _commit(self, final: Path, write: Callable[[Path], None]) -> None:
-        temporary = self._unfinished(final)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        write(temporary)
-        manifest = {str(f.relative_to(temporary)): _checksum(f) for f in sorted(temporary.rglob("*")) if f.is_file()}
+    def _told(self, work: Callable[[], T], final: Path) -> T:
+        try:
+            return work()
+        except (OSError, SafetensorError, RuntimeError) as error:  # of a full disk, torch.save makes the last
+            reason = f"{str(error).splitlines()[0]}; {_free_mib(self.folder):,} MiB are free there"
+            raise TrainingError(f"{final} cannot be written ({reason}); checkpoints saved before are intact") from error
+
+    def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:
+        manifest = dict(sorted(entry for part in checksums for entry in part.items()))
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        for path in (*temporary.rglob("*"), temporary):  # a folder too: it holds the names of its files
+        folders = [path for path in temporary.rglob("*") if path.is_dir()]
+        for path in (temporary / _MANIFEST, *folders, temporary):  # a folder holds the names of its files
             _sync(path)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _sync(self.folder)
+        for old in self._steps()[: -self.keep]:
+            shutil.rmtree(old)
 
     def _unfinished(self, final: Path) -> Path:
         return self.folder / f".{final.name}.partial"
@@ -71,55 +95,96 @@ class CheckpointStore:
         """Where the checkpoint of ``step`` lies once it is committed."""
         return self.folder / f"step-{step:08d}"
 
-    def latest(self) -> Path:
-        """The newest checkpoint, checked against its checksums.
+    def latest(self, peers: Peers = ALONE) -> Path:
+        """The newest checkpoint, checked against its checksums by ``peers``, which all call this.
 
         Raises:
             UserError: there is none, or a file of it was damaged.
         """
-        steps = self._steps()
-        if not steps:
+        newest = agreed(peers, self.newest)
+        verify(newest, peers)
+        return newest
+
+    def newest(self) -> Path:
+        """The checkpoint of the most steps.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not (steps := self._steps()):
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
-        verify(steps[-1])
         return steps[-1]
 
     def _steps(self) -> list[Path]:
         return sorted(self.folder.glob("step-*"))
 
 
-def verify(checkpoint: Path) -> None:
+def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
     """Compare a checkpoint's files with its manifest.
+
+    Args:
+        checkpoint: its folder.
+        peers: ranks that share the work; all of them call this.
 
     Raises:
         UserError: names every file that is missing or differs.
     """
+    damaged = peers.gather(agreed(peers, lambda: _damaged(checkpoint, peers)))
+    if names := sorted(name for part in damaged for name in part):
+        raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
+
+
+def _damaged(checkpoint: Path, peers: Peers) -> list[str]:
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {checkpoint} is damaged: {error}; remove the folder") from None
-    damaged = [
+    return [
         name
-        for name, checksum in manifest.items()
-        if not (checkpoint / name).is_file() or _checksum(checkpoint / name) != checksum
+        for name in _share(sorted(manifest), peers)
+        if not (checkpoint / name).is_file() or _checksum(checkpoint / name) != manifest[name]
     ]
-    if damaged:
-        raise UserError(f"checkpoint {checkpoint} is damaged: {damaged} do not match {_MANIFEST}; remove the folder")
 
 
-def newest_checkpoint(path: str | Path) -> Path:
+def newest_checkpoint(path: str | Path, *, checked: bool = True) -> Path:
     """``path`` itself if it is a checkpoint, else the newest one of the run in it.
+
+    Args:
+        path: folder.
+        checked: compare it with its manifest, if it has one.
 
     Raises:
         UserError: neither.
     """
     path = Path(path)
-    if (path / "config.json").is_file():
-        if (path / _MANIFEST).is_file():
-            verify(path)
-        return path
-    if (path / "checkpoints").is_dir():
-        return CheckpointStore(path / "checkpoints", keep=1).latest()
-    raise UserError(f"{path} is neither a saved omni model (config.json) nor a run folder with checkpoints")
+    if not (path / "config.json").is_file():
+        if not (path / "checkpoints").is_dir():
+            raise UserError(f"{path} is neither a saved omni model (config.json) nor a run folder with checkpoints")
+        path = CheckpointStore(path / "checkpoints", keep=1).newest()
+    if checked and (path / _MANIFEST).is_file():
+        verify(path)
+    return path
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _share(names: Sequence[str], peers: Peers) -> Sequence[str]:
+    """Those that this rank is to look after."""
+    return names[peers.rank :: peers.size]
+
+
+def _settled(names: Sequence[str], folder: Path) -> dict[str, str]:
+    """File -> checksum of what is on the disk for good."""
+    for name in names:
+        _sync(folder / name)
+    return {name: _checksum(folder / name) for name in names}
 
 
 def _checksum(file: Path) -> str:

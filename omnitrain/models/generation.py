@@ -26,7 +26,7 @@ from omnitrain.models.encoding import encode
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.in_step import idle_prompt, in_step
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.peers import ALONE, Peers
+from omnitrain.peers import ALONE, Peers
 from omnitrain.recipe import Sampling
 
 Uniform = Callable[[], torch.Tensor]  # -> float64 [batch] in [0, 1), fresh in every call

@@ -11,7 +11,7 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share, num_calls
 from omnitrain.models.hf_samples import idle_sample
 from omnitrain.models.native import special_ids
-from omnitrain.models.peers import Peers
+from omnitrain.peers import Peers
 
 
 def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[Pack, Share]]:

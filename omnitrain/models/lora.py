@@ -84,6 +84,25 @@ def adapters_within(model: OmniModel, adapters: Mapping[str, Adapters]) -> dict[
     }
 
 
+def without_adapters(model: OmniModel) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
+    """The modules and parameters of ``model``, tied ones under all names, as they are called without adapters."""
+    adapted = {name for own in adapters_of(model).values() for name in own.linears}
+    inside = tuple(f"{name}." for name in adapted)
+    modules = {
+        name: module.get_submodule("base_layer") if name in adapted else module
+        for name, module in model.named_modules()
+        if not name.startswith(inside)
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return modules, {base: parameters[name] for base, name in names_without_adapters(model, parameters).items()}
+
+
+def names_without_adapters(model: OmniModel, names: Iterable[str]) -> dict[str, str]:
+    """What parameters ``names`` are called without adapters -> their names; adapters are left out."""
+    base_of, added = {own[0]: base for base, own in model.renamed.items()}, model.adapter_names
+    return {base_of.get(name, name): name for name in names if name not in added}
+
+
 def root_of(model: OmniModel, component: str) -> str:
     """Name of the HF model that the component is, or is a part of."""
     return component if component in (*model.encoder_names, *model.decoder_names) else FOUNDATION
@@ -182,7 +201,8 @@ def _add_to_linears(model: OmniModel, adapters: Adapters) -> None:
     for name in adapters.linears:
         thin = (f"{name}.lora_{matrix}.{ADAPTER}.weight" for matrix in "AB")
         model.renamed[f"{name}.weight"] = (f"{name}.base_layer.weight", *thin)
-        model.renamed[f"{name}.bias"] = (f"{name}.base_layer.bias",)
+        if model.get_submodule(f"{name}.base_layer").bias is not None:
+            model.renamed[f"{name}.bias"] = (f"{name}.base_layer.bias",)
 
 
 class _Shell(nn.Module):

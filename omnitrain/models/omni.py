@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from omnitrain.checkpoint.whole import whole_weights
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
@@ -30,9 +28,11 @@ from omnitrain.models.lora_files import load_adapters, remove_adapters, save_ada
 from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.part import filled_up, here
-from omnitrain.models.spread import by_first, is_spread
+from omnitrain.models.spread import is_spread
+from omnitrain.models.weight_files import save_whole
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 from omnitrain.ops.device import moved
+from omnitrain.peers import GlooPeers
 
 # What says where from_pretrained finds the files, and how it downloads them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -122,16 +122,16 @@ class OmniModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """Write config and whole weights, and LoRA adapters beside them in files of peft, for :meth:`from_pretrained`.
 
-        Every rank calls it where the model is spread over ranks: the first one writes, and no rank goes on before.
+        Every rank calls it where the model is spread over ranks: each writes some of the files (:func:`save_whole`).
 
         Args:
-            save_directory: a folder; what a model left there before is replaced.
-            *args: for transformers.
-            **kwargs: for transformers. With ``state_dict``, that is written as it is, by the rank that calls.
+            save_directory: a folder, the same on all ranks; what a model left there before is replaced.
+            *args: for transformers; of a model of one process only.
+            **kwargs: likewise. With ``state_dict``, that is written as it is, by the rank that calls.
 
         Raises:
-            UserError: with ``push_to_hub``, and there are adapters.
-            TrainingError: on the other ranks, where the first one could not write; it raises the error itself.
+            UserError: ``push_to_hub`` where there are adapters; arguments for transformers, and the model is spread.
+            TrainingError: on other ranks, where one of them could not write; it raises the error itself.
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -140,18 +140,26 @@ class OmniModel(PreTrainedModel):
             return
         if kwargs.get("push_to_hub"):
             self._require_no_adapters()
-        first = not is_spread(self) or dist.get_rank() == 0
-        weights, adapters = split_weights(self, whole_weights(self, keep=first))
-
-        def write() -> None:
-            super(OmniModel, self).save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
+        if is_spread(self):
+            positional = {f"a positional argument ({value!r})" for value in args}
+            self._save_spread(Path(save_directory), positional | kwargs.keys())
+        elif kwargs.get("is_main_process", True):
+            weights, adapters = split_weights(self, self.state_dict())
+            super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
             remove_adapters(Path(save_directory))
             save_adapters(self, Path(save_directory), adapters)
 
-        if is_spread(self):
-            by_first(write)
-        elif kwargs.get("is_main_process", True):
-            write()
+    def _save_spread(self, folder: Path, arguments: set[str]) -> None:
+        if unknown := sorted(arguments - {"is_main_process", "state_dict", "push_to_hub"}):
+            raise UserError(
+                f"save_pretrained of a model that is spread over ranks: found {', '.join(unknown)}; expected only a "
+                "folder; save it, load it in one process, and save it again from there"
+            )
+        peers = GlooPeers()
+        try:
+            save_whole(self, folder, peers)
+        finally:
+            peers.close()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """Upload config and weights to the Hub.

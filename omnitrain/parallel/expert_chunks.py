@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from statistics import median
 
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.peers import Peers
 from omnitrain.ops.experts import settings_of
 from omnitrain.parallel.applied import layout_of
 from omnitrain.parallel.expert_exchange import RankDispatcher
 from omnitrain.parallel.experts import expert_layers
 from omnitrain.parallel.token_shares import ShareOfTokens
+from omnitrain.peers import Peers
 from omnitrain.recipe.parallel import AUTO_CHUNKS
 
 ROUNDS = 3

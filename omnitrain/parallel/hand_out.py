@@ -27,7 +27,8 @@ class HandedOut:
 
     Args:
         model: the same on all ranks, on rank 0 with its weights. It is on the meta device afterwards, but for buffers,
-            of which every rank has those of rank 0. All ranks call this.
+            of which every rank has those of rank 0; until it is filled, its parameters can be given other dtypes. All
+            ranks call this.
         device: on which tensors travel.
     """
 
@@ -60,7 +61,7 @@ class HandedOut:
         whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self._device)
         if dist.get_rank() == SOURCE:
             # Out of both: what would hold a parameter would hold it whole behind its sharding.
-            whole.copy_(self._whole.pop(self._names.pop(parameter)))
+            whole.copy_(self._whole.pop(self._names.pop(parameter)))  # in the dtype that it shall have
         travelling = whole.contiguous()
         dist.broadcast(travelling.view(-1).view(torch.uint8), SOURCE)
         whole.copy_(travelling)

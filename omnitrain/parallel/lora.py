@@ -9,7 +9,6 @@ from omnitrain.models.lora import Adapters, adapters_of, find_adapters, find_in_
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import AUTO
 from omnitrain.parallel.experts import ExpertLayer
-from omnitrain.parallel.state import ParallelState
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
@@ -61,18 +60,12 @@ def lora_problems(
     adapters: Mapping[str, Adapters],
     layers: Mapping[str, Sequence[ExpertLayer]],
     plan: ParallelPlan,
-    state: ParallelState,
 ) -> Iterator[str]:
     """What ``adapters`` cannot be used with; ``layers``: of each component, those with experts."""
     for name, own in adapters.items():
         path = plan.path_of(name, "lora")
         for backend in sorted({layer.backend for layer in layers[name] if own.experts} - {AUTO, "torch"}):
             yield f"{path}.lora: found with experts backend {backend}, which knows no adapters; use auto or torch"
-        if name == FOUNDATION and state.size("tp") > 1:
-            yield (
-                f"{path}.lora: found with tp {state.size('tp')}, and adapters of matrices that ranks share are not "
-                "available yet; use tp 1 (dp_shard, ep and ulysses go with lora)"
-            )
         if name == FOUNDATION and plan.of(FOUNDATION).async_ulysses:
             yield f"{path}.lora: found with async_ulysses, which drives projections without adapters; use one of them"
 

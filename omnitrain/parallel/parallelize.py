@@ -30,6 +30,7 @@ from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence import part_of_call
 from omnitrain.parallel.shard import Sharding, device_of, shard
 from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.tensor.adapters import styles_with_adapters
 from omnitrain.parallel.tensor.apply import cut_tensors
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.tokens import DividedTokens, divide_tokens
@@ -122,10 +123,10 @@ def build_parallelize_model(
 
     _freeze(omni, plans)
     add_lora(omni, adapters)
-    _set_precision(omni, plans)
     handed_out = HandedOut(omni, device_of(state.fsdp_mesh)) if hands_out else None
+    _set_precision(omni, plans)  # what is handed out is cast on its way, tensor by tensor
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
-    cut_tensors(omni, tensors.styles, state.tp_mesh, ends)
+    cut_tensors(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
         divide_tokens(omni.foundation, [omni.get_submodule(name) for name in ends], state.tp_mesh.get_group())
     experts = _spread_experts(omni, plans, plan, state)

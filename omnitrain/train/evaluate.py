@@ -21,8 +21,8 @@ from omnitrain.errors import UserError
 from omnitrain.models.generation import Answer, generate
 from omnitrain.models.in_step import in_step
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.peers import ALONE, Peers, agreed
 from omnitrain.parallel.gather import gathered
+from omnitrain.peers import ALONE, Peers, agreed
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics import LossMeter
 

@@ -12,9 +12,9 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.peers import Peers
 from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
 from omnitrain.ops.spans import Recorded, SpanRecorder
+from omnitrain.peers import Peers
 from omnitrain.recipe import Recipe
 from omnitrain.train.chrome_trace import write_chrome_trace
 

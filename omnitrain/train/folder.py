@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import count
@@ -13,9 +16,13 @@ from typing import Any
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
+from omnitrain.peers import Peers, agreed
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.display import console
 from omnitrain.train.resume import require_same_run
+
+_SEEN_WITHIN_S = 60.0  # machines that share a folder may keep for so long what they saw of it last
+_LOOK_EVERY_S = 0.5
 
 
 class RunFolder:
@@ -36,13 +43,16 @@ class RunFolder:
         self.store = CheckpointStore(self.path / "checkpoints", recipe.train.keep_checkpoints)
         _require_writable(self.path)
 
-    def checkpoint_to_resume(self) -> Path:
+    def checkpoint_to_resume(self, peers: Peers) -> Path:
         """The newest checkpoint of the run in this folder.
+
+        Args:
+            peers: the ranks of the run, which all call this.
 
         Raises:
             UserError: there is none, it is damaged, or the run was begun with another recipe.
         """
-        checkpoint = self.store.latest()
+        checkpoint = self.store.latest(peers)
         require_same_run(Recipe.load(str(self.path / "recipe.yaml")), self.recipe, self.path)
         return checkpoint
 
@@ -65,6 +75,30 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.store.clear_unfinished()
         self.save_recipe(self.recipe)
+
+    def require_shared(self, peers: Peers) -> None:
+        """All ranks, which all call this once the folder is open, have the same one.
+
+        Raises:
+            UserError: some do not.
+        """
+        mark = self.path / f".seen-by-{peers.gather(uuid.uuid4().hex)[0]}"
+        agreed(peers, lambda: mark.touch() if peers.rank == 0 else None)
+        try:
+            agreed(peers, lambda: self._require_seen(mark))
+        finally:
+            if peers.rank == 0:
+                mark.unlink()
+
+    def _require_seen(self, mark: Path) -> None:
+        give_up = time.monotonic() + _SEEN_WITHIN_S
+        while not mark.is_file():
+            if time.monotonic() > give_up:
+                raise UserError(
+                    f"output_dir: {str(self.path.absolute())!r} on {socket.gethostname()} is not the folder of rank 0; "
+                    "every rank writes its part of a checkpoint: name a folder that all machines share"
+                )
+            time.sleep(_LOOK_EVERY_S)
 
     def save_recipe(self, recipe: Recipe) -> None:
         """Write ``recipe.yaml``; at the start, and when something was measured that belongs into it."""

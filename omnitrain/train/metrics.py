@@ -16,8 +16,8 @@ import torch
 from omnitrain.data.pack import Pack
 from omnitrain.errors import TrainingError
 from omnitrain.models.outputs import OmniOutput
-from omnitrain.models.peers import ALONE, Peers
 from omnitrain.ops.device import moved
+from omnitrain.peers import ALONE, Peers
 
 
 class LossMeter:

@@ -10,11 +10,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from omnitrain.models.peers import ALONE, Peers, agreed
 from omnitrain.parallel.meeting import Meeting, open_meeting
-from omnitrain.parallel.peers import GlooPeers
 from omnitrain.parallel.stalls import Watch
 from omnitrain.parallel.state import ParallelState, forget_parallel_state, init_state_of
+from omnitrain.peers import ALONE, GlooPeers, Peers, agreed
 from omnitrain.recipe import ParallelPlan
 from omnitrain.train.rank import name_to_launcher
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a run, whatever its layout: the ranks give their parts, the first one writes."""
+"""A checkpoint of a run, whatever its layout: each rank writes a part of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from omnitrain.checkpoint.whole import whole_optimizer_state, whole_weights
+from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.data.processor import OmniProcessor
-from omnitrain.models.lora_files import save_adapters, split_weights
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.weight_files import save_whole
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.ranks import Ranks
-from omnitrain.train.state import TrainingState, trainable, write_state
+from omnitrain.train.state import OPTIMIZER, TrainingState, trainable, write_state
 
 
 def save_checkpoint(
@@ -33,18 +33,15 @@ def save_checkpoint(
         optimizer: of its trained parameters.
         state: where the run stands, the same on all ranks.
     """
-    weights = whole_weights(model, keep=ranks.is_first)
-    moments = whole_optimizer_state(model, optimizer)
 
     def write(folder: Path) -> None:
-        base, adapters = split_weights(model, weights)
-        model.save_pretrained(folder, state_dict=base)
-        save_adapters(model, folder, adapters)
+        save_whole(model, folder, ranks.peers)
+        save_optimizer(model, optimizer, folder / OPTIMIZER, ranks.peers)
+        ranks.first(lambda: beside(folder))
+
+    def beside(folder: Path) -> None:
         processor.save_pretrained(folder)
-        write_state(folder, state, trainable(model), moments)
+        write_state(folder, state, trainable(model))
 
-    def save() -> None:
-        run.store.save(state.step, write)
-        run.list_rejected(state.data.rejected)
-
-    ranks.first(save)
+    run.store.save(state.step, write, ranks.peers)
+    ranks.first(lambda: run.list_rejected(state.data.rejected))

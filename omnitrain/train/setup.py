@@ -70,6 +70,8 @@ def load_checkpoint(
     init_device: str = "cpu",
     chat: ChatFormat | None = None,
     torch_dtype: torch.dtype | None = None,
+    *,
+    checked: bool = True,
 ) -> tuple[OmniModel, OmniProcessor]:
     """A saved model, with its LoRA adapters if it has some, and its processor.
 
@@ -79,12 +81,13 @@ def load_checkpoint(
         init_device: ``meta`` makes shapes only.
         chat: replaces the saved chat format.
         torch_dtype: of the weights; None: as saved.
+        checked: compare files with their checksums first, if weights are read.
 
     Raises:
         UserError: not such a folder.
         WeightsError: tensors missing, left over or misshapen.
     """
-    folder = newest_checkpoint(folder)
+    folder = newest_checkpoint(folder, checked=checked and init_device != "meta")
     model = build_omni_model(weights_path=str(folder), init_device=init_device, torch_dtype=torch_dtype)
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from omnitrain.checkpoint.whole import OptimizerState, load_whole_optimizer_state
+from omnitrain.checkpoint.optimizer import load_optimizer
 from omnitrain.data.sample import Rejected
 from omnitrain.data.slots import LoaderState, SlotState
 from omnitrain.errors import UserError
+from omnitrain.peers import Peers
 
 _FILE = "trainer.pt"
+OPTIMIZER = "optimizer"  # folder of its state
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,19 @@ class TrainingState:
     expert_chunks: dict[str, int] | None = None
 
 
-def write_state(folder: Path, state: TrainingState, trainable: Sequence[str], optimizer: OptimizerState) -> None:
-    """Write ``state`` and the optimizer's into ``folder``.
+def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) -> None:
+    """Write ``state`` into ``folder``, that of a checkpoint, with the names of the trained parameters."""
+    torch.save({"state": asdict(state), "trainable": list(trainable)}, folder / _FILE)
+
+
+def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, peers: Peers) -> TrainingState:
+    """The state that :func:`write_state` wrote; the optimizer continues from its own, under any layout.
 
     Args:
-        folder: of the checkpoint.
-        state: where the run stands.
-        trainable: names of the trained parameters.
-        optimizer: see :func:`omnitrain.checkpoint.whole.whole_optimizer_state`.
-    """
-    torch.save({"state": asdict(state), "trainable": list(trainable), "optimizer": optimizer}, folder / _FILE)
-
-
-def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """The state that :func:`write_state` wrote; the optimizer continues from its own, under any layout.
+        folder: of the checkpoint, with the optimizer's state in ``optimizer``.
+        model: what goes on training.
+        optimizer: of it.
+        peers: all ranks of the run, which all call this.
 
     Raises:
         UserError: other parameters train now.
@@ -61,7 +62,7 @@ def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
         raise UserError(f"{folder}: other parameters trained than those of this recipe: {changed}")
-    load_whole_optimizer_state(model, optimizer, saved["optimizer"])
+    load_optimizer(model, optimizer, folder / OPTIMIZER, peers)
     return TrainingState(**(saved["state"] | {"data": _loader_state(**saved["state"]["data"])}))
 
 

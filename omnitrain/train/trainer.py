@@ -100,14 +100,16 @@ class Trainer:
         self.ranks = join_ranks(recipe.parallel, self.device)
         self.folder = RunFolder(recipe)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
-        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume() if resume else None
+        self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
         self._parameters = list(self.model.parameters())  # to walk the modules takes longer than to list them
-        state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
+        state = (
+            read_state(self.resumed, self.model, self.optimizer, self.ranks.peers) if self.resumed else TrainingState()
+        )
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
         traces = self.folder.path / "trace"
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.device, traces, state)
@@ -147,6 +149,7 @@ class Trainer:
             # Data of no use end the run before it writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
             metrics = self.ranks.first(self._open_folder)
+            self.folder.require_shared(self.ranks.peers)
             interrupted, heldout_losses = False, None
             while self.step < train.steps and not interrupted:
                 loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from omnitrain.models.build import build_omni_model
-from omnitrain.models.peers import ALONE
 from omnitrain.parallel import expert_chunks
 from omnitrain.parallel.expert_chunks import ExpertChunks, candidates, fastest
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.peers import ALONE
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
 from tests.parallel.laid_out import laid_out

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 import omnitrain as ot
-from omnitrain.checkpoint.whole import load_whole_optimizer_state, whole_optimizer_state, whole_weights
+from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
+from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.build import build_omni_model
@@ -19,9 +20,11 @@ from omnitrain.models.native import discover
 from omnitrain.ops.experts import bytes_sent, experts_in
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.verify import verify
+from omnitrain.peers import GlooPeers
 from tests.parallel import factories
 from tests.parallel.laid_out import counted, full, laid_out, total
 from tests.parallel.test_verify import check, hf_samples
+from tests.stored import stored
 
 LAYOUTS = ["dp4.ep4.accum2.recompute", "dp4.ep2.recompute", "dp4.ep2.accum2", "hsdp2x2.ep2.recompute", "dp2.ep2"]
 BESIDE = ["dp2.sp2.ep4.recompute", "dp2.sp2.ep2.accum2"]
@@ -167,34 +170,36 @@ def test_counts_are_exchanged_once_per_layer_and_not_again_in_a_recompute(ranks:
     assert again == (layers * (counts + there + back), 2 * layers * (there + back), sent)
 
 
-def updated(ep: int, folder: str | None = None, state: Any = None) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Optimizer state and weights after a step of AdamW, from an earlier ``state`` on."""
+def updated(ep: int, saved: Path, begun: Path | None = None) -> dict[str, torch.Tensor]:
+    """Weights after a step of AdamW, from the state in ``begun`` on; they and the new state end in ``saved``."""
     model, pack = laid_out_moe(ep=ep)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-    if state is not None:
-        load_whole_optimizer_state(model, optimizer, state)
+    optimizer, peers = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3), GlooPeers()
+    if begun is not None:
+        load_optimizer(model, optimizer, begun / "optimizer", peers)
     total(model(pack)).backward()
     optimizer.step()
-    weights = whole_weights(model)
-    if folder is not None and torch.distributed.get_rank() == 0:
+    save_optimizer(model, optimizer, saved / "optimizer", peers)
+    weights = whole_tensors(model.state_dict(keep_vars=True))
+    if peers.rank == 0:
         own = {name.removeprefix("foundation."): weight for name, weight in weights.items()}
-        model.foundation.save_pretrained(folder, state_dict=own)
-    return whole_optimizer_state(model, optimizer), weights
+        model.foundation.save_pretrained(saved, state_dict=own)
+    return weights
 
 
 def test_weights_and_optimizer_state_do_not_know_the_layout(ranks: RankPool, tmp_path: Path) -> None:
-    state, weights = ranks.run(updated, 4, str(tmp_path), timeout_s=60)[0]
-    plain = dict(type(factories.qwen3_moe()).from_pretrained(tmp_path).named_parameters())
+    four = tmp_path / "4"
+    weights = ranks.run(updated, 4, four, timeout_s=60)[0]
+    plain = dict(type(factories.qwen3_moe()).from_pretrained(four).named_parameters())
     assert len(plain) == len(weights)
     for name, parameter in plain.items():
         assert torch.equal(parameter, weights[f"foundation.{name}"]), name
-    (spread_state, spread), (alone_state, alone) = (
-        ranks.run(updated, ep, None, state, timeout_s=60)[0] for ep in (2, 1)
-    )
+    spread, alone = (ranks.run(updated, ep, tmp_path / str(ep), four, timeout_s=60)[0] for ep in (2, 1))
     for name, weight in spread.items():
         torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
-        one, other = spread_state["state"][name]["exp_avg"], alone_state["state"][name]["exp_avg"]
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    moments, others = stored(tmp_path / "2" / "optimizer"), stored(tmp_path / "1" / "optimizer")
+    assert moments.keys() == others.keys() and len(moments) == 3 * len(weights)
+    for name, moment in moments.items():
+        torch.testing.assert_close(moment, others[name], rtol=1e-4, atol=1e-6)
 
 
 def test_a_bound_on_rows_changes_nothing(ranks: RankPool) -> None:

@@ -19,12 +19,11 @@ from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.generation import Answer, generate
 from omnitrain.models.omni import OmniModel
-from omnitrain.models.peers import ALONE
 from omnitrain.parallel.gather import gathered
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.peers import GlooPeers
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_parallel_state
+from omnitrain.peers import ALONE, GlooPeers
 from omnitrain.recipe import Recipe, Sampling
 from omnitrain.train.evaluate import Answered, Evaluation, Evaluator
 from tests.parallel.factories import qwen3_vl

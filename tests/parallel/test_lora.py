@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.build import build_omni_model
@@ -13,23 +14,43 @@ from omnitrain.parallel.experts import expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.shrink import twin_of
-from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.verify import verify
-from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from tests.parallel import factories
 from tests.parallel.laid_out import laid_out, total
+from tests.parallel.tensor.test_tokens import BIASED
 from tests.parallel.test_experts import samples_of, text_samples
-from tests.parallel.test_verify import check
+from tests.parallel.test_verify import QWEN_GLOBS, check, hf_samples
 
 LORA = Lora(targets=["o_proj", "experts.*"], rank=3)
+CUT = {  # family: targets, and how it is cut if it does not say so itself
+    "deepseek_v3": (["mlp.**", "self_attn.*"], None),  # shared experts
+    "glm4v": (["layers.**"], None),  # fused matrices
+    "gpt_oss": (["*_proj", "experts.*"], BIASED),
+    "qwen3_vl": (["*_proj", "blocks.**"], QWEN_GLOBS),  # a tower, too
+}
 
 
 def with_lora(layout: str, lora: Lora = LORA) -> ParallelPlan:
     plan = parse_layout(layout).plan()
     return plan.model_copy(update={"default": plan.default.model_copy(update={"lora": lora})})
+
+
+def divided_tokens(plan: ParallelPlan) -> ParallelPlan:
+    return plan.model_copy(update={"components": {FOUNDATION: ComponentPlan(sequence_parallel=True)}})
+
+
+def hidden_with_and_without_adapters() -> list[torch.Tensor]:
+    """Of the same pack: of the model as it is, and with new adapters beside all that takes some."""
+    found = []
+    for lora in (None, Lora(targets=["*_proj", "experts.*"], rank=3)):
+        model = laid_out({"lora": lora}, state={"tp_size": 2}, model=build_omni_model(foundation=factories.qwen3_moe()))
+        hidden = model(Pack.from_samples(samples_of(factories.qwen3_moe()))).hidden
+        assert hidden is not None
+        found.append(hidden)
+    return found
 
 
 def test_adapters_train_under_expert_parallelism_as_in_one_process(ranks: RankPool) -> None:
@@ -38,6 +59,27 @@ def test_adapters_train_under_expert_parallelism_as_in_one_process(ranks: RankPo
 
 def test_a_plan_with_lora_trains_its_adapters_as_in_one_process(ranks: RankPool) -> None:
     check(ranks, "qwen3_moe", text_samples(), [with_lora("dp2.ep2")])
+
+
+def test_adapters_train_under_tensor_parallelism_as_in_one_process(ranks: RankPool) -> None:
+    """Beside matrices cut by columns and by rows, and beside experts whose tokens are shared."""
+    layouts = ["tp2.dp2.ep2.recompute", divided_tokens(parse_layout("tp2").plan())]
+    check(ranks, "qwen3_moe_with_adapters", text_samples(), layouts)
+
+
+def test_new_adapters_change_no_bit_on_tensor_parallel_ranks(ranks: RankPool) -> None:
+    for bare, adapted in ranks.run(hidden_with_and_without_adapters, timeout_s=60, world=2):
+        assert bare.abs().max() > 0 and torch.equal(bare, adapted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUT)
+def test_adapters_train_on_every_tensor_parallel_layout_as_in_one_process(ranks: RankPool, name: str) -> None:
+    targets, globs = CUT[name]
+    lora = Lora(targets=targets, rank=3)
+    plans = [with_lora(layout, lora) for layout in ("tp2", "tp2.dp2.accum2.recompute", "tp2.sp2")]
+    plans = [plan.model_copy(update={"tp_plan": globs}) for plan in (*plans, divided_tokens(plans[0]))]
+    check(ranks, name, hf_samples(name), plans)
 
 
 @pytest.mark.slow
@@ -115,16 +157,17 @@ def test_a_model_that_is_cut_to_be_verified_has_its_adapters() -> None:
 
 
 def test_layouts_that_adapters_cannot_be_on_are_refused_in_a_line(ranks: RankPool) -> None:
-    (row,) = verify(
-        "tests.parallel.factories:qwen3_moe_with_adapters", text_samples(), ["tp2"], pool=ranks, timeout_s=60
-    ).rows
-    assert row.status == "refused" and row.reason.startswith(
-        "parallel plan: 1 problem\n  default.lora: found with tp 2"
+    plan = ParallelPlan(default=ComponentPlan(ulysses=2), components={FOUNDATION: ComponentPlan(async_ulysses=True)})
+    factory = "tests.parallel.factories:qwen3_moe_with_adapters"
+    (row,) = verify(factory, text_samples(), [plan], pool=ranks, timeout_s=60).rows
+    assert row.status == "refused" and row.reason == (
+        "parallel plan: 1 problem\n  default.lora: found with async_ulysses, which drives projections without "
+        "adapters; use one of them"
     )
 
 
 def test_experts_backends_without_adapters_are_refused_with_those_that_have_them() -> None:
-    model, state = factories.qwen3_moe_with_adapters(), ParallelState(fit_mesh(1), 0, "cpu", "fsdp2", {})
+    model = factories.qwen3_moe_with_adapters()
     use_omnitrain_experts(model, "grouped_mm")
-    (problem,) = lora_problems(adapters_of(model), expert_layers(model), ParallelPlan(), state)
+    (problem,) = lora_problems(adapters_of(model), expert_layers(model), ParallelPlan())
     assert problem == "default.lora: found with experts backend grouped_mm, which knows no adapters; use auto or torch"

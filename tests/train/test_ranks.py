@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -103,6 +104,19 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
+def test_a_run_of_adapters_goes_on_without_the_tensor_parallel_ranks_that_began_it(
+    ranks: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    lora = "parallel.components.foundation.lora={targets: ['*_proj'], rank: 4}"
+    fit(recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS, lora])
+    leave_ranks()
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, lora]
+    ranks.run(fit, recipe, [*arguments, "parallel.components.foundation.tp=2"], False, 2, timeout_s=120, world=2)
+    fit(recipe, arguments, resume=True)
+    leave_ranks()
+    assert_same_run(tmp_path / "run", tmp_path / "one")
+
+
 def test_a_run_computes_in_bf16_where_its_plan_says_so(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     """Evaluation, too; the state stays fp32, and losses are those of fp32 up to rounding."""
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
@@ -118,6 +132,20 @@ def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, 
     with pytest.raises(RankError, match=r"train.micro_batches: found 2 with 3 ranks"):
         ranks.run(fit, recipe, arguments, timeout_s=60, world=3)
     assert not (tmp_path / "run").exists()
+
+
+def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
+    """Each rank has a folder of its own."""
+    with patch("omnitrain.train.folder._SEEN_WITHIN_S", 0.0):
+        fit(recipe, [*overrides, f"output_dir={folder / str(dist.get_rank())}"])
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(
+    ranks: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RankError, match=r"output_dir: .*name a folder that all machines share"):
+        ranks.run(fit_elsewhere, recipe, tmp_path, TWO_SLOTS, timeout_s=60, world=2)
+    assert sorted(file.name for file in (tmp_path / "0").iterdir()) == ["metrics.jsonl", "recipe.yaml"]
 
 
 def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:

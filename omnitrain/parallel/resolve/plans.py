@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from omnitrain.models.lora import Adapters, adapters_of
+from omnitrain.models.lora import Adapters, adapters_of, names_without_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
@@ -50,8 +50,7 @@ def resolve_plans(
     blocks, layers = blocks_of(model), expert_layers(model)
     present = adapters_of(model) if present is None else present
     adapters, wrong = adapters_for(model, plan, present)
-    unfit = list(lora_problems({**present, **adapters}, layers, plan, state))
-    problems += [*wrong, *(unfit or tensors.problems)]  # adapters are no matrices that a tensor parallel plan knows
+    problems += [*wrong, *lora_problems({**present, **adapters}, layers, plan), *tensors.problems]
     problems += model_problems(model, layers, plan, state)
     problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
     plans = {}
@@ -84,11 +83,11 @@ def _frozen(model: OmniModel) -> list[str]:
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:
-    """Component -> its modules and parameters, relative to it."""
+    """Component -> its modules and parameters, relative to it, as they are called without adapters."""
     names = {}
     for component, parameters in model.components.items():
         root = component if component in (FOUNDATION, *model.encoder_names, *model.decoder_names) else FOUNDATION
-        paths = [path.removeprefix(f"{root}.") for path in parameters]
+        paths = [path.removeprefix(f"{root}.") for path in names_without_adapters(model, parameters)]
         modules = {path.rsplit(".", cut)[0] for path in paths for cut in range(1, path.count(".") + 1)}
         names[component] = [*paths, *sorted(modules)]
     return names

@@ -117,15 +117,16 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_bias(module: nn.Module) -> Iterator[Tensor | None]:
-    bias = module._parameters.get("bias")
+    linear = getattr(module, "base_layer", module)  # of a layer with an adapter, the bias is inside
+    bias = linear._parameters.get("bias")
     if bias is None:
         yield None
         return
-    module._parameters["bias"] = None
+    linear._parameters["bias"] = None
     try:
         yield bias
     finally:
-        module._parameters["bias"] = bias
+        linear._parameters["bias"] = bias
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedConfig
 
+from omnitrain.models.lora import without_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.globs import matches
@@ -22,7 +23,7 @@ class TensorPlan:
     """What tensor parallelism does to a model.
 
     Attributes:
-        styles: name of a module or parameter in the model -> style.
+        styles: name of a module or parameter in the model without adapters -> style.
         components: those that have any.
         problems: why it cannot be done; one line each.
     """
@@ -79,8 +80,7 @@ class _Planning:
         self.problems: list[str] = []
         self._tp = tp
         self._model = model
-        self._modules = dict(model.named_modules())
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._modules, self._parameters = without_adapters(model)
         owner = {p: name for name, own in model.components.items() for p in own.values()}
         self._component: dict[str, str] = {}
         self._inside: dict[str, list[str]] = {}

@@ -61,6 +61,13 @@ def test_a_weight_that_is_tied_to_a_cut_one_is_cut_with_it() -> None:
     assert styles["foundation.model.language_model.embed_tokens"] == "embedding_rowwise"
 
 
+def test_a_model_with_adapters_is_planned_by_the_names_that_it_has_without_them() -> None:
+    bare, adapted = build_omni_model(foundation=factories.qwen3_moe()), factories.qwen3_moe_with_adapters()
+    assert planned(adapted) == planned(bare)
+    by_parameter = {"q_proj.weight": "colwise", "o_proj.*": "rowwise"}
+    assert planned(adapted, tp_plan=by_parameter) == planned(bare, tp_plan=by_parameter) != {}
+
+
 def test_experts_stay_whole_and_shared_ones_are_cut() -> None:
     styles = planned(build_omni_model(foundation=factories.deepseek_v3()))
     assert not any(".experts" in name for name in styles)
