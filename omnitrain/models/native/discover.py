@@ -42,7 +42,6 @@ class Discovery:
     Attributes:
         ports: modality -> how its rows are made and taken.
         components: name -> names of its parameters; ``foundation`` has all that no other component reads.
-        num_parameters: component -> number of its parameters' elements, each counted once.
         shared: names of parameters that a feature method reads, but that belong to the text model (embeddings of
             image codes); they stay in ``foundation``.
         refused: modality -> why its rows cannot be made apart from the forward.
@@ -52,7 +51,6 @@ class Discovery:
 
     ports: dict[str, NativePort]
     components: dict[str, tuple[str, ...]]
-    num_parameters: dict[str, int]
     shared: tuple[str, ...]
     refused: dict[str, str]
     positions: PositionFunction
@@ -181,12 +179,10 @@ def _grouped(
     }
     taken = {name for names in components.values() for name in names}
     everything = {FOUNDATION: tuple(name for name in order if name not in taken), **components}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     read = {name for port in ports.values() for name in port.parameters}
     return Discovery(
         ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
         components=everything,
-        num_parameters={name: sum(sizes[p] for p in names) for name, names in everything.items()},
         shared=tuple(name for name in order if name in read & text),
         refused=refused,
         positions=positions,
