@@ -92,10 +92,10 @@ def end_with_parent() -> None:
 def follow_main_process() -> None:
     """Leave signals to the process that started this one, take one thread, and end when that process ends.
 
-    Ctrl-C and a scheduler's SIGTERM reach the whole group: the main process answers them.
+    Ctrl-C, a hang-up and a scheduler's SIGTERM reach the whole group: the main process answers them.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it ended before the line above

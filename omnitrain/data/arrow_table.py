@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 
 from omnitrain.recipe import Columns
 
+_LISTS = (datasets.List, datasets.LargeList)
+
 
 class ArrowTable:
     """A data set of HF ``datasets``; see :class:`omnitrain.data.rows.Table`."""
@@ -58,7 +60,7 @@ class ArrowTable:
 
 
 def _inner(feature: Any) -> Any:
-    return _inner(feature.feature) if isinstance(feature, (datasets.List, datasets.LargeList)) else feature
+    return _inner(feature.feature) if isinstance(feature, _LISTS) else feature
 
 
 def _holds_files(feature: Any) -> bool:
@@ -105,6 +107,6 @@ def _keep_encoded(data: datasets.Dataset, columns: Columns) -> datasets.Dataset:
 
 
 def _undecoded(feature: Any) -> Any:
-    if isinstance(feature, datasets.List):
-        return datasets.List(_undecoded(feature.feature))
+    if isinstance(feature, _LISTS):
+        return type(feature)(_undecoded(feature.feature))
     return type(feature)(decode=False) if hasattr(feature, "decode") else feature

@@ -143,11 +143,16 @@ class StepLoader:
                 yield made.step
 
 
-def first_samples(sources: Sequence[RowSource], processor: OmniProcessor) -> dict[str, Sample | Rejected | UserError]:
-    """The first row of every source of metrics, prepared: tells within moments whether a model can use the data."""
+def first_samples(
+    sources: Sequence[RowSource], processor: OmniProcessor
+) -> list[tuple[str, Sample | Rejected | UserError]]:
+    """Of each data set the first row of every source of metrics, prepared, with that source's name.
+
+    Tells within moments whether a model can use the data.
+    """
     rows = PreparedRows(sources, processor, max_tokens=None)
-    firsts = {name: (0, s, group[0]) for s, table in enumerate(sources) for name, group in table.by_source().items()}
-    return {name: rows[draw] for name, draw in firsts.items()}
+    groups = ((s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items())
+    return [(name, rows[0, s, group[0]]) for s, name, group in groups]
 
 
 def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:

@@ -71,7 +71,7 @@ class MediaBatch:
 
 @dataclass(frozen=True)
 class PackInfo:
-    """Host-side facts of a pack, one entry per sample."""
+    """Host-side facts of a pack, one entry per sample; see :class:`Sample`."""
 
     ids: tuple[str, ...]
     sources: tuple[str, ...]

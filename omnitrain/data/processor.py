@@ -84,10 +84,7 @@ class OmniProcessor:
 
     def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
         """Everything before the last assistant message's content: what generation starts from."""
-        last = row.messages[-1] if row.messages else None
-        is_answered = isinstance(last, dict) and last.get("role") == "assistant"
-        messages = row.messages[:-1] if is_answered else row.messages
-        return self._try(row, messages, index, for_generation=True)
+        return self._try(row, row.question, index, for_generation=True)
 
     def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
         try:

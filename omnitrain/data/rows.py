@@ -37,6 +37,13 @@ class Row:
     media: dict[str, list[Any]]
     extra: dict[str, Any]
 
+    @property
+    def question(self) -> list[dict[str, Any]]:
+        """The messages that a model answers: all but a last one of the assistant."""
+        last = self.messages[-1] if self.messages else None
+        is_answered = isinstance(last, dict) and last.get("role") == "assistant"
+        return self.messages[:-1] if is_answered else self.messages
+
     def media_bytes(self, modality: str, position: int) -> bytes:
         """The encoded file of the ``position``-th part of ``modality``.
 
@@ -91,8 +98,12 @@ class Table(Protocol):
 class RowSource(Sequence[Row]):
     """A data set whose columns were checked; media stay encoded until a row is used."""
 
-    def __init__(self, source: DataSource) -> None:
+    def __init__(self, source: DataSource, name: str | None = None) -> None:
         """Open the data set.
+
+        Args:
+            source: which one.
+            name: in metrics, and of rows without an id; None: the source's own, or the stem of its path.
 
         Raises:
             DataError: it does not exist, cannot be read, or lacks a column.
@@ -100,7 +111,7 @@ class RowSource(Sequence[Row]):
         self._table = _open(source)
         if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
-        self.name = source.name or Path(source.path).stem
+        self.name = name or source.name or Path(source.path).stem
         self.columns = source.columns
 
     def __len__(self) -> int:
@@ -142,9 +153,9 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
         DataError: all that is wrong with any of them, a line each.
     """
     opened, problems = [], []
-    for source in sources:
+    for source, name in zip(sources, _names(sources), strict=True):
         try:
-            opened.append(RowSource(source))
+            opened.append(RowSource(source, name))
             if not len(opened[-1]):
                 problems.append(f"data: no rows in {source.path!r}")
         except DataError as error:
@@ -152,6 +163,21 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     if problems:
         raise DataError("\n".join(problems))
     return opened
+
+
+def _names(sources: Sequence[DataSource]) -> list[str]:
+    """Of each its own, or else the end of its path, by which no other one is called."""
+    paths = list(dict.fromkeys(Path(source.path) for source in sources if source.name is None))
+    return [source.name or _end_of(Path(source.path), paths) for source in sources]
+
+
+def _end_of(path: Path, paths: Sequence[Path]) -> str:
+    """The stem of ``path``, with as many folders in front as tell it from the others among ``paths``."""
+    for depth in range(1, len(path.parts) + 1):
+        ends = [(*one.parts[:-1], one.stem)[-depth:] for one in (path, *paths)]
+        if ends.count(ends[0]) == 2:  # it is among them
+            return "/".join(ends[0])
+    return path.name
 
 
 def _open(source: DataSource) -> Table:
@@ -194,10 +220,15 @@ def _files(given: str) -> list[str]:
         found = sorted(map(str, Path().glob(given))) if not path.is_absolute() else _glob(path)
     else:
         found = []
+    lines = [file for file in found if _is_lines(file)]
     others = [file for file in found if not _is_lines(file)]
-    if 0 < len(others) < len(found):
+    if lines and others:
+        inside = path / "**" if path.is_dir() else path.parent
+        one, other = (str(inside / f"*.{kind}") for kind in ("parquet", "jsonl"))
         raise DataError(
-            f"data: {given!r} holds {Path(others[0]).name!r} beside JSON Lines; name files of one kind, such as *.jsonl"
+            f"data: {given!r} holds {len(lines)} file(s) of JSON Lines ({Path(lines[0]).name!r}, ...) beside "
+            f"{len(others)} other(s) ({Path(others[0]).name!r}, ...); set `path` to {one!r} or {other!r}; both are two "
+            "data sets"
         )
     return found
 

@@ -66,7 +66,7 @@ class Sample:
         loss_mask: ``[T]`` bool; True where the text token itself is to be predicted.
         position_ids: ``[T]`` int64, or ``[axes, T]`` for a foundation with several position axes (M-RoPE).
         spans: media, in order of ``start``.
-        index: position in the global data order.
+        index: position in the global data order; negative: it stands in for no sample of the data.
         token_inputs: further arguments of the foundation's forward with one value per token, ``[T]`` each
             (``mm_token_type_ids``, ``token_type_ids``).
         num_inputs: how many tokens, from the first on, the model is given; None: all. One behind them is a label at

@@ -168,6 +168,21 @@ def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]
     return sorted(rows.items())
 
 
+@dataclass(frozen=True)
+class _Cells:
+    """Rows that take the place of token embeddings in a batch.
+
+    Attributes:
+        prompts: ``[n]`` int64, which row of the batch; on the host, as ``columns``.
+        columns: ``[n]`` int64.
+        embeds: ``[n, hidden]``.
+    """
+
+    prompts: torch.Tensor
+    columns: torch.Tensor
+    embeds: torch.Tensor
+
+
 class _Foundation:
     """The foundation over a growing, left-padded batch; the state is a KV cache or the whole sequence.
 
@@ -195,12 +210,13 @@ class _Foundation:
         self.placeholders = set(self.runner.native.token_ids.values())
         self.text_token = text_token
         encoded = []
-        self.inserted: list[tuple[int, InsertedRows]] = []  # prompt, and rows at columns of the batch
+        self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
         for number, (pack, share) in enumerate(in_step(model, packs, peers)):
             media = encode(model, pack.to(model.device), share).media
             if number < len(packs):
-                where = pads[number]
-                self.inserted += [(number, InsertedRows(part.positions + where, part.rows)) for part in media.inserted]
+                for part in media.inserted:
+                    columns = part.positions + pads[number]
+                    self.inserted.append(_Cells(torch.full_like(columns, number), columns, part.rows))
                 encoded.append(media.native)
         self.native = self.runner.one_batch(encoded)
         self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
@@ -220,11 +236,7 @@ class _Foundation:
 
         columns = slice(self.seen, None)
         width = self.input_ids.size(1) - self.seen
-        inserted = [
-            InsertedRows(number * width + part.positions - self.seen, part.rows)
-            for number, part in self.inserted
-            if part.positions[0] >= self.seen
-        ]
+        inserted = [InsertedRows(c.prompts * width + c.columns - self.seen, c.embeds) for c in self.inserted]
         output = self.runner.run(
             self.input_ids[:, columns],
             head=head,
@@ -239,6 +251,7 @@ class _Foundation:
         )
         if self.cache is not None:
             self.seen = self.input_ids.size(1)
+            self.inserted.clear()
         if not states:
             raise UserError(
                 f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here"
@@ -249,8 +262,8 @@ class _Foundation:
         """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
         # A placeholder that was drawn is text, and must not take a row from the media of the next prompt.
         tokens = [self.text_token if token in self.placeholders else token for token in tokens]
-        end = torch.tensor([self.input_ids.size(1)])
-        self.inserted += [(number, InsertedRows(end, row[None])) for number, row in enumerate(embeds)]
+        everyone = torch.arange(len(embeds))
+        self.inserted.append(_Cells(everyone, torch.full_like(everyone, self.input_ids.size(1)), embeds))
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)[:, None]], dim=1)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         largest = self.position_ids.amax(dim=-1, keepdim=True)

@@ -48,10 +48,8 @@ def cut_pack(pack: Pack, part: RowPart) -> Pack:
     )
 
 
-def filled_up(pack: Pack, filler: Pack | None) -> Pack:
-    """``pack`` with the samples of ``filler`` behind its own, from which nothing is learnt; None: as it is."""
-    if filler is None:
-        return pack
+def filled_up(pack: Pack, filler: Pack) -> Pack:
+    """``pack`` with the samples of ``filler`` behind its own, from which nothing is learnt."""
     both = (pack.info, filler.info)
     return replace(
         pack,

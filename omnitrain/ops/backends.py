@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,7 +33,10 @@ class Backend:
     automatic: tuple[str, ...] | None = None
 
 
-def choose(operation: str, backends: Sequence[Backend], wanted: str, device: torch.device) -> Backend:
+B = TypeVar("B", bound=Backend)
+
+
+def choose(operation: str, backends: Sequence[B], wanted: str, device: torch.device) -> B:
     """The backend called ``wanted``; ``auto``: the first of ``backends`` that is automatic on ``device`` and can run.
 
     Raises:

@@ -86,7 +86,9 @@ class CompiledBlocks:
                 block._compiled_call_impl = call
 
 
-def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = "inductor") -> CompiledBlocks:
+def compile_blocks(
+    model: nn.Module, device: torch.device, *, max_recompiles: int = 8, backend: str = "inductor"
+) -> CompiledBlocks:
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     Blocks are the items of the module lists that transformers can recompute (``GradientCheckpointingLayer``). All sizes
@@ -94,7 +96,8 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     So a block is two graphs, and blocks that are alike share them.
 
     Args:
-        model: on its device.
+        model: on any device.
+        device: where it will compute.
         max_recompiles: more of them are an error of :meth:`CompiledBlocks.check`.
         backend: of ``torch.compile``.
 
@@ -104,7 +107,6 @@ def compile_blocks(model: nn.Module, *, max_recompiles: int = 8, backend: str = 
     blocks = {name: block for name, block in model.named_modules() if _is_block(model, name, block)}
     if not blocks:
         raise UserError(f"{type(model).__name__} has no list of blocks that torch.compile could take one by one")
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if backend == "inductor" and (lack := compiler_missing(device)) is not None:
         raise UserError(f"train.compile: torch.compile {lack}; install it or set train.compile to false")
     keep_compilations()

@@ -101,17 +101,17 @@ def linear_cross_entropy(
         count = int((labels != IGNORED).sum())
     kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
     chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
-    softmax, group = chosen.run, _group_of(weight)
+    group = _group_of(weight)
     if group is not None:
         if backend not in ("auto", "torch"):
             raise UserError(f"cross_entropy: {backend} cannot share a vocabulary between ranks; use torch or auto")
-        softmax, weight, bias = partial(sharded_softmax, group=group), _own(weight), _own(bias)
+        chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
+        weight, bias = _own(weight), _own(bias)
     if chunk_elements is None:
-        softmax_bytes = 0 if softmax is _compiled_softmax else torch.float32.itemsize
-        chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + softmax_bytes)
+        chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + chosen.buffer_bytes)
     chunk_rows = max(1, chunk_elements // weight.size(0))
     total, rows = _LinearCrossEntropy.apply(
-        hidden, weight, bias, labels, kept, chunk_rows, softmax, torch.is_grad_enabled()
+        hidden, weight, bias, labels, kept, chunk_rows, chosen.run, torch.is_grad_enabled()
     )
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows)
 
@@ -175,10 +175,21 @@ def _liger_softmax(
     return losses, copied.detach() if with_gradient else None
 
 
+@dataclass(frozen=True)
+class SoftmaxBackend(Backend):
+    """A :data:`Softmax`.
+
+    Attributes:
+        buffer_bytes: per logit, of the buffer that it asks for.
+    """
+
+    buffer_bytes: int = torch.float32.itemsize
+
+
 CROSS_ENTROPY = (
-    Backend("compiled", _compiled_softmax, compiler_missing, automatic=("cuda",)),
-    Backend("torch", _torch_softmax),
-    Backend("liger", _liger_softmax, liger_missing, automatic=()),
+    SoftmaxBackend("compiled", _compiled_softmax, compiler_missing, automatic=("cuda",), buffer_bytes=0),
+    SoftmaxBackend("torch", _torch_softmax),
+    SoftmaxBackend("liger", _liger_softmax, liger_missing, automatic=()),
 )
 
 

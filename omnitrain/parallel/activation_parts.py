@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
-from omnitrain.parallel.activations import ActivationOffload
+from omnitrain.parallel.activations import ActivationOffload, around_calls
 from omnitrain.parallel.recompute import recompute_modules
 from omnitrain.parallel.routers import find_router
 from omnitrain.recipe.parallel import OffloadedTensor, RecomputedPart
@@ -59,23 +60,11 @@ def offload_tensors(
                 set_experts(experts, saving=offload.saving_only)
                 use_omnitrain_experts(experts, backend_of(experts))
             if "mlp_input" in tensors:
-                _InputOffload(offload, block.get_submodule(path.rpartition(".")[0]))
+                around_calls(block.get_submodule(path.rpartition(".")[0]), partial(_of_input, offload))
 
 
-class _InputOffload:
-    """Offloads what is saved of the first argument of a layer's calls."""
-
-    def __init__(self, offload: ActivationOffload, layer: nn.Module) -> None:
-        self._offload = offload
-        self._open: list[ExitStack] = []
-        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-        layer.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        with ExitStack() as stack:
-            stack.enter_context(self._offload.saving_only(first))
-            self._open.append(stack.pop_all())
-
-    def _leave(self, *_: Any) -> None:
-        self._open.pop().close()
+def _of_input(
+    offload: ActivationOffload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[None]:
+    """What is saved of the first argument of a call is offloaded."""
+    return offload.saving_only(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 _SMALL = 4096  # bytes; a copy of less costs more than it frees
+
+
+def around_calls(
+    module: nn.Module, make: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+) -> None:
+    """Run each call of ``module`` inside the context that ``make`` makes of its arguments."""
+    entered: list[ExitStack] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(make(args, kwargs))
+            entered.append(stack.pop_all())
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(lambda *_: entered.pop().close(), always_call=True)
 
 
 class ActivationOffload:
@@ -31,20 +46,10 @@ class ActivationOffload:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: weakref.ref[_Call] | None = None
-        self._open: list[ExitStack] = []
 
     def attach(self, block: nn.Module) -> None:
         """Offload what each call of ``block`` saves. For one that is checkpointed, use :meth:`saving` instead."""
-        block.register_forward_pre_hook(self._enter)
-        block.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, block: nn.Module, args: Any) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self.saving(block))
-            self._open.append(stack.pop_all())
-
-    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
-        self._open.pop().close()
+        around_calls(block, lambda args, kwargs: self.saving(block))
 
     @contextmanager
     def saving(self, block: nn.Module) -> Iterator[None]:

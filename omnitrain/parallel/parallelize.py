@@ -135,7 +135,7 @@ def build_parallelize_model(
     towers = _share_towers(omni, plans, state)
     units = find_units(omni, experts)
     activations = _keep_activations(omni, plans, units, state)
-    compiled = compile_blocks(omni.foundation) if plans[FOUNDATION].compile else None
+    compiled = compile_blocks(omni.foundation, device_of(state.fsdp_mesh)) if plans[FOUNDATION].compile else None
     meshes = _meshes(plans, state)
     parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}

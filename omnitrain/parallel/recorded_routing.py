@@ -21,7 +21,6 @@ from torch import Tensor
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.encoding import Share
-from omnitrain.models.hf_samples import IDLE
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import Recording, Replayed, experts_in
 from omnitrain.parallel.applied import layout_of
@@ -69,7 +68,8 @@ class RoutingOfRun:
         elif self._folder is not None:
             with self._recording.recorded(self._model, info.ids, info.lengths, rows):
                 yield
-            self._lengths |= {name: n for name, n in zip(info.ids, info.lengths, strict=True) if name != IDLE}
+            found = zip(info.ids, info.lengths, info.indices, strict=True)
+            self._lengths |= {name: length for name, length, index in found if index >= 0}
         else:
             yield
 

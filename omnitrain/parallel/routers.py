@@ -18,7 +18,6 @@ from transformers.utils.output_capturing import OutputRecorder
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.encoding import Share
-from omnitrain.models.hf_samples import IDLE
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.device import moved
 from omnitrain.ops.experts import bytes_sent, is_replaying
@@ -284,7 +283,7 @@ def _sample_of_row(pack: Pack) -> Tensor:
 
 def _is_real(pack: Pack) -> Tensor:
     """``[T]`` bool: tokens of samples, not those that stand in for none."""
-    return torch.tensor([source != IDLE for source in pack.info.sources])[_sample_of_row(pack)]
+    return torch.tensor([index >= 0 for index in pack.info.indices])[_sample_of_row(pack)]
 
 
 def _rows(pack: Pack, share: Share) -> _Rows:

@@ -30,7 +30,9 @@ class DataSource(Strict):
     path: str = Field(
         description="Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of them, or a Hub data set id."
     )
-    name: str | None = Field(None, description="Name in metrics. Unset: the file's stem.")
+    name: str | None = Field(
+        None, description="Name in metrics. Unset: the file's stem, behind its folder where stems are alike."
+    )
     split: str = Field("train", description="Split to take when `path` is a Hub data set.")
     weight: float = Field(1.0, gt=0, description="Share of this source among all samples drawn (relative).")
     columns: Columns = Field(default_factory=Columns, description="Column names.")

@@ -71,6 +71,15 @@ class Recipe(Strict):
             )
         return self
 
+    def measures_heldout_loss(self, step: int) -> bool:
+        """Whether the held-out loss is due behind optimizer step ``step``, from 1."""
+        every = self.evaluation.loss_every if self.evaluation else None
+        return every is not None and step % every == 0
+
+    def writes_metrics(self, step: int) -> bool:
+        """Whether step ``step``, from 1, has a line in ``metrics.jsonl``."""
+        return step % self.train.log_every == 0 or step == self.train.steps or self.measures_heldout_loss(step)
+
     def check_heads(self, decoders: Iterable[str]) -> None:
         """Names under ``train.loss_weights`` and ``evaluation.sampling`` must be ``text`` or one of ``decoders``.
 

@@ -99,7 +99,7 @@ def _show_model(model: OmniModel) -> None:
 
 def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pack_tokens: int, cut: bool) -> list[str]:
     problems = []
-    for name, sample in first_samples(tables, processor).items():
+    for name, sample in first_samples(tables, processor):
         if isinstance(sample, UserError):
             problems.append(str(sample))
         elif isinstance(sample, Rejected):

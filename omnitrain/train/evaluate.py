@@ -62,53 +62,11 @@ class Evaluation:
     rejected: list[Rejected]
 
 
-def evaluate(
-    model: OmniModel,
-    processor: OmniProcessor,
-    heldout: Sequence[RowSource],
-    recipe: Recipe,
-    notify: Progress = lambda _: None,
-    peers: Peers = ALONE,
-) -> Evaluation:
-    """Run a recipe's evaluation.
+class Evaluator:
+    """A recipe's evaluation of its model: the held-out loss on the way, everything at the end.
 
     Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... and no others; rank 0 reads all
-    of them once more, as they are, for the scorer.
-
-    Args:
-        model: in any mode; left in evaluation mode. It may be sharded.
-        processor: of the model.
-        heldout: the held-out data sets.
-        recipe: with an ``evaluation`` node and held-out data.
-        notify: told what is going on: by all ranks alike, before every pack and batch. What it raises ends the
-            evaluation, if it raises on all of them.
-        peers: ranks that share the model, all of which call this.
-
-    Raises:
-        UserError: no such scorer, or a row that asks for what the model cannot do; on all ranks.
-        TrainingError: something else failed on another rank, such as the scorer, which runs on rank 0.
-    """
-    settings = recipe.evaluation
-    assert settings is not None
-    score = agreed(peers, lambda: load_scorer(settings.scorer))
-    model.eval()
-    places = heldout_places(heldout, settings.examples_per_source)
-    share = _Share(places, processor, peers)
-    with gathered(model):
-        losses = heldout_loss(model, _packed(model, share, recipe, peers), peers, notify)
-        made = _answers(model, share, recipe, notify, peers)
-    answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
-    order = _by_source(answers, places) if peers.rank == 0 else []
-    answered = agreed(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
-    scores = agreed(peers, lambda: score(answered) if peers.rank == 0 else {})
-    rejected = {index: row for rows in peers.gather(share.rejected) for index, row in rows.items()}
-    return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
-
-
-class HeldoutLoss:
-    """The held-out loss of a model that trains; its packs are made at the first use, and kept.
-
-    Args: those of :func:`evaluate`.
+    of them once more, as they are, for the scorer. Packs are made at the first use, and kept: to decode media is slow.
     """
 
     def __init__(
@@ -119,14 +77,26 @@ class HeldoutLoss:
         recipe: Recipe,
         peers: Peers = ALONE,
     ) -> None:
-        self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
-        self._peers = peers
-
-    def measure(self, notify: Progress = lambda _: None) -> dict[str, Any]:
-        """As :meth:`LossMeter.read` gives it; the model is left in training mode. All ranks call it.
+        """Nothing is read yet.
 
         Args:
-            notify: see :func:`evaluate`.
+            model: it may be sharded.
+            processor: of the model.
+            heldout: the held-out data sets.
+            recipe: with an ``evaluation`` node and held-out data.
+            peers: ranks that share the model, all of which call every method.
+        """
+        assert recipe.evaluation is not None
+        self._model, self._recipe, self._settings, self._peers = model, recipe, recipe.evaluation, peers
+        self._places = heldout_places(heldout, recipe.evaluation.examples_per_source)
+        self._share = _Share(self._places, processor, peers)
+
+    def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
+        """As :meth:`LossMeter.read` gives them; the model is left in training mode.
+
+        Args:
+            notify: told what is going on: by all ranks alike, before every pack and batch. What it raises ends the
+                evaluation, if it raises on all of them.
 
         Raises:
             UserError: a row that asks for what the model cannot do; on all ranks.
@@ -138,12 +108,59 @@ class HeldoutLoss:
         finally:
             self._model.train()
 
+    def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
+        """Losses, answers and scores; the model is left in evaluation mode.
+
+        Args:
+            notify: as of :meth:`losses`.
+            losses: of the model as it is, where they were measured already.
+
+        Raises:
+            UserError: no such scorer, or a row that asks for what the model cannot do; on all ranks.
+            TrainingError: something else failed on another rank, such as the scorer, which runs on rank 0.
+        """
+        peers, places = self._peers, self._places
+        score = agreed(peers, lambda: load_scorer(self._settings.scorer))
+        self._model.eval()
+        with gathered(self._model):
+            if losses is None:
+                losses = heldout_loss(self._model, self._packs, peers, notify)
+            made = self._answers(notify)
+        answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
+        order = _by_source(answers, places) if peers.rank == 0 else []
+        answered = agreed(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
+        scores = agreed(peers, lambda: score(answered) if peers.rank == 0 else {})
+        rejected = {index: row for rows in peers.gather(self._share.rejected) for index, row in rows.items()}
+        return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
+
     @cached_property
     def _packs(self) -> list[Pack]:
-        settings = self._recipe.evaluation
-        assert settings is not None
-        places = heldout_places(self._heldout, settings.examples_per_source)
-        return _packed(self._model, _Share(places, self._processor, self._peers), self._recipe, self._peers)
+        capacity, alone = self._recipe.data.pack_tokens, not self._model.runner.contract.packs
+        samples = self._share.samples(capacity)
+        return agreed(self._peers, lambda: list(pack_all(samples, capacity, alone=alone)))
+
+    def _answers(self, notify: Progress) -> dict[int, Answer]:
+        """Index -> answer, for the readable rows of this rank; the others' are answered at the same time."""
+        settings = self._settings
+        batches = self._share.batches(settings.batch_size)
+        rounds = self._peers.most({"batches": len(batches)})["batches"]
+        answers: dict[int, Answer] = {}
+        for number, batch in enumerate(batches + [[]] * (rounds - len(batches))):
+            notify(f"answers, batch {number + 1} of {rounds}")
+            prompts = agreed(self._peers, partial(self._share.prompts, batch))
+            numbers = [prompt.index for prompt in prompts]
+            made = generate(
+                self._model,
+                self._share.processor,
+                prompts,
+                max_new_tokens=settings.max_new_tokens,
+                sampling=settings.sampling,
+                seed=self._recipe.train.seed,
+                numbers=numbers,
+                peers=self._peers,
+            )
+            answers |= zip(numbers, made, strict=True)
+        return answers
 
 
 @dataclass(frozen=True)
@@ -205,12 +222,6 @@ def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
     return sorted(indices, key=lambda index: (places[index].source, index))
 
 
-def _packed(model: OmniModel, share: _Share, recipe: Recipe, peers: Peers) -> list[Pack]:
-    alone = not model.runner.contract.packs
-    samples = share.samples(recipe.data.pack_tokens)
-    return agreed(peers, lambda: list(pack_all(samples, recipe.data.pack_tokens, alone=alone)))
-
-
 @torch.no_grad()
 def heldout_loss(
     model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE, notify: Progress = lambda _: None
@@ -224,31 +235,6 @@ def heldout_loss(
         if number < len(packs):
             meter.add(there, output)
     return meter.read(peers)
-
-
-def _answers(model: OmniModel, share: _Share, recipe: Recipe, notify: Progress, peers: Peers) -> dict[int, Answer]:
-    """Index -> answer, for the readable rows of this rank; the others' are answered at the same time."""
-    settings = recipe.evaluation
-    assert settings is not None
-    batches = share.batches(settings.batch_size)
-    rounds = peers.most({"batches": len(batches)})["batches"]
-    answers: dict[int, Answer] = {}
-    for number, batch in enumerate(batches + [[]] * (rounds - len(batches))):
-        notify(f"answers, batch {number + 1} of {rounds}")
-        prompts = agreed(peers, partial(share.prompts, batch))
-        numbers = [prompt.index for prompt in prompts]
-        made = generate(
-            model,
-            share.processor,
-            prompts,
-            max_new_tokens=settings.max_new_tokens,
-            sampling=settings.sampling,
-            seed=recipe.train.seed,
-            numbers=numbers,
-            peers=peers,
-        )
-        answers |= zip(numbers, made, strict=True)
-    return answers
 
 
 def exact_match(answers: Sequence[Answered]) -> dict[str, float]:

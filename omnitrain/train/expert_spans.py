@@ -15,7 +15,7 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import LayerSpans, experts_in, set_experts
 from omnitrain.ops.spans import Recorded, SpanRecorder
 from omnitrain.peers import Peers
-from omnitrain.recipe import Train
+from omnitrain.recipe import Recipe
 from omnitrain.train.chrome_trace import write_chrome_trace
 
 
@@ -40,20 +40,20 @@ class ExpertSpans:
     Args:
         model: laid out, or on one process.
         device: of this rank.
-        train: says which steps.
+        recipe: says which steps.
         folder: where traces go.
 
     Raises:
         UserError: traces are asked for, and the model has no experts.
     """
 
-    def __init__(self, model: OmniModel, device: torch.device, train: Train, folder: Path) -> None:
-        self._train, self._folder = train, folder
+    def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
+        self._recipe, self._folder = recipe, folder
         self._recorder, self._last = SpanRecorder(device), Recorded(0.0, 0.0, ())
         layers = list(experts_in(model))
-        if train.trace.steps and not layers:
+        if (traced := recipe.train.trace.steps) and not layers:
             raise UserError(
-                f"train.trace.steps: found {train.trace.steps}, but {type(model.foundation).__name__} has no experts "
+                f"train.trace.steps: found {traced}, but {type(model.foundation).__name__} has no experts "
                 "whose work could be traced; remove it"
             )
         self._has_experts = bool(layers)
@@ -63,9 +63,8 @@ class ExpertSpans:
     @contextmanager
     def step(self, number: int, rank: int) -> Iterator[None]:
         """Optimizer step ``number``, from 1, on ``rank``."""
-        is_traced = number in self._train.trace.steps
-        is_logged = number % self._train.log_every == 0 or number == self._train.steps
-        if not self._has_experts or not (is_traced or is_logged):
+        is_traced = number in self._recipe.train.trace.steps
+        if not self._has_experts or not (is_traced or self._recipe.writes_metrics(number)):
             yield
             return
         self._recorder.begin()

@@ -48,7 +48,7 @@ class ExpertsOfRun:
         self.routers.continue_from(state.expert_shares)
         self.routing = RoutingOfRun(model, asked.record, asked.replay, ranks.peers.rank)
         self.chunks = ExpertChunks(model, state.expert_chunks)
-        self._spans = ExpertSpans(model, device, recipe.train, traces)
+        self._spans = ExpertSpans(model, device, recipe, traces)
 
     @contextmanager
     def measured(self, step: int, tokens: int) -> Iterator[None]:

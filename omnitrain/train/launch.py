@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext, start_processes
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainingError, UserError
-from omnitrain.train.interrupt import TOGETHER_SECONDS
+from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
 from omnitrain.train.rank import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
@@ -128,7 +128,7 @@ class _Signals:
     """Within this context signals are kept for :meth:`take`."""
 
     def __init__(self) -> None:
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in heard(_SIGNALS)}
         self._caught: list[int] = []
 
     def take(self) -> list[int]:
@@ -136,7 +136,7 @@ class _Signals:
         return taken
 
     def __enter__(self) -> _Signals:
-        for number in _SIGNALS:
+        for number in self._before:
             signal.signal(number, self._keep)
         return self
 

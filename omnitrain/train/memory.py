@@ -69,8 +69,8 @@ def kept_by_source(
         sources: data sets.
         pack_tokens: length of a pack; rows of which no two fit are left out.
     """
-    firsts = first_samples(sources, processor).values()
-    samples = [first for first in firsts if isinstance(first, Sample) and 2 * len(first) <= pack_tokens]
+    firsts = first_samples(sources, processor)
+    samples = [first for _, first in firsts if isinstance(first, Sample) and 2 * len(first) <= pack_tokens]
     return measure_kept_memory(model, samples).of_full_packs(samples, pack_tokens) if samples else {}
 
 

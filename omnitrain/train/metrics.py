@@ -107,8 +107,8 @@ class MetricsFile:
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         """Lines behind ``resume_step`` of an earlier run are dropped (they will come again), and a cut last one."""
         self._path = path
-        lines = path.read_text().splitlines() if path.is_file() and resume_step else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= resume_step]
+        whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
+        kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
         path.write_text("".join(f"{line}\n" for line in kept))
 
     def write(self, line: dict[str, Any]) -> None:

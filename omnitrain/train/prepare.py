@@ -55,7 +55,7 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     # The others get their part of the weights from the first rank when they lay the model out.
     model, processor = ranks.one_by_one(lambda: _build(recipe, checkpoint, "cpu" if ranks.is_first else "meta"))
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel))
-    compiled = _compiled(model, recipe)
+    compiled = _compiled(model, recipe, device)
     layout = _lay_out(model, recipe, ranks, device)
     if compiled is None and layout is not None:
         compiled = layout.components[FOUNDATION].compiled
@@ -72,9 +72,11 @@ def _build(recipe: Recipe, checkpoint: Path | None, init_device: str) -> tuple[O
     return model.train(), processor
 
 
-def _compiled(model: OmniModel, recipe: Recipe) -> CompiledBlocks | None:
+def _compiled(model: OmniModel, recipe: Recipe, device: torch.device) -> CompiledBlocks | None:
     settings = recipe.train.compile
-    return compile_blocks(model.foundation, max_recompiles=settings.max_recompiles) if settings.enabled else None
+    if not settings.enabled:
+        return None
+    return compile_blocks(model.foundation, device, max_recompiles=settings.max_recompiles)
 
 
 def _lay_out(model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device) -> AppliedLayout | None:

@@ -72,10 +72,10 @@ def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Pat
 
 
 def _write_prompt(row: Row, folder: Path, stem: str) -> list[str | Path]:
-    """The texts of all messages but the answer, and their media as files."""
+    """The texts of the question, and its media as files."""
     shown: list[str | Path] = []
     seen = dict.fromkeys(MODALITIES, 0)
-    for message in row.messages[:-1]:
+    for message in row.question:
         content = message["content"]
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             if part["type"] == "text":

@@ -32,7 +32,7 @@ from omnitrain.train.display import (
     show_kept_memory,
     show_layout,
 )
-from omnitrain.train.evaluate import HeldoutLoss, evaluate, load_scorer
+from omnitrain.train.evaluate import Evaluator, load_scorer
 from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt, StoppedError
@@ -78,8 +78,7 @@ class Trainer:
         model: the model, in place.
         processor: rows -> samples.
         loader: training data, step by step.
-        heldout: the held-out data sets.
-        heldout_loss: of the model on them.
+        evaluator: of the model on held-out data; None: the recipe asks for no evaluation.
         optimizer: AdamW.
         step: optimizer steps done.
     """
@@ -113,10 +112,14 @@ class Trainer:
         traces = self.folder.path / "trace"
         self.experts = ExpertsOfRun(self.model, recipe, self.ranks, self.device, traces, state)
         self.recipe = self.folder.recipe = self._with_what_was_measured()
-        self.loader, self.heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data)
+        self.loader, heldout = open_data(recipe, self.model, self.processor, self.ranks, state.data)
         if self.resumed:
             require_same_rows(state.rows, self.loader.order.lengths, self.folder.path)
-        self.heldout_loss = HeldoutLoss(self.model, self.processor, self.heldout, self.recipe, self.ranks.loss_peers)
+        self.evaluator = (
+            Evaluator(self.model, self.processor, heldout, self.recipe, self.ranks.loss_peers)
+            if recipe.evaluation
+            else None
+        )
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
@@ -145,14 +148,16 @@ class Trainer:
             first = [self._next_batch(steps)] if self.step < train.steps else []
             metrics = self.ranks.first(self._open_folder)
             self.folder.require_shared(self.ranks.peers)
-            interrupted = False
+            interrupted, heldout_losses = False, None
             while self.step < train.steps and not interrupted:
                 loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
                 self._require_targets()
                 progress.update(self.step)
-                if self.step % train.log_every == 0 or self.step == train.steps or self._heldout_loss_is_due():
-                    line = self._metrics(loss, norm) | self._measured_on_heldout(interrupt)
+                if self.recipe.writes_metrics(self.step):
+                    line = self._metrics(loss, norm)
+                    if (heldout_losses := self._heldout_losses(interrupt)) is not None:
+                        line["heldout"] = heldout_losses
                     if metrics is not None:
                         metrics.write(line)
                     progress.update(self.step, _status(line))
@@ -163,7 +168,7 @@ class Trainer:
             if not interrupted:
                 console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
-                    return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt))
+                    return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt, heldout_losses))
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
         return RunSummary(self.step, True, checkpoint, {})
 
@@ -290,17 +295,13 @@ class Trainer:
             **self.experts.metrics(),
         }
 
-    def _heldout_loss_is_due(self) -> bool:
-        every = self.recipe.evaluation.loss_every if self.recipe.evaluation else None
-        return every is not None and self.step % every == 0
-
-    def _measured_on_heldout(self, interrupt: Interrupt) -> dict[str, Any]:
-        """What a line of metrics says of held-out data: nothing, unless it is due; nor where Ctrl-C cut it short."""
-        if not self._heldout_loss_is_due():
-            return {}
-        found: dict[str, Any] = {}
+    def _heldout_losses(self, interrupt: Interrupt) -> dict[str, Any] | None:
+        """Of this step, for its line of metrics; None: they are not due, or Ctrl-C cut them short."""
+        if self.evaluator is None or not self.recipe.measures_heldout_loss(self.step):
+            return None
+        found = None
         with contextlib.suppress(StoppedError), self.watch.paused("evaluate"), self._eager():
-            found = {"heldout": self.heldout_loss.measure(lambda _: self._stop_at(interrupt))}
+            found = self.evaluator.losses(lambda _: self._stop_at(interrupt))
         self.stopwatch = Stopwatch()
         return found
 
@@ -329,9 +330,10 @@ class Trainer:
         self.last_checkpoint = target
         return target
 
-    def _evaluate(self, interrupt: Interrupt) -> dict[str, float]:
-        settings = self.recipe.evaluation
-        if settings is None:
+    def _evaluate(self, interrupt: Interrupt, losses: dict[str, Any] | None) -> dict[str, float]:
+        """``losses``: those of the last step, where they were due there."""
+        settings, evaluator = self.recipe.evaluation, self.evaluator
+        if settings is None or evaluator is None:
             return {}
         with console.status("evaluation") as status, self._eager():
 
@@ -339,8 +341,7 @@ class Trainer:
                 self._stop_at(interrupt)
                 status.update(doing)
 
-            peers = self.ranks.loss_peers
-            result = evaluate(self.model, self.processor, self.heldout, self.recipe, notify, peers)
+            result = evaluator.evaluate(notify, losses)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         skipped = [*merge_states(self.ranks.peers.gather(self.data_state)).rejected, *result.rejected]
         self.ranks.first(lambda: write_results(self.folder, result, scores, skipped, settings.saved_samples))

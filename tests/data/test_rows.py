@@ -1,10 +1,11 @@
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Image, LargeList, List, Value
 
 from omnitrain.data.loader import require_usable
 from omnitrain.data.rows import Row, RowSource, open_sources
@@ -54,6 +55,17 @@ def test_columns_of_another_type_are_refused_when_the_data_are_opened(tmp_path: 
         "column 'images' (columns.images) holds lists of int64, expected files: {bytes, path}, bytes or paths" in found
     )
     assert [problem[:40] for problem in problems] == ["column 'audios' (columns.audios) holds f"]
+
+
+@pytest.mark.parametrize("kind", [List, LargeList])
+def test_images_in_lists_of_any_kind_stay_encoded(tmp_path: Path, kind: type) -> None:
+    messages = List({"role": Value("string"), "content": Value("string")})
+    row = {"messages": [{"role": "user", "content": "hello"}], "images": [{"bytes": b"no image", "path": None}]}
+    Dataset.from_list([row], features=Features({"messages": messages, "images": kind(Image())})).to_parquet(
+        str(tmp_path / "rows.parquet")
+    )
+    (rows,) = open_sources([DataSource(path=str(tmp_path / "rows.parquet"))])
+    assert rows[0].media_bytes("image", 0) == b"no image"
 
 
 @pytest.mark.parametrize("medium", [None, "", {"bytes": None, "path": None}])
@@ -129,10 +141,11 @@ def test_a_folder_of_both_kinds_and_one_of_none_are_refused(tmp_path: Path) -> N
         open_sources([DataSource(path=str(tmp_path))])
     json_lines(tmp_path / "rows.jsonl", asked("hi"))
     write_parquet(tmp_path / "rows.parquet", [tiny_row("text", 0)])
-    with pytest.raises(
-        DataError, match=r"'rows\.parquet' beside JSON Lines; name files of one kind, such as \*\.jsonl"
-    ):
-        open_sources([DataSource(path=str(tmp_path))])
+    for both in (tmp_path, tmp_path / "rows*"):
+        with pytest.raises(DataError, match=r"1 file\(s\) of JSON Lines .* beside 1 other\(s\)") as refused:
+            open_sources([DataSource(path=str(both))])
+        advised = re.findall(r"'([^']*\*\.\w+)'", str(refused.value))
+        assert [len(rows) for rows in open_sources([DataSource(path=path) for path in advised])] == [1, 1]
 
 
 def test_a_file_that_changes_while_it_is_read_is_a_message(tmp_path: Path) -> None:
@@ -140,3 +153,14 @@ def test_a_file_that_changes_while_it_is_read_is_a_message(tmp_path: Path) -> No
     json_lines(tmp_path / "rows.jsonl", asked("a longer text than before"))
     with pytest.raises(DataError, match=r"rows\.jsonl changed while it was in use"):
         table[1]
+
+
+def test_data_sets_of_one_stem_have_names_that_tell_them_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("x/a/rows.jsonl", "x/b/rows.jsonl", "y/b/rows.jsonl", "x/b/more.jsonl")]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        json_lines(path, asked("hi"))
+    opened = open_sources([DataSource(path=str(path)) for path in (*paths, paths[0])])
+    assert [rows.name for rows in opened] == ["a/rows", "x/b/rows", "y/b/rows", "more", "a/rows"]
+    assert opened[1][0].id == "x/b/rows[0]"
+    assert open_sources([DataSource(path=str(path), name="all") for path in paths])[0].name == "all"

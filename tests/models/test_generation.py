@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.media import Waveform
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
+from omnitrain.models import generation
 from omnitrain.models.generation import _sampler, generate
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Sampling
@@ -65,6 +67,31 @@ def test_a_batch_answers_as_each_prompt_alone(
     items = [[mode for mode, _ in answer] for answer in together]
     assert any(modes.count("image_decoder") >= 16 and modes[-1] == "text" for modes in items)
     assert max(len(modes) for modes in items) == 30
+
+
+def test_a_late_token_costs_no_more_operations_than_an_early_one_and_no_more_in_a_larger_batch(
+    model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations[-1] += 1
+            return func(*args, **(kwargs or {}))
+
+    last = generation._Foundation.last
+
+    def counted(self: Any) -> Any:
+        operations.append(0)
+        with Counting():
+            return last(self)
+
+    monkeypatch.setattr(generation._Foundation, "last", counted)
+    costs = []
+    for some in (prompts[:2], prompts):
+        operations: list[int] = []
+        generate(model, processor, some, max_new_tokens=12)
+        assert len(operations) > 8
+        costs += operations[1:]
+    assert len(set(costs)) == 1
 
 
 def test_tokens_are_drawn_as_often_as_they_are_probable() -> None:

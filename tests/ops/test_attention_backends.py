@@ -347,6 +347,12 @@ def test_a_named_backend_that_cannot_is_refused_with_layer_and_feature(
         choose(TinyLayer(), make_call(mask, feature), asked)
 
 
+def test_what_was_chosen_for_one_mask_is_not_taken_for_one_that_it_cannot_compute() -> None:
+    assert choose(TinyLayer(), make_call("tensor", "scale"), "flex") is FLEX
+    with pytest.raises(UserError, match="a mask of floats is not a function of indices"):
+        choose(TinyLayer(), make_call("floats", "scale"), "flex")
+
+
 def test_flex_is_refused_on_cpu_where_a_backward_may_follow() -> None:
     with pytest.raises(UserError, match="no backward on CPU"):
         choose(TinyLayer(), make_call("causal", "plain", requires_grad=True), "flex")

@@ -14,6 +14,7 @@ from omnitrain.ops.compile import CompiledBlocks, compile_blocks
 from omnitrain.ops.fuse import fuse_ops
 
 MAX_TOKENS = 12
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def step(model: nn.Module, arguments: dict[str, Any]) -> list[torch.Tensor]:
 def train_on_random_shapes(model: nn.Module, number: int, **options: str) -> CompiledBlocks:
     plain, shapes = copy.deepcopy(model), random.Random(0)
     keys = list(model.state_dict())
-    compiled = compile_blocks(model, **options)
+    compiled = compile_blocks(model, CPU, **options)
     assert list(model.state_dict()) == keys
     for _ in range(number):
         arguments = pack([shapes.randint(1, MAX_TOKENS) for _ in range(shapes.randint(1, 6))])
@@ -99,7 +100,7 @@ def test_fifty_random_shapes_compile_two_graphs_with_inductor(norms):
 
 def test_too_many_recompiles_are_an_error():
     model = packed_model()
-    compiled = compile_blocks(model, max_recompiles=0, backend="eager")
+    compiled = compile_blocks(model, CPU, max_recompiles=0, backend="eager")
     run(model, pack([3, 4]))
     compiled.check()
     with torch.no_grad():
@@ -112,14 +113,14 @@ def test_too_many_recompiles_are_an_error():
 def test_a_second_model_of_the_same_shapes_compiles_nothing():
     for expected in (True, False):
         model = packed_model()
-        compiled = compile_blocks(model, backend="eager")
+        compiled = compile_blocks(model, CPU, backend="eager")
         run(model, pack([3, 4]))
         assert bool(compiled.compilations) == expected
 
 
 def test_paused_blocks_do_not_compile_and_what_is_no_block_does():
     model, others = packed_model(), []
-    compiled = compile_blocks(model, backend="eager")
+    compiled = compile_blocks(model, CPU, backend="eager")
     loss = torch.compile(lambda x: x.sin().sum(), backend=lambda graph, _: others.append(graph) or graph)
     with compiled.paused():
         run(model, pack([3, 4]))
@@ -131,7 +132,13 @@ def test_paused_blocks_do_not_compile_and_what_is_no_block_does():
 
 def test_what_cannot_compile_says_so():
     with pytest.raises(UserError, match="Linear has no list of blocks"):
-        compile_blocks(nn.Linear(2, 2))
+        compile_blocks(nn.Linear(2, 2), CPU)
     without = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
     with without, pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
-        compile_blocks(packed_model())
+        compile_blocks(packed_model(), CPU)
+
+
+def test_what_a_gpu_needs_is_asked_of_a_model_whose_parameters_are_on_the_host(monkeypatch):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    with pytest.raises(UserError, match="needs triton"):
+        compile_blocks(packed_model(), torch.device("cuda"))

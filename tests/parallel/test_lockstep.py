@@ -25,7 +25,7 @@ from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.peers import ALONE, GlooPeers
 from omnitrain.recipe import Recipe, Sampling
-from omnitrain.train.evaluate import Answered, Evaluation, evaluate
+from omnitrain.train.evaluate import Answered, Evaluation, Evaluator
 from tests.parallel.factories import qwen3_vl
 from tests.tiny import TASKS, part, tiny_model, tiny_processor, tiny_recipe, tiny_row, tiny_tokenizer, write_parquet
 
@@ -125,7 +125,7 @@ def evaluated(path: Path, scorer: str) -> Evaluation:
     if dist.is_initialized():
         peers = GlooPeers()
         build_parallelize_model(model, parallel_state=init_parallel_state(), enable_mixed_precision=False)
-    return evaluate(model, processor, open_sources(recipe.data.heldout), recipe, peers=peers)
+    return Evaluator(model, processor, open_sources(recipe.data.heldout), recipe, peers).evaluate()
 
 
 def recipe_with(folder: Path, rows: list[Row]) -> Path:

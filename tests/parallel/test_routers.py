@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from omnitrain.parallel.outcome import micro_batches
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.recorded_routing import RoutingFiles, RoutingOfRun
 from omnitrain.parallel.routers import Routers
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step import accumulate_gradients
@@ -164,6 +167,21 @@ def test_a_step_without_an_update_leaves_nothing_to_the_next_one() -> None:
         counts.append({name: load.sum().item() for name, load in routers._load.items()})
     tokens = sum(sample["input_ids"].numel() for sample in text_samples(2))
     assert counts[0] == counts[1] and set(counts[0].values()) == {2.0 * tokens}
+
+
+def test_samples_that_data_call_idle_are_balanced_and_recorded_as_any_other(tmp_path: Path) -> None:
+    given = to_samples(discover(factories.qwen3_moe()), text_samples(2))
+    losses = []
+    for name in ("idle", "other"):
+        model = build_omni_model(foundation=factories.qwen3_moe()).train()
+        routing = RoutingOfRun(model, str(tmp_path / name), None, rank=0)
+        pack = Pack.from_samples([replace(given[0], id=name, source=name), given[1]])
+        routers, batch = Routers(model, ExpertsBalance(loss="sample", weight=1.0)), step_planner(model)([pack])
+        losses.append(accumulate_gradients(model, batch, routers=routers, around=routing.around).item())
+        routing.end(1)
+        decisions = RoutingFiles(tmp_path / name).of_samples([name], [len(given[0])]).decisions
+        assert {sample for _, _, sample in decisions} == {name}
+    assert losses[0] == losses[1]
 
 
 def test_experts_that_do_not_get_every_token_of_a_row_are_not_counted_and_refuse_a_loss() -> None:

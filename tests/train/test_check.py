@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from omnitrain.train.check import check_recipe
 from omnitrain.train.ranks import leave_ranks
 from omnitrain.train.setup import build_from_recipe
 from omnitrain.train.trainer import Trainer
-from tests.tiny import FOUNDATION, tiny_recipe
+from tests.tiny import FOUNDATION, tiny_recipe, tiny_row, write_parquet
 
 
 def load(path: Path, *overrides: str) -> Recipe:
@@ -51,6 +52,16 @@ def test_check_measures_rows_as_training_does_without_their_tail_and_held_out_on
         for kind in ("train", "heldout")
     }
     assert lengths["train"] == [length - 1 for length in lengths["heldout"]] and len(lengths["train"]) == 7
+
+
+def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path)
+    damaged = replace(tiny_row("image_to_text", 0), media={"image": [b"no image"], "audio": [], "video": []})
+    first = write_parquet(tmp_path / "first.parquet", [damaged])
+    problems = check_recipe(load(path, f"data.train=[{{path: {first}}}, {{path: {tmp_path / 'train.parquet'}}}]"))
+    assert [re.sub("of .*", "", problem) for problem in problems] == [
+        f"data.train: row {damaged.id!r}: unreadable image "
+    ]
 
 
 def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from omnitrain.train import interrupt
+from omnitrain.train import interrupt, launch
 from omnitrain.train.interrupt import Interrupt
 
 
@@ -28,3 +28,14 @@ def test_handlers_are_as_before_afterwards() -> None:
     with Interrupt():
         pass
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_hang_up_stops_nothing_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interrupt() as asked:
+        signal.raise_signal(signal.SIGHUP)
+        assert not asked.requested
+    with launch._Signals() as signals:
+        signal.raise_signal(signal.SIGHUP)
+        assert signals.take() == []
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN

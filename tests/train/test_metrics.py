@@ -28,3 +28,10 @@ def test_a_line_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written \(No space left on device\)"):
         metrics.write({"step": 1})
+
+
+def test_a_line_that_a_crash_cut_behind_an_inner_brace_is_dropped_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "heads": {"text": {"loss": 1.0}')
+    MetricsFile(path, resume_step=1)
+    assert path.read_text() == '{"step": 1}\n'

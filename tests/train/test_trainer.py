@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from omnitrain.ops.compile import compile_blocks
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import step_planner
 from omnitrain.recipe import Recipe
+from omnitrain.train import evaluate
 from omnitrain.train.answer import answer
 from omnitrain.train.display import console
 from omnitrain.train.evaluate import Answered
@@ -203,6 +205,24 @@ def test_held_out_losses_on_the_way_change_nothing_of_the_training(tmp_path: Pat
     assert lines[1]["heldout"]["heads"]["text"]["loss"] != losses["heads"]["text"]["loss"]
     one, other = weights(tmp_path / "plain"), weights(tmp_path / "run")
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_held_out_rows_are_packed_once_and_no_step_is_measured_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def counting(name: str) -> None:
+        function = getattr(evaluate, name)
+        monkeypatch.setattr(evaluate, name, lambda *a, **k: [calls.update([name]), function(*a, **k)][1])
+
+    counting("pack_all")
+    counting("heldout_loss")
+    Trainer(load(tiny_recipe(tmp_path), "evaluation={max_new_tokens: 1, loss_every: 2}")).fit()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "heldout" in line] == [2, 4]
+    assert json.loads((tmp_path / "run" / "eval.json").read_text())["losses"] == lines[-1]["heldout"]
+    assert calls == {"pack_all": 1, "heldout_loss": 2}
 
 
 def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path) -> None:

@@ -42,7 +42,9 @@ def contract_of(model: PreTrainedModel) -> Contract:
         UserError: it cannot be trained here; names every check that refused it and what was measured.
     """
     path = contract_path(type(model), model.config)
-    contract = read_contract(path) or check_contract(type(model), model.config)
+    if (known := read_contract(path)) is not None:
+        return known
+    contract = check_contract(type(model), model.config)
     if contract.refusals:
         facts = dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals)
         raise UserError(

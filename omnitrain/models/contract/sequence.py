@@ -8,8 +8,10 @@ must be those of the whole row: a model that counts its tokens, or looks at its 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,9 +51,14 @@ class SequenceContract:
 def sequence_contract_of(model: PreTrainedModel, contract: Contract) -> SequenceContract:
     """From the cache, or by checking a twin of ``model``, a foundation that is run by ``contract``."""
     path = contract_path(type(model), model.config).with_suffix(".sequence.json")
+    return kept_or_checked(path, partial(check_sequence, type(model), model.config, contract))
+
+
+def kept_or_checked(path: Path, check: Callable[[], SequenceContract]) -> SequenceContract:
+    """What is kept at ``path``, else what ``check`` finds, which is then kept there."""
     found = kept(path, lambda values: SequenceContract(values["problem"], tuple(values["heads"])))
     if found is None:
-        found = check_sequence(type(model), model.config, contract)
+        found = check()
         keep(path, json.dumps(asdict(found)))
     return found
 
@@ -62,11 +69,16 @@ def check_sequence(
     """Check a small twin of ``config``; where that has a problem, one with whole towers and MLPs."""
     if contract.attention == "native":
         return SequenceContract("it keeps its own attention, which sees the tokens of one rank alone")
+    twins = (twin_config(config), twin_config(config, cut_towers=False, cut_mlps=False))
+    return first_without_problem(partial(_measured, model_class, twin, contract) for twin in twins)
+
+
+def first_without_problem(measures: Iterable[Callable[[], SequenceContract]]) -> SequenceContract:
+    """What the first of ``measures`` finds that finds no problem, else what the last one finds; without gradients."""
     found = SequenceContract()
-    for cuts in ({}, {"cut_towers": False, "cut_mlps": False}):
-        twin = twin_config(config, **cuts)
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            measured = attempt(partial(_measured, model_class, twin, contract))
+    for measure in measures:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            measured = attempt(measure)
         found = SequenceContract(str(measured)) if isinstance(measured, Failure) else measured
         if not found.problem:
             break
@@ -75,7 +87,7 @@ def check_sequence(
 
 def _measured(model_class: type[PreTrainedModel], twin: PreTrainedConfig, contract: Contract) -> SequenceContract:
     model = build_twin(model_class, twin)
-    with torch_kernels(model), torch.no_grad():
+    with torch_kernels(model):
         native = discover(model)
         samples = [probe.sample for probe in probe_samples(model, native)]
         runner = FoundationRunner(model.train(), contract, native=native)

@@ -5,9 +5,7 @@ As in :mod:`omnitrain.models.contract.sequence`, a twin runs over whole calls fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.contract.cache import contract_path, keep, kept
+from omnitrain.models.contract.cache import contract_path
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.contract.measure import TOLERANCE
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.recorded import Recorded, Replayed, worst
-from omnitrain.models.contract.sequence import SequenceContract
-from omnitrain.models.contract.trial import Failure, attempt, relative
+from omnitrain.models.contract.sequence import SequenceContract, first_without_problem, kept_or_checked
+from omnitrain.models.contract.trial import relative
 from omnitrain.models.contract.twin import build_twin, tower_config, twin_config
 from omnitrain.models.foundation import FoundationRunner
 from omnitrain.models.hf import as_config, as_dict
@@ -46,21 +44,13 @@ def native_tower_contract(model: PreTrainedModel, contract: Contract, component:
         component: one of those that :func:`~omnitrain.models.native.discover` finds in it.
     """
     path = contract_path(type(model), model.config).with_suffix(f".{component}.json")
-    return _from_cache(path, partial(check_native_tower, type(model), model.config, contract, component))
+    return kept_or_checked(path, partial(check_native_tower, type(model), model.config, contract, component))
 
 
 def attached_tower_contract(encoder: PreTrainedModel) -> SequenceContract:
     """Of an attached encoder, from the cache or by checking a twin."""
     path = contract_path(type(encoder), encoder.config).with_suffix(".tower.json")
-    return _from_cache(path, partial(check_attached_tower, type(encoder), encoder.config))
-
-
-def _from_cache(path: Any, check: Callable[[], SequenceContract]) -> SequenceContract:
-    found = kept(path, lambda values: SequenceContract(values["problem"], tuple(values["heads"])))
-    if found is None:
-        found = check()
-        keep(path, json.dumps(asdict(found)))
-    return found
+    return kept_or_checked(path, partial(check_attached_tower, type(encoder), encoder.config))
 
 
 def check_native_tower(
@@ -83,7 +73,7 @@ def check_native_tower(
 
         return _measured(model, own, encode)
 
-    return _on_twins(measured, [{}, {"cut_towers": False}])
+    return first_without_problem(partial(measured, cuts) for cuts in ({}, {"cut_towers": False}))
 
 
 def check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTrainedConfig) -> SequenceContract:
@@ -103,18 +93,7 @@ def check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTraine
                 items[name] = torch.randn(tensor.shape, generator=generator)
         return _measured(twin, twin.parameters(), lambda: [twin.lm_encode(items, rows * _ITEMS)])
 
-    return _on_twins(measured, [tower_config, lambda whole: whole])
-
-
-def _on_twins(measured: Callable[[Any], SequenceContract], sizes: Sequence[Any]) -> SequenceContract:
-    found = SequenceContract()
-    for size in sizes:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            outcome = attempt(partial(measured, size))
-        found = SequenceContract(str(outcome)) if isinstance(outcome, Failure) else outcome
-        if not found.problem:
-            break
-    return found
+    return first_without_problem(partial(measured, tower) for tower in (tower_config, lambda whole: whole))
 
 
 def _measured(model: nn.Module, parameters: Any, encode: Encode) -> SequenceContract:

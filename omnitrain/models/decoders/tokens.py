@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
         self.head = nn.Linear(config.hidden_size, classes, bias=False)
         self.post_init()
 
-    @property
+    @cached_property
     def codec(self) -> MediaTokenizer:
         """How media become codes and codes media."""
         return media_tokenizer(self.tokenizer, self.config.image_size, self.config.num_codebooks)

@@ -42,7 +42,6 @@ class Discovery:
     Attributes:
         ports: modality -> how its rows are made and taken.
         components: name -> names of its parameters; ``foundation`` has all that no other component reads.
-        num_parameters: component -> number of its parameters' elements, each counted once.
         shared: names of parameters that a feature method reads, but that belong to the text model (embeddings of
             image codes); they stay in ``foundation``.
         refused: modality -> why its rows cannot be made apart from the forward.
@@ -52,7 +51,6 @@ class Discovery:
 
     ports: dict[str, NativePort]
     components: dict[str, tuple[str, ...]]
-    num_parameters: dict[str, int]
     shared: tuple[str, ...]
     refused: dict[str, str]
     positions: PositionFunction
@@ -100,10 +98,10 @@ def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExt
     names = extra_arguments(type(model))
     tokens = {modality: port.token_id for modality, port in ports.items()}
     extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
-    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model, names))
+    return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model))
 
 
-def _zeros_open_the_prompt(model: PreTrainedModel, names: tuple[str, ...]) -> bool:
+def _zeros_open_the_prompt(model: PreTrainedModel) -> bool:
     """With all types zero, the mask lets the first token see the second: the types tell prompt from answer."""
     with attention_implementation(model, "eager"):  # the one whose masks are plain tensors
         given = _text_call(model)
@@ -181,12 +179,10 @@ def _grouped(
     }
     taken = {name for names in components.values() for name in names}
     everything = {FOUNDATION: tuple(name for name in order if name not in taken), **components}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     read = {name for port in ports.values() for name in port.parameters}
     return Discovery(
         ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
         components=everything,
-        num_parameters={name: sum(sizes[p] for p in names) for name, names in everything.items()},
         shared=tuple(name for name in order if name in read & text),
         refused=refused,
         positions=positions,

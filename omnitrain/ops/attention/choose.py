@@ -46,7 +46,8 @@ def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
         UserError: it cannot; names the class of the layer and what is in the way.
     """
     query, name = call.query, type(module).__name__
-    key = (name, asked, call.needs, query.device.type, query.dtype, query.size(-1), call.has_gradients)
+    sizes, of_mask = (query.size(-1), call.value.size(-1)), getattr(call.mask.general, "dtype", None)
+    key = (name, asked, call.needs, query.device.type, query.dtype, *sizes, of_mask, call.has_gradients)
     if key not in _chosen:
         _chosen[key] = _choose(name, call, asked)
     return _chosen[key]

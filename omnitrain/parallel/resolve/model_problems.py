@@ -25,7 +25,7 @@ def model_problems(
 ) -> Iterator[str]:
     """All of it; ``layers``: component -> its layers of experts."""
     yield from _missing_problems(plan, state)
-    yield from _sequence_problems(model, plan, state)
+    yield from _sequence_problems(model, state)
     yield from _left_out_problems(model, state)
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
@@ -58,7 +58,7 @@ def _spread_problems(
         )
 
 
-def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+def _sequence_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
     """Ranks share the foundation's sequence if that may lie on several ranks and its heads divide."""
     if state.size("sequence") == 1:
         return

@@ -110,7 +110,6 @@ def test_every_parameter_is_in_exactly_one_component(family: str) -> None:
     model, found = built(family)
     names = [name for part in found.components.values() for name in part]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert sum(found.num_parameters.values()) == sum(p.numel() for p in model.parameters())
     assert found.refused == {}
 
 
