@@ -50,6 +50,7 @@ def resolve(
     source: Source,
     class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]] | None = None,
     dtype: torch.dtype | None = None,
+    part_of: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
     """A model from any way of naming one.
 
@@ -57,18 +58,19 @@ def resolve(
         source: Hub id or folder (pretrained weights), config or dict of one (random weights), or a model.
         class_of: which class builds a config; None: :func:`model_class`.
         dtype: of the weights; None: fp32 for fresh weights, the checkpoint's own for loaded ones.
+        part_of: which part of a config is built; None: all of it.
 
     Raises:
         UserError: nothing there, or an unknown architecture.
         WeightsError: tensors missing, renamed or of another shape.
     """
-    class_of = class_of or model_class
+    class_of, part_of = class_of or model_class, part_of or (lambda config: config)
     if isinstance(source, str):
-        config = config_at(source)
+        config = part_of(config_at(source))
         return load_strictly(class_of(config), source, dtype, allow_extra=True, config=config)
     if not isinstance(source, (dict, PreTrainedConfig)):
         return source if dtype is None else source.to(dtype)
-    config = as_config(source) if isinstance(source, dict) else source
+    config = part_of(as_config(source) if isinstance(source, dict) else source)
     model = class_of(config)(config)
     return model.to(dtype or torch.float32)
 
@@ -109,8 +111,24 @@ def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the foundation in that of a model: the whole, or the only part that reads media and writes text.
+
+    The whole is no language model where a model speaks in stages, as Qwen-Omni does with thinker, talker and vocoder.
+    """
+    if _language_models(config):
+        return config
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    readers = [part for part in parts if any(_reads_media(cls) for cls in _language_models(part)[:1])]
+    return readers[0] if len(readers) == 1 else config
+
+
+def _reads_media(cls: type[PreTrainedModel]) -> bool:
+    return any(hasattr(cls, f"get_{modality}_features") for modality in ("image", "video", "audio"))
+
+
 def require_sub_configs(source: str | dict[str, Any]) -> None:
-    """A config names all its parts; transformers would fill a missing one with a full-size default.
+    """The config of a foundation names all its parts; transformers would fill a missing one with a full-size default.
 
     Args:
         source: a config as a dict, or the Hub id or folder of one. Files of older models write the keys of their
@@ -127,6 +145,10 @@ def require_sub_configs(source: str | dict[str, Any]) -> None:
         values, _ = PreTrainedConfig.get_config_dict(source)
         has_flat_text = "hidden_size" in values
         owner = f"the config at {source!r}"
+    whole, config = config, foundation_config(config)
+    if config is not whole:
+        name = next(name for name, part in vars(whole).items() if part is config)
+        values, owner = values.get(name, {}), f"{name} in {owner}"
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     if has_flat_text:
         text = config.get_text_config(decoder=True)
