@@ -15,12 +15,14 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.recipe.suggest import nearest
 
 _ALIGNMENT = 64  # bytes, of torch's own CPU allocations
+_QUANTIZED, _DEQUANTIZE = "quantization_config", "dequantize"  # of a config; of that node
 
 Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
@@ -207,16 +209,18 @@ def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """The HF config of a Hub id or folder.
+    """The HF config of a Hub id or folder; how its files are quantized is not in it, for what is built of it is not.
 
     Raises:
         UserError: there is none.
     """
     require_folder(path, "HF model")
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"no HF model at {path!r}: {str(error).splitlines()[0]}") from None
+    vars(config).pop(_QUANTIZED, None)
+    return config
 
 
 def require_folder(path: str, what: str) -> None:
@@ -255,6 +259,8 @@ def load_strictly(
 ) -> PreTrainedModel:
     """``cls.from_pretrained(path)`` in which every tensor of the model was in the files, and every file tensor used.
 
+    Quantized weights (fp8, mxfp4) are put back into what can be trained, on any device.
+
     Args:
         cls: model class.
         path: folder or Hub id.
@@ -263,10 +269,14 @@ def load_strictly(
         **kwargs: for ``from_pretrained``.
 
     Raises:
-        UserError: no such folder, or no weights in it.
+        UserError: no such folder, or no weights in it, or weights quantized in a way that cannot be undone.
         WeightsError: names every missing, unexpected or misshapen tensor, and probable renames.
     """
     require_folder(path, cls.__name__)
+    quantized = _dequantized(path) if "config" in kwargs else None
+    if quantized is not None:
+        kwargs["config"] = copy.deepcopy(kwargs["config"])
+        setattr(kwargs["config"], _QUANTIZED, quantized)
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # the report below says it better than the load table
     try:
@@ -278,9 +288,39 @@ def load_strictly(
     finally:
         hf_logging.set_verbosity(verbosity)
     _raise_on_difference(cls, path, info, allow_extra)
+    if quantized is not None:
+        _forget_quantization(model, dtype)
     _freeze_as_built(model)
     _align(model)
     return model
+
+
+def _dequantized(path: str) -> dict[str, Any] | None:
+    """How the files of a model are quantized, with the order to undo it; None: they are not.
+
+    Raises:
+        UserError: transformers cannot undo it.
+    """
+    found = PreTrainedConfig.get_config_dict(path)[0].get(_QUANTIZED)
+    if found is None:
+        return None
+    method = found.get("quant_method")
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if kind is None or _DEQUANTIZE not in inspect.signature(kind).parameters:
+        raise UserError(
+            f"the weights at {path!r} are quantized ({method}), which cannot be undone in loading; name the model that "
+            "was quantized"
+        )
+    return found | {_DEQUANTIZE: True}
+
+
+def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """As loaded from files that never were quantized."""
+    model._weight_conversions = None  # those of such files would be undone where it is saved
+    if dtype is not None:  # transformers casts all but what was quantized; what is in fp32 may have to stay in it
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.to(dtype)
 
 
 def _align(model: PreTrainedModel) -> None:
