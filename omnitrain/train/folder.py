@@ -63,8 +63,10 @@ class RunFolder:
         Raises:
             UserError: the system does not let us, or there is no space for a checkpoint.
         """
-        _require_space(self.path, checkpoint_bytes)
         try:
+            if resumed:
+                self.store.clear_unfinished()  # what a crashed save left takes the space of a checkpoint
+            _require_space(self.path, checkpoint_bytes)
             self._open(resumed)
         except OSError as error:
             raise UserError(f"output_dir: {str(self.path)!r} cannot be written: {error}; name another folder") from None
@@ -75,7 +77,6 @@ class RunFolder:
             self.path.rename(aside)
             console.print(f"{self.path} held an earlier run; it is now {aside}")
         self.path.mkdir(parents=True, exist_ok=True)
-        self.store.clear_unfinished()
         self.save_recipe(self.recipe)
 
     def require_shared(self, peers: Peers) -> None:
