@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from omnitrain.errors import UserError
 from omnitrain.peers import Peers, ranks_of
 
 _MASTER = "master"
+_SHOWN = 3
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -48,32 +50,36 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Continue from what :func:`save_optimizer` wrote, under any layout.
+    """Continue from what :func:`save_optimizer` wrote, under any layout and precision.
 
     Args:
-        model: with the parameters of the model of then, by name and shape.
+        model: with the parameters of the model of then, by name and shape. Those that had an fp32 copy, and are fp32
+            now, get the values of the copy: their own were rounded when they were saved.
         optimizer: of the same class, with or without offload.
         folder: the same on all ranks of the model, which all call this.
+
+    Raises:
+        UserError: the folder has the state of parameters that are not the optimizer's.
     """
     reader = dcp.FileSystemReader(folder)
     indices = {name: index for index, name in enumerate(_names(model, optimizer))}
     parameters = dict(model.named_parameters())
-    tensors: dict[str, Any] = {}
-    for key, stored in reader.read_metadata().state_dict_metadata.items():
-        name = key.rpartition(".")[0]
-        assert isinstance(stored, TensorStorageMetadata)
-        if name in indices:
-            tensors[key] = _empty(parameters[name], stored)
+    stored = reader.read_metadata().state_dict_metadata
+    owner = {key: key.rpartition(".")[0] for key in stored}
+    _require_known(set(owner.values()), indices, folder)
+    values: dict[str, Any] = {key: _empty(parameters[owner[key]], about) for key, about in stored.items()}
     with _ranks_of(model) as peers:
-        dcp.load(tensors, storage_reader=reader, process_group=peers.group, no_dist=peers.group is None)
-    states: dict[int, dict[str, Tensor]] = {}
+        dcp.load(values, storage_reader=reader, process_group=peers.group, no_dist=peers.group is None)
+    states: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
-    for key, tensor in tensors.items():
-        name, _, field = key.rpartition(".")
-        if field == _MASTER:
-            masters[indices[name]] = tensor
+    for key, value in values.items():
+        name, field = owner[key], key.rpartition(".")[2]
+        if field != _MASTER:
+            states.setdefault(indices[name], {})[field] = value
+        elif parameters[name].dtype == value.dtype:
+            parameters[name].detach().copy_(value)
         else:
-            states.setdefault(indices[name], {})[field] = tensor
+            masters[indices[name]] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": states, "param_groups": groups, "masters": masters})
 
@@ -84,8 +90,18 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _empty(parameter: nn.Parameter, stored: TensorStorageMetadata) -> Tensor:
+def _require_known(found: set[str], expected: Collection[str], folder: str | Path) -> None:
+    if unknown := sorted(found.difference(expected)):
+        raise UserError(
+            f"{folder} has the state of {len(unknown)} parameters that the optimizer does not have, such as "
+            f"{', '.join(unknown[:_SHOWN])}; give it those that it had when it was saved"
+        )
+
+
+def _empty(parameter: nn.Parameter, stored: Any) -> Any:
     """In host memory: the optimizer moves it to where its state is."""
+    if not isinstance(stored, TensorStorageMetadata):  # a number; it has no place before it is read
+        return None
     if stored.size != parameter.shape:  # a number of steps
         return torch.empty(stored.size, dtype=stored.properties.dtype)
     return torch.empty_like(parameter, dtype=stored.properties.dtype, device="cpu", requires_grad=False)

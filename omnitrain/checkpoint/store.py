@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
+from omnitrain.checkpoint.shared import require_seen
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import ALONE, Peers, agreed
 
@@ -35,8 +36,8 @@ class CheckpointStore:
 
         Args:
             step: optimizer steps done.
-            write: writes this rank's files. Where it talks to the others, an error on one of them may not leave any
-                waiting.
+            write: writes this rank's files, perhaps together with the others. What it raises on one rank alone is
+                raised at once: nobody asks the others, who may be waiting for that rank inside of ``write``.
             peers: the ranks of the run, which all call this.
 
         Returns:
@@ -54,7 +55,7 @@ class CheckpointStore:
 
         try:
             on_all(lambda: _make_empty(temporary) if is_first else None)
-            on_all(lambda: write(temporary))
+            self._told(lambda: write(temporary), final)
             names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))  # a share may be slow to list some
             checksums = peers.gather(on_all(lambda: _settled(_share(sorted(names), peers), temporary)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
@@ -96,12 +97,14 @@ class CheckpointStore:
         return self.folder / f"step-{step:08d}"
 
     def latest(self, peers: Peers = ALONE) -> Path:
-        """The newest checkpoint, checked against its checksums by ``peers``, which all call this.
+        """The newest checkpoint that rank 0 sees, checked against its checksums by ``peers``, which all call this.
 
         Raises:
-            UserError: there is none, or a file of it was damaged.
+            UserError: there is none, a file of it was damaged, or the ranks do not share the folder.
         """
-        newest = agreed(peers, self.newest)
+        names = peers.gather(agreed(peers, lambda: self.newest().name if peers.rank == 0 else ""))
+        newest = self.folder / names[0]
+        require_seen(newest, self.folder, peers)
         verify(newest, peers)
         return newest
 

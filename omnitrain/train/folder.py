@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -14,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from omnitrain.checkpoint.shared import require_seen
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
@@ -21,9 +20,6 @@ from omnitrain.peers import Peers, agreed
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.display import console
 from omnitrain.train.resume import require_same_run
-
-_SEEN_WITHIN_S = 60.0  # machines that share a folder may keep for so long what they saw of it last
-_LOOK_EVERY_S = 0.5
 
 
 class RunFolder:
@@ -67,8 +63,10 @@ class RunFolder:
         Raises:
             UserError: the system does not let us, or there is no space for a checkpoint.
         """
-        _require_space(self.path, checkpoint_bytes)
         try:
+            if resumed:
+                self.store.clear_unfinished()  # what a crashed save left takes the space of a checkpoint
+            _require_space(self.path, checkpoint_bytes)
             self._open(resumed)
         except OSError as error:
             raise UserError(f"output_dir: {str(self.path)!r} cannot be written: {error}; name another folder") from None
@@ -79,7 +77,6 @@ class RunFolder:
             self.path.rename(aside)
             console.print(f"{self.path} held an earlier run; it is now {aside}")
         self.path.mkdir(parents=True, exist_ok=True)
-        self.store.clear_unfinished()
         self.save_recipe(self.recipe)
 
     def require_shared(self, peers: Peers) -> None:
@@ -91,20 +88,10 @@ class RunFolder:
         mark = self.path / f".seen-by-{peers.gather(uuid.uuid4().hex)[0]}"
         agreed(peers, lambda: mark.touch() if peers.rank == 0 else None)
         try:
-            agreed(peers, lambda: self._require_seen(mark))
+            require_seen(mark, self.path, peers)
         finally:
             if peers.rank == 0:
                 mark.unlink()
-
-    def _require_seen(self, mark: Path) -> None:
-        give_up = time.monotonic() + _SEEN_WITHIN_S
-        while not mark.is_file():
-            if time.monotonic() > give_up:
-                raise UserError(
-                    f"output_dir: {str(self.path.absolute())!r} on {socket.gethostname()} is not the folder of rank 0; "
-                    "every rank writes its part of a checkpoint: name a folder that all machines share"
-                )
-            time.sleep(_LOOK_EVERY_S)
 
     def save_recipe(self, recipe: Recipe) -> None:
         """Write ``recipe.yaml``; at the start, and when something was measured that belongs into it."""

@@ -15,6 +15,7 @@ from omnitrain.data.slots import LoaderState, SlotState
 from omnitrain.errors import UserError
 
 _FILE = "trainer.pt"
+_SHOWN = 3
 OPTIMIZER = "optimizer"  # folder of its state
 
 
@@ -59,7 +60,11 @@ def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     """
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
-        raise UserError(f"{folder}: other parameters trained than those of this recipe: {changed}")
+        raise UserError(
+            f"{folder}: other parameters trained than those of this recipe, {len(changed)} in all, such as "
+            f"{', '.join(changed[:_SHOWN])}; go on with the `freeze` and `lora` that the run was begun with, or start "
+            "another run from its weights"
+        )
     load_optimizer(model, optimizer, folder / OPTIMIZER)
     return TrainingState(**(saved["state"] | {"data": _loader_state(**saved["state"]["data"])}))
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
 from omnitrain.checkpoint.whole import whole_tensors
+from omnitrain.errors import UserError
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_parallel_state
@@ -165,18 +166,16 @@ def test_where_one_rank_cannot_write_all_raise_its_error(ranks: RankPool, tmp_pa
     assert ranks.run(refused, tmp_path, timeout_s=60, world=2) == ["IsADirectoryError"] * 2
 
 
+def offloading(model: nn.Module) -> OffloadedOptimizer:
+    parameters = list(model.parameters())
+    return OffloadedOptimizer(lambda groups: torch.optim.AdamW(groups, lr=1e-4), [{"params": parameters}], parameters)
+
+
 def test_what_low_precision_weights_round_away_is_kept(tmp_path: Path) -> None:
     torch.manual_seed(0)
     straight = Narrow().bfloat16()
     resumed = pickle.loads(pickle.dumps(straight))
     inputs = torch.randn(4, 5, dtype=torch.bfloat16)
-
-    def offloading(model: nn.Module) -> OffloadedOptimizer:
-        parameters = list(model.parameters())
-        return OffloadedOptimizer(
-            lambda groups: torch.optim.AdamW(groups, lr=1e-4), [{"params": parameters}], parameters
-        )
-
     train(straight, inputs, offloading(straight), 4)
     before = offloading(resumed)
     train(resumed, inputs, before, 2)
@@ -185,3 +184,48 @@ def test_what_low_precision_weights_round_away_is_kept(tmp_path: Path) -> None:
     load_optimizer(resumed, after, tmp_path)
     train(resumed, inputs, after, 2)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("goes_on_with", [optimizer_of, offloading])
+def test_weights_that_are_fp32_from_now_on_are_those_that_were_rounded_to_be_saved(
+    tmp_path: Path, goes_on_with: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    torch.manual_seed(0)
+    low = Narrow().bfloat16()
+    before = offloading(low)
+    train(low, torch.randn(4, 5, dtype=torch.bfloat16), before, 2)
+    save_optimizer(low, before, tmp_path)
+    model = pickle.loads(pickle.dumps(low)).float()
+    after = goes_on_with(model)
+    load_optimizer(model, after, tmp_path)
+    masters = before.state_dict()["masters"].values()
+    assert not any(torch.equal(master, weight) for master, weight in zip(masters, low.parameters(), strict=True))
+    assert all(torch.equal(master, weight) for master, weight in zip(masters, model.parameters(), strict=True))
+
+
+class CountingSteps(torch.optim.SGD):
+    """Counts in a number that is no tensor."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+
+
+def test_what_an_optimizer_keeps_as_a_number_goes_on_too(tmp_path: Path) -> None:
+    model = Narrow()
+    optimizer = CountingSteps(model.parameters(), momentum=0.9)
+    train(model, torch.randn(4, 5), optimizer, 3)
+    save_optimizer(model, optimizer, tmp_path)
+    after = CountingSteps(model.parameters(), momentum=0.9)
+    load_optimizer(model, after, tmp_path)
+    assert [state["steps"] for state in after.state.values()] == [3] * 4
+
+
+def test_the_state_of_other_parameters_is_refused_with_their_names(tmp_path: Path) -> None:
+    model = Narrow()
+    optimizer = optimizer_of(model)
+    train(model, torch.randn(4, 5), optimizer, 1)
+    save_optimizer(model, optimizer, tmp_path)
+    with pytest.raises(UserError, match=r"state of 4 parameters .*, such as down.bias, down.weight, up.bias; give"):
+        load_optimizer(nn.ModuleDict({"inner": model}), optimizer, tmp_path)

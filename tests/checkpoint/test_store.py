@@ -1,10 +1,13 @@
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from safetensors import SafetensorError
 
 from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.parallel.ranks import RankError, RankPool
+from omnitrain.peers import GlooPeers
 
 
 def write(text: str):
@@ -89,3 +92,22 @@ def test_nothing_to_resume_says_where_it_looked(tmp_path: Path) -> None:
         CheckpointStore(tmp_path / "none", keep=1).latest()
     with pytest.raises(UserError, match="neither a saved omni model"):
         newest_checkpoint(tmp_path)
+
+
+def met_alone(folder: Path) -> None:
+    """Rank 1 meets something while rank 0 waits for it."""
+    peers = GlooPeers()
+
+    def write(temporary: Path) -> None:
+        if peers.rank == 1:
+            raise RuntimeError("not enough memory")
+        dist.barrier()
+
+    CheckpointStore(folder, keep=1).save(1, write, peers)
+
+
+def test_what_a_rank_meets_alone_while_all_write_is_raised_there_and_not_after_the_others(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with pytest.raises(RankError, match=r"step-00000001 cannot be written \(not enough memory;"):
+        ranks.run(met_alone, tmp_path, timeout_s=5, world=2)

@@ -422,12 +422,17 @@ def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(tmp_path: Path) -> None:
+def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it asks for the space that was taken by it."""
     recipe = tiny_recipe(tmp_path, steps=2)
     left = [tmp_path / run / "checkpoints" / ".step-00000001.partial" for run in ("run", "other")]
     Trainer(load(recipe)).fit()
     for folder in left:
         folder.mkdir(parents=True)
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=0 if left[0].exists() else disk.free))
     Trainer(load(recipe, "train.steps=3"), resume=True).fit()
     assert [folder.exists() for folder in left] == [False, True]
 
@@ -450,6 +455,12 @@ def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_le
     for first, second in (adapters, [model.state_dict() for model in models]):
         assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert len(adapters[0]) == 2 * 2 * 2 and all(tensor.any() for tensor in adapters[0].values())
+    with pytest.raises(
+        UserError, match=r"\d+ in all, such as .*; go on with the `freeze` and `lora` that the run was begun"
+    ):
+        Trainer(
+            load(recipe, "parallel.components.foundation.freeze=true", f"output_dir={tmp_path / 'half'}"), resume=True
+        )
     saved = dict(models[0].foundation.named_parameters())
     assert len(before) > 8 and all(torch.equal(weight.to_local(), saved[name]) for name, weight in before.items())
     loaded = build_omni_model(weights_path=str(finished))
