@@ -77,6 +77,16 @@ class Trace(Strict):
     )
 
 
+class Track(Strict):
+    """Programs that draw the metrics, beside `metrics.jsonl`."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="Which; each needs its package. TensorBoard's files are in `tensorboard/`."
+    )
+    project: str = Field("omnitrain", description="Under which wandb and Trackio list the run.")
+    name: str | None = Field(None, description="Of the run there. Unset: that of `output_dir`.")
+
+
 class Train(Strict):
     """The loop."""
 
@@ -102,6 +112,7 @@ class Train(Strict):
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of experts.")
+    track: Track = Field(default_factory=Track, description="Programs that draw the metrics.")
     trace: Trace = Field(default_factory=Trace, description="Steps that are written down in detail.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),

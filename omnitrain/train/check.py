@@ -25,6 +25,7 @@ from omnitrain.train.display import console, quiet_libraries, show_components, s
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.folder import RunFolder
 from omnitrain.train.setup import build_from_recipe, compute_dtype, require_ops
+from omnitrain.train.trackers import require_trackers
 from omnitrain.train.trial import forward_problems, weights_problems
 
 
@@ -65,6 +66,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens, cut)
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
+    attempt(lambda: require_trackers(recipe))
     return list(dict.fromkeys(problems))
 
 

@@ -44,6 +44,7 @@ from omnitrain.train.results import write_results
 from omnitrain.train.resume import require_same_rows
 from omnitrain.train.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.state import TrainingState, read_state
+from omnitrain.train.trackers import open_trackers, require_trackers
 
 _IDLE_STEPS = 10  # from the first on without a token to predict, which end a run
 
@@ -100,6 +101,7 @@ class Trainer:
         self.ranks = join_ranks(recipe.parallel, self.device)
         self.folder = RunFolder(recipe)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
+        require_trackers(recipe)
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
@@ -141,12 +143,14 @@ class Trainer:
             _settled_objects_uncollected(),
             StepProgress(train.steps, self.step) as progress,
             contextlib.closing(iter(self.loader)) as steps,
+            contextlib.ExitStack() as closing,
             self.watch,
         ):
             self.watch.follow(self.model)
             # Data of no use end the run before it writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
-            metrics = self.ranks.first(self._open_folder)
+            if (metrics := self.ranks.first(self._open_folder)) is not None:
+                closing.callback(metrics.close)
             self.folder.require_shared(self.ranks.peers)
             interrupted, heldout_losses = False, None
             while self.step < train.steps and not interrupted:
@@ -168,13 +172,17 @@ class Trainer:
             if not interrupted:
                 console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
-                    return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt, heldout_losses))
+                    scores = self._evaluate(interrupt, heldout_losses)
+                    if metrics is not None and scores:
+                        metrics.track(self.step, {"scores": scores})
+                    return RunSummary(self.step, False, checkpoint, scores)
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
         return RunSummary(self.step, True, checkpoint, {})
 
     def _open_folder(self) -> MetricsFile:
         self.folder.open(self.resumed is not None, checkpoint_bytes(self.model))
-        return MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
+        trackers = open_trackers(self.recipe, self.folder.path, self.step)
+        return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
