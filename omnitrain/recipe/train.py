@@ -13,6 +13,11 @@ class Optimizer(Strict):
     """AdamW with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
 
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="Component, or module or parameter below one -> a peak of its own. Of several names for a "
+        "parameter, the longest path counts.",
+    )
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up.")
     final_ratio: float = Field(

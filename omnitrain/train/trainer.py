@@ -40,6 +40,7 @@ from omnitrain.train.memory import kept_by_source
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.ranks import join_ranks
+from omnitrain.train.rates import peaks_of
 from omnitrain.train.results import write_results
 from omnitrain.train.resume import require_same_rows
 from omnitrain.train.save import checkpoint_bytes, save_checkpoint
@@ -107,7 +108,8 @@ class Trainer:
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
-        self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
+        settings = recipe.train.optimizer
+        self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
         self._parameters = list(self.model.parameters())  # to walk the modules takes longer than to list them
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
@@ -278,7 +280,7 @@ class Trainer:
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}; samples {ids}")
         if sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings)
+                group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
             self.optimizer.step()
             self.experts.routers.end()
         else:
