@@ -208,7 +208,7 @@ def generate(
         list[str] | None, typer.Option(metavar="MODULE", help="As in a recipe's `plugins`; may be repeated.")
     ] = None,
 ) -> None:
-    """Answer a prompt with text, images and audio."""
+    """Answer a prompt with text, images and audio, on CUDA if there is one."""
     from omnitrain.recipe.plugins import import_plugin
     from omnitrain.train.answer import answer
 

@@ -8,6 +8,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from omnitrain.data.turns import MARKERS, TURN_FIELDS
 from omnitrain.recipe import Columns
 
 _LISTS = (datasets.List, datasets.LargeList)
@@ -16,9 +17,15 @@ _LISTS = (datasets.List, datasets.LargeList)
 class ArrowTable:
     """A data set of HF ``datasets``; see :class:`omnitrain.data.rows.Table`."""
 
-    def __init__(self, data: datasets.Dataset, columns: Columns) -> None:
-        """``columns``: which of them hold messages and media."""
-        self._columns = columns
+    def __init__(self, data: datasets.Dataset, columns: Columns, *, marked: bool) -> None:
+        """Take the data set.
+
+        Args:
+            data: whose media will not be decoded.
+            columns: which of them hold messages and media.
+            marked: see :func:`omnitrain.data.turns.as_messages`.
+        """
+        self._columns, self._marked = columns, marked
         self._data = _keep_encoded(data, columns)
         self.column_names: list[str] = data.column_names
 
@@ -37,7 +44,7 @@ class ArrowTable:
         firsts: dict[tuple[Any, Any], int] = {}
         start = 0
         for chunk in self._data.data.column(self._columns.messages).chunks:
-            for kind, position in _first_of_each_kind(chunk):
+            for kind, position in _first_of_each_kind(chunk, self._marked):
                 firsts.setdefault(kind, start + position)
             start += len(chunk)
         return sorted(set(firsts.values()))
@@ -75,19 +82,28 @@ def _type_name(feature: Any) -> str:
     return name if inner is feature else f"lists of {name}"
 
 
-def _first_of_each_kind(rows: pa.Array) -> list[tuple[tuple[Any, Any], int]]:
-    """``(role, type of part)`` and its first position; rows: ``[{"role": ..., "content": str | [{"type": ...}]}]``."""
-    if not _is_list_of(rows.type, "role", "content"):
+def _first_of_each_kind(rows: pa.Array, marked: bool) -> list[tuple[tuple[Any, Any], int]]:
+    """``(role, type of part)`` and its first position; rows: lists of turns, see :mod:`omnitrain.data.turns`."""
+    for role, content in TURN_FIELDS:
+        if _is_list_of(rows.type, role, content):
+            break
+    else:
         return []
     row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
-    roles, contents = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
-    kinds = pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})
+    roles, contents = pc.struct_field(messages, role), pc.struct_field(messages, content)
+    kinds = [pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})]
     if _is_list_of(contents.type, "type"):
         message_of_part = pc.list_parent_indices(contents)
         types = pc.struct_field(pc.list_flatten(contents), "type")
         said = {"role": roles.take(message_of_part), "type": types, "row": row_of_message.take(message_of_part)}
-        kinds = pa.concat_tables([kinds, pa.table(said)], promote_options="permissive")
-    found = kinds.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
+        kinds.append(pa.table(said))
+    elif marked and (pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type)):
+        for modality, marker in MARKERS.items():
+            shown = pc.fill_null(pc.match_substring(contents, marker), False)
+            at = {"role": roles.filter(shown), "row": row_of_message.filter(shown)}
+            kinds.append(pa.table(at | {"type": pa.repeat(modality, len(at["role"]))}))
+    together = pa.concat_tables(kinds, promote_options="permissive")
+    found = together.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
     return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
 
 

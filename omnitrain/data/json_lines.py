@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from omnitrain.data.turns import as_messages
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
@@ -24,12 +25,13 @@ class JsonLines:
     Values are those of the file: a text of digits stays a text, and rows may differ in their columns.
     """
 
-    def __init__(self, files: Sequence[str], columns: Columns) -> None:
+    def __init__(self, files: Sequence[str], columns: Columns, *, marked: bool) -> None:
         """Read all lines once; what is kept of a row is where it begins, its source and what is new in its messages.
 
         Args:
             files: in this order; blank lines are no rows.
             columns: which of them hold messages, media and sources.
+            marked: see :func:`omnitrain.data.turns.as_messages`.
 
         Raises:
             DataError: lines that are no rows, by file and number.
@@ -52,7 +54,7 @@ class JsonLines:
                         wrong.append(f"{file}, line {number}: {error}")
                     continue
                 names |= dict.fromkeys(record)
-                for kind in _kinds(record.get(columns.messages)):
+                for kind in _kinds(as_messages(record.get(columns.messages), marked=marked)):
                     self._firsts.setdefault(kind, len(self._sources))
                 source = record.get(columns.source)
                 self._sources.append(sys.intern(source) if isinstance(source, str) else source)

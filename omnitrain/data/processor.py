@@ -17,6 +17,7 @@ from omnitrain.data.renderer import Renderer
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.template_renderer import TemplateRenderer
+from omnitrain.data.turns import MARKERS
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
 
@@ -175,6 +176,7 @@ def _not_shown(row: Row) -> str:
         if any(any(value.values()) if isinstance(value, dict) else value for value in values[shown[modality] :])
     }
     return "; ".join(
-        f"the row holds {modality} {count}, the messages show {shown[modality]}: each needs a part of type {modality}"
+        f"the row holds {modality} {count}, the messages show {shown[modality]}: each needs a part of type {modality} "
+        f"(or {MARKERS[modality]} in a text, with `media_markers: true` of the data set)"
         for modality, count in surplus.items()
     )

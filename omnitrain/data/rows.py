@@ -12,6 +12,7 @@ import datasets
 
 from omnitrain.data.arrow_table import ArrowTable
 from omnitrain.data.json_lines import JsonLines
+from omnitrain.data.turns import as_messages
 from omnitrain.errors import DataError
 from omnitrain.recipe import DataSource
 from omnitrain.recipe.suggest import nearest
@@ -112,7 +113,10 @@ class RowSource(Sequence[Row]):
         if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.name = name or source.name or Path(source.path).stem
-        self.columns = source.columns
+        self.columns, self._marked = source.columns, source.media_markers
+        self._folder = None if source.media_folder is None else Path(source.media_folder)
+        if self._folder is not None and not self._folder.is_dir():
+            raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is no folder")
 
     def __len__(self) -> int:
         return len(self._table)
@@ -120,14 +124,21 @@ class RowSource(Sequence[Row]):
     def __getitem__(self, position: int) -> Row:  # type: ignore[override]
         record = self._table[position]
         columns = self.columns
-        media = {m: _as_list(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
+        media = {m: self._files(record.pop(getattr(columns, f"{m}s"), None)) for m in MODALITIES}
         return Row(
             id=_text(record.pop(columns.id, None), f"{self.name}[{position}]"),
             source=_text(record.pop(columns.source, None), self.name),
-            messages=record.pop(columns.messages),
+            messages=as_messages(record.pop(columns.messages), marked=self._marked),
             media=media,
             extra=record,
         )
+
+    def _files(self, column: Any) -> list[Any]:
+        """The media of a row: one, or several, or none."""
+        if column is None:
+            return []
+        files = list(column) if isinstance(column, (list, tuple)) else [column]
+        return files if self._folder is None else [_located(file, self._folder) for file in files]
 
     def by_source(self) -> dict[str, list[int]]:
         """Source -> positions of its rows, in order of first appearance."""
@@ -181,18 +192,20 @@ def _end_of(path: Path, paths: Sequence[Path]) -> str:
 
 
 def _open(source: DataSource) -> Table:
-    path = Path(source.path)
+    path, marked = Path(source.path), source.media_markers
     files = _files(source.path)
     is_lines = bool(files) and _is_lines(files[0])
     try:
         if is_lines:
-            return JsonLines(files, source.columns)
+            return JsonLines(files, source.columns, marked=marked)
         if files:
             names = [glob.escape(str(Path(file).absolute())) for file in files]  # it takes each for a glob
-            return ArrowTable(datasets.load_dataset("parquet", data_files=names, split="train"), source.columns)
+            return ArrowTable(
+                datasets.load_dataset("parquet", data_files=names, split="train"), source.columns, marked=marked
+            )
         if path.suffix or path.exists() or source.path.count("/") != 1:
             raise FileNotFoundError
-        return ArrowTable(datasets.load_dataset(source.path, split=source.split), source.columns)
+        return ArrowTable(datasets.load_dataset(source.path, split=source.split), source.columns, marked=marked)
     except FileNotFoundError:
         raise DataError(
             f"data: no parquet or jsonl file at {source.path!r} (looked at {path.absolute()}){_nearest_file(path)}"
@@ -271,7 +284,10 @@ def _text(value: Any, default: str) -> str:
     return default if value is None else str(value)
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+def _located(file: Any, folder: Path) -> Any:
+    """A medium whose relative path begins in ``folder``."""
+    if isinstance(file, str):
+        return str(folder / file)
+    if isinstance(file, dict) and file.get("path") and not file.get("bytes"):
+        return file | {"path": str(folder / file["path"])}
+    return file

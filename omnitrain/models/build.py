@@ -22,6 +22,7 @@ from omnitrain.models.hf import (
     as_dict,
     config_at,
     foundation_class,
+    foundation_config,
     require_sub_configs,
     resolve,
 )
@@ -41,7 +42,7 @@ def build_foundation_model(
 
     Args:
         source: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
-            model, which is returned as it is.
+            model, which is returned as it is. Of a model that speaks in stages, the part that reads media is taken.
         init_device: where the weights are made; ``meta`` makes none.
         torch_dtype: of the weights; None: fp32 for fresh ones, the checkpoint's own for loaded ones.
 
@@ -54,7 +55,7 @@ def build_foundation_model(
     if isinstance(source, PreTrainedModel) and is_spread(source):
         raise UserError("the model is parallelized already; build a new one for another layout")
     with _on(init_device):
-        model = resolve(_described(source, init_device), foundation_class, torch_dtype)
+        model = resolve(_described(source, init_device), foundation_class, torch_dtype, foundation_config)
     if model.get_output_embeddings() is None:
         raise UserError(f"{type(model).__name__} has no language-model head; the foundation must be a causal LM")
     return model if init_device == "meta" else model.to(init_device)

@@ -56,7 +56,7 @@ class EncoderMixin:
         raise NotImplementedError
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """The smallest valid ``(features, num_tokens)``, for a rank that must take part without data."""
+        """The smallest valid ``(features, num_tokens)``, for a rank that takes part without data; asked for once."""
         raise NotImplementedError
 
 
@@ -104,7 +104,7 @@ class DecoderMixin:
         raise NotImplementedError
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """The smallest valid ``(features, num_tokens)``, for a rank that must take part without data."""
+        """The smallest valid ``(features, num_tokens)``, for a rank that takes part without data; asked for once."""
         raise NotImplementedError
 
 

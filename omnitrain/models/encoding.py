@@ -157,15 +157,10 @@ def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
 
 
 def _minimal(model: Any, name: str) -> _Made:
+    features, num_tokens = model.minimal_input(name)
     if name.startswith(NATIVE_PREFIX):
-        port = model.runner.native.ports[name.removeprefix(NATIVE_PREFIX)]
-        return port.encode(model.foundation, _there(port.minimal_input(), model.device))
-    features, num_tokens = model.get_submodule(name).minimal_input()
-    return model.get_submodule(name).lm_encode(_there(features, model.device), num_tokens)
-
-
-def _there(features: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: moved(tensor, device) for name, tensor in features.items()}
+        return model.runner.native.ports[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
+    return model.get_submodule(name).lm_encode(features, num_tokens)
 
 
 def _tensors(made: _Made) -> list[Tensor]:

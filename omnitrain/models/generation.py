@@ -19,15 +19,19 @@ from transformers import (
 )
 
 from omnitrain.data.pack import Pack
+from omnitrain.data.packing import pack_all
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.encoding import encode
 from omnitrain.models.foundation import EncodedMedia, InsertedRows
 from omnitrain.models.in_step import idle_prompt, in_step
+from omnitrain.models.native import NativeRows
 from omnitrain.models.omni import OmniModel
 from omnitrain.peers import ALONE, Peers
 from omnitrain.recipe import Sampling
+
+_ENCODED_TOKENS = 2**14  # of prompts whose media are encoded together
 
 Uniform = Callable[[], torch.Tensor]  # -> float64 [batch] in [0, 1), fresh in every call
 Sampler = Callable[[Uniform, torch.Tensor], torch.Tensor]  # logits [batch, classes] -> tokens [batch]
@@ -108,16 +112,17 @@ def generate(
         One :class:`Answer` per prompt. Media that were cut short by ``max_new_tokens`` are left out.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
-    uniform = _UniformStreams(seed, numbers)
+    order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), prompts[place].index))  # as in packs
+    ordered, uniform = [prompts[place] for place in order], _UniformStreams(seed, [numbers[place] for place in order])
     was_training = model.training
     model.eval()
     try:
-        sequences = _decode(model, processor, prompts, max_new_tokens, sampling or {}, uniform, use_cache, peers)
+        sequences = _decode(model, processor, ordered, max_new_tokens, sampling or {}, uniform, use_cache, peers)
     finally:
         model.train(was_training)
     for sequence in sequences:
         sequence.answer.parts = _parts(model, processor, sequence.answer.tokens)
-    return [sequence.answer for sequence in sequences]
+    return [sequence.answer for _, sequence in sorted(zip(order, sequences, strict=True), key=lambda pair: pair[0])]
 
 
 def _decode(
@@ -192,7 +197,10 @@ class _Foundation:
     def __init__(
         self, model: OmniModel, prompts: Sequence[Sample], text_token: int, use_cache: bool, peers: Peers
     ) -> None:
-        """Encode the media of all prompts; ``text_token`` stands where no token counts."""
+        """Encode the media of all prompts; ``text_token`` stands where no token counts.
+
+        Prompts are in the order of packs, in which towers encode many of them at once.
+        """
         self.model, self.runner = model, model.runner
         packs = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts or [idle_prompt(model)]]
         longest = max(pack.num_tokens for pack in packs)
@@ -209,18 +217,28 @@ class _Foundation:
         self.token_inputs = {name: left_padded([pack.token_inputs[name] for pack in packs], 0) for name in names}
         self.placeholders = set(self.runner.native.token_ids.values())
         self.text_token = text_token
-        encoded = []
         self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
-        for number, (pack, share) in enumerate(in_step(model, packs, peers)):
-            media = encode(model, pack.to(model.device), share).media
-            if number < len(packs):
-                for part in media.inserted:
-                    columns = part.positions + pads[number]
-                    self.inserted.append(_Cells(torch.full_like(columns, number), columns, part.rows))
-                encoded.append(media.native)
-        self.native = self.runner.one_batch(encoded)
+        self.native = self._encoded(prompts, torch.tensor(pads), peers)
         self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
         self.seen = 0  # columns that the cache holds
+
+    def _encoded(self, prompts: Sequence[Sample], pads: torch.Tensor, peers: Peers) -> dict[str, NativeRows]:
+        """Rows for the foundation's own placeholders in the batch; those of attached components are inserted."""
+        packs = list(pack_all(prompts, max([_ENCODED_TOKENS, *map(len, prompts)])))
+        native: list[dict[str, NativeRows]] = []
+        first = 0  # prompt of the pack
+        for number, (pack, share) in enumerate(in_step(self.model, packs, peers)):
+            media = encode(self.model, pack.to(self.model.device), share).media
+            if number < len(packs):
+                native.append(media.native)
+                lengths = torch.tensor(pack.info.lengths)
+                ends = lengths.cumsum(0)
+                for part in media.inserted:
+                    sample = torch.bucketize(part.positions, ends, right=True)
+                    columns = part.positions - (ends - lengths)[sample] + pads[first + sample]
+                    self.inserted.append(_Cells(first + sample, columns, part.rows))
+                first += len(lengths)
+        return self.runner.one_batch(native)
 
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` at the last position.

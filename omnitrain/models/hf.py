@@ -15,12 +15,14 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.recipe.suggest import nearest
 
 _ALIGNMENT = 64  # bytes, of torch's own CPU allocations
+_QUANTIZED, _DEQUANTIZE = "quantization_config", "dequantize"  # of a config; of that node
 
 Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
@@ -50,6 +52,7 @@ def resolve(
     source: Source,
     class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]] | None = None,
     dtype: torch.dtype | None = None,
+    part_of: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
     """A model from any way of naming one.
 
@@ -57,18 +60,19 @@ def resolve(
         source: Hub id or folder (pretrained weights), config or dict of one (random weights), or a model.
         class_of: which class builds a config; None: :func:`model_class`.
         dtype: of the weights; None: fp32 for fresh weights, the checkpoint's own for loaded ones.
+        part_of: which part of a config is built; None: all of it.
 
     Raises:
         UserError: nothing there, or an unknown architecture.
         WeightsError: tensors missing, renamed or of another shape.
     """
-    class_of = class_of or model_class
+    class_of, part_of = class_of or model_class, part_of or (lambda config: config)
     if isinstance(source, str):
-        config = config_at(source)
+        config = part_of(config_at(source))
         return load_strictly(class_of(config), source, dtype, allow_extra=True, config=config)
     if not isinstance(source, (dict, PreTrainedConfig)):
         return source if dtype is None else source.to(dtype)
-    config = as_config(source) if isinstance(source, dict) else source
+    config = part_of(as_config(source) if isinstance(source, dict) else source)
     model = class_of(config)(config)
     return model.to(dtype or torch.float32)
 
@@ -109,8 +113,24 @@ def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     )
 
 
+def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the foundation in that of a model: the whole, or the only part that reads media and writes text.
+
+    The whole is no language model where a model speaks in stages, as Qwen-Omni does with thinker, talker and vocoder.
+    """
+    if _language_models(config):
+        return config
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    readers = [part for part in parts if any(_reads_media(cls) for cls in _language_models(part)[:1])]
+    return readers[0] if len(readers) == 1 else config
+
+
+def _reads_media(cls: type[PreTrainedModel]) -> bool:
+    return any(hasattr(cls, f"get_{modality}_features") for modality in ("image", "video", "audio"))
+
+
 def require_sub_configs(source: str | dict[str, Any]) -> None:
-    """A config names all its parts; transformers would fill a missing one with a full-size default.
+    """The config of a foundation names all its parts; transformers would fill a missing one with a full-size default.
 
     Args:
         source: a config as a dict, or the Hub id or folder of one. Files of older models write the keys of their
@@ -127,6 +147,10 @@ def require_sub_configs(source: str | dict[str, Any]) -> None:
         values, _ = PreTrainedConfig.get_config_dict(source)
         has_flat_text = "hidden_size" in values
         owner = f"the config at {source!r}"
+    whole, config = config, foundation_config(config)
+    if config is not whole:
+        name = next(name for name, part in vars(whole).items() if part is config)
+        values, owner = values.get(name, {}), f"{name} in {owner}"
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     if has_flat_text:
         text = config.get_text_config(decoder=True)
@@ -185,16 +209,18 @@ def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """The HF config of a Hub id or folder.
+    """The HF config of a Hub id or folder; how its files are quantized is not in it, for what is built of it is not.
 
     Raises:
         UserError: there is none.
     """
     require_folder(path, "HF model")
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"no HF model at {path!r}: {str(error).splitlines()[0]}") from None
+    vars(config).pop(_QUANTIZED, None)
+    return config
 
 
 def require_folder(path: str, what: str) -> None:
@@ -233,6 +259,8 @@ def load_strictly(
 ) -> PreTrainedModel:
     """``cls.from_pretrained(path)`` in which every tensor of the model was in the files, and every file tensor used.
 
+    Quantized weights (fp8, mxfp4) are put back into what can be trained, on any device.
+
     Args:
         cls: model class.
         path: folder or Hub id.
@@ -241,10 +269,14 @@ def load_strictly(
         **kwargs: for ``from_pretrained``.
 
     Raises:
-        UserError: no such folder, or no weights in it.
+        UserError: no such folder, or no weights in it, or weights quantized in a way that cannot be undone.
         WeightsError: names every missing, unexpected or misshapen tensor, and probable renames.
     """
     require_folder(path, cls.__name__)
+    quantized = _dequantized(path) if "config" in kwargs else None
+    if quantized is not None:
+        kwargs["config"] = copy.deepcopy(kwargs["config"])
+        setattr(kwargs["config"], _QUANTIZED, quantized)
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # the report below says it better than the load table
     try:
@@ -256,9 +288,39 @@ def load_strictly(
     finally:
         hf_logging.set_verbosity(verbosity)
     _raise_on_difference(cls, path, info, allow_extra)
+    if quantized is not None:
+        _forget_quantization(model, dtype)
     _freeze_as_built(model)
     _align(model)
     return model
+
+
+def _dequantized(path: str) -> dict[str, Any] | None:
+    """How the files of a model are quantized, with the order to undo it; None: they are not.
+
+    Raises:
+        UserError: transformers cannot undo it.
+    """
+    found = PreTrainedConfig.get_config_dict(path)[0].get(_QUANTIZED)
+    if found is None:
+        return None
+    method = found.get("quant_method")
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    if kind is None or _DEQUANTIZE not in inspect.signature(kind).parameters:
+        raise UserError(
+            f"the weights at {path!r} are quantized ({method}), which cannot be undone in loading; name the model that "
+            "was quantized"
+        )
+    return found | {_DEQUANTIZE: True}
+
+
+def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """As loaded from files that never were quantized."""
+    model._weight_conversions = None  # those of such files would be undone where it is saved
+    if dtype is not None:  # transformers casts all but what was quantized; what is in fp32 may have to stay in it
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.to(dtype)
 
 
 def _align(model: PreTrainedModel) -> None:

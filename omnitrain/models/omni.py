@@ -15,7 +15,7 @@ from omnitrain.data.native import NativeInputs
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
-from omnitrain.models.components import ComponentAdapter
+from omnitrain.models.components import ComponentAdapter, TensorFeatures
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
 from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
@@ -74,6 +74,7 @@ class OmniModel(PreTrainedModel):
         ready = components or {}
         self.renamed: dict[str, tuple[str, ...]] = {}
         self.compute_device: torch.device | None = None
+        self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.encoder_names = sorted(config.encoders or {})
         self.decoder_names = sorted(config.decoders or {})
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
@@ -222,6 +223,23 @@ class OmniModel(PreTrainedModel):
         names |= {name: name for name in (*self.encoder_names, *self.decoder_names)}
         order = sorted(names)
         return {names[first]: tuple(name for name in order if names[name] == names[first]) for first in order}
+
+    def minimal_input(self, name: str) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """The smallest features that are encoded under a name of :attr:`ports`, on this model's device, and their rows.
+
+        Made once: an adapter builds a HF processor, and perhaps its tower without weights. No rows of a modality that
+        the foundation reads by itself.
+        """
+        if name not in self._minimal_inputs:
+            if name.startswith(NATIVE_PREFIX):
+                port = self.runner.native.ports[name.removeprefix(NATIVE_PREFIX)]
+                self._minimal_inputs[name] = port.minimal_input(), ()
+            else:
+                self._minimal_inputs[name] = self.get_submodule(name).minimal_input()
+        features, num_tokens = self._minimal_inputs[name]
+        there = {key: moved(tensor, self.device) for key, tensor in features.items()}
+        self._minimal_inputs[name] = there, num_tokens
+        return there, num_tokens
 
     @property
     def native_inputs(self) -> NativeInputs:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import logging as hf_logging
 
 from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.models.lora_files import remove_adapters, save_adapters, split_weights
@@ -59,7 +60,13 @@ def save_whole(model: OmniModel, folder: Path, peers: Peers, file_bytes: int = F
 
 
 def _begin(model: OmniModel, folder: Path) -> None:
-    PreTrainedModel.save_pretrained(model, folder, state_dict={})  # the config and what else is no tensor
+    shows_progress = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # of no tensors
+    try:
+        PreTrainedModel.save_pretrained(model, folder, state_dict={})  # the config and what else is no tensor
+    finally:
+        if shows_progress:
+            hf_logging.enable_progress_bar()
     stem = SAFE_WEIGHTS_NAME.partition(".")[0]
     for old in folder.glob(f"{stem}*.safetensors*"):
         old.unlink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -14,7 +14,10 @@ from omnitrain.recipe import Optimizer
 
 
 def build_optimizer(
-    model: torch.nn.Module, settings: Optimizer, offloaded: Collection[torch.nn.Parameter] = ()
+    model: torch.nn.Module,
+    settings: Optimizer,
+    offloaded: Collection[torch.nn.Parameter] = (),
+    peaks: Mapping[torch.nn.Parameter, float] | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
 
@@ -22,6 +25,7 @@ def build_optimizer(
         model: its parameters with ``requires_grad``.
         settings: rates, betas, decay.
         offloaded: parameters whose state and fp32 master copy live in host memory.
+        peaks: those with a peak learning rate of their own; groups have it as ``peak``.
 
     Raises:
         UserError: nothing trains, or weights without an fp32 copy are not fp32 (their updates would be rounded away: at
@@ -37,21 +41,24 @@ def build_optimizer(
             f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset "
             "or set optimizer_offload, which keeps an fp32 copy; a model of your own: torch_dtype=torch.float32"
         )
-    groups = [
-        {"params": [p for p in trainable.values() if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    own = peaks or {}
+    groups = []
+    for peak in dict.fromkeys([settings.learning_rate, *own.values()]):
+        members = [p for p in trainable.values() if own.get(p, settings.learning_rate) == peak]
+        matrices, vectors = [p for p in members if p.ndim >= 2], [p for p in members if p.ndim < 2]
+        groups.append({"params": matrices, "weight_decay": settings.weight_decay, "peak": peak})
+        groups.append({"params": vectors, "weight_decay": 0.0, "peak": peak})
     groups = [group for group in groups if group["params"]]
     make = partial(torch.optim.AdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return OffloadedOptimizer(make, groups, with_copy) if with_copy else make(groups)
 
 
-def learning_rate(step: int, steps: int, settings: Optimizer) -> float:
-    """Rate of optimizer step ``step`` (0-based) of ``steps``: linear warm-up, then what `schedule` says."""
+def learning_rate(step: int, steps: int, settings: Optimizer, peak: float) -> float:
+    """Rate of optimizer step ``step`` (0-based) of ``steps``: linear warm-up to ``peak``, then what `schedule` says."""
     if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
+        return peak * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
-        return settings.learning_rate
+        return peak
     progress = min(1.0, (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps))
     left = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return settings.learning_rate * (settings.final_ratio + (1 - settings.final_ratio) * left)
+    return peak * (settings.final_ratio + (1 - settings.final_ratio) * left)

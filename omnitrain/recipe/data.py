@@ -14,7 +14,7 @@ class Columns(Strict):
 
     id: str = Field("id", description="Unique string id of a row; rows without the column are named by position.")
     source: str = Field("task", description="String column by which metrics are split; absent: the data set's name.")
-    messages: str = Field("messages", description="Chat messages, OpenAI style: role, content parts (type, text).")
+    messages: str = Field("messages", description="Messages: role and content (OpenAI), or from and value (ShareGPT).")
     images: str = Field("images", description="Images of the row, in the order of its image parts.")
     audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
     videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
@@ -36,6 +36,12 @@ class DataSource(Strict):
     split: str = Field("train", description="Split to take when `path` is a Hub data set.")
     weight: float = Field(1.0, gt=0, description="Share of this source among all samples drawn (relative).")
     columns: Columns = Field(default_factory=Columns, description="Column names.")
+    media_markers: bool = Field(
+        False, description="Texts show media by `<image>`, `<audio>` and `<video>`, as in LLaVA's data."
+    )
+    media_folder: str | None = Field(
+        None, description="Folder to which paths of media are relative. Unset: the working folder."
+    )
 
 
 class ChatFormat(Strict):

@@ -13,6 +13,11 @@ class Optimizer(Strict):
     """AdamW with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
 
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="Component, or module or parameter below one -> a peak of its own. Of several names for a "
+        "parameter, the longest path counts.",
+    )
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0.")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up.")
     final_ratio: float = Field(
@@ -77,6 +82,16 @@ class Trace(Strict):
     )
 
 
+class Track(Strict):
+    """Programs that draw the metrics, beside `metrics.jsonl`."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="Which; each needs its package. TensorBoard's files are in `tensorboard/`."
+    )
+    project: str = Field("omnitrain", description="Under which wandb and Trackio list the run.")
+    name: str | None = Field(None, description="Of the run there. Unset: that of `output_dir`.")
+
+
 class Train(Strict):
     """The loop."""
 
@@ -102,6 +117,7 @@ class Train(Strict):
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
     experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of experts.")
+    track: Track = Field(default_factory=Track, description="Programs that draw the metrics.")
     trace: Trace = Field(default_factory=Trace, description="Steps that are written down in detail.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),

@@ -44,6 +44,9 @@ BACKENDS = (
     Backend("triton", "triton", "kernels compiled at run time; comes with torch for CUDA", None),
     Backend("av", "av", "reads video files", "video"),
     Backend("peft", "peft", "LoRA", "lora"),
+    Backend("tensorboard", "tensorboard", "draws metrics", "track"),
+    Backend("wandb", "wandb", "draws metrics", None),
+    Backend("trackio", "trackio", "draws metrics", None),
 )
 
 

@@ -9,7 +9,8 @@ from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
 from omnitrain.models.generation import Answer, generate
-from omnitrain.recipe import Sampling
+from omnitrain.recipe import Sampling, Train
+from omnitrain.train.device import use_device
 from omnitrain.train.display import quiet_libraries
 from omnitrain.train.samples import write_parts
 from omnitrain.train.setup import load_checkpoint
@@ -27,7 +28,9 @@ def answer(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> tuple[Answer, list[str | Path]]:
-    """Answer one prompt; generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``.
+    """Answer one prompt, on CUDA if there is one.
+
+    Generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``.
 
     Args:
         checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
@@ -56,6 +59,7 @@ def answer(
     if isinstance(prepared, Rejected):
         raise UserError(prepared.reason)
     sampling = {name: Sampling(temperature=temperature) for name in ("text", *model.decoders)}
+    model.to(use_device(Train()))
     made = generate(model, processor, [prepared], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0]
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)

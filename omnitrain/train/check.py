@@ -24,7 +24,9 @@ from omnitrain.train.device import use_device
 from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.folder import RunFolder
+from omnitrain.train.rates import peaks_of
 from omnitrain.train.setup import build_from_recipe, compute_dtype, require_ops
+from omnitrain.train.trackers import require_trackers
 from omnitrain.train.trial import forward_problems, weights_problems
 
 
@@ -53,6 +55,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     if runs:
         _show_model(built[0])
         attempt(functools.partial(_require_plan, built[0], recipe.parallel))
+        attempt(lambda: peaks_of(built[0], recipe.train.optimizer))
         if device is not None:
             attempt(lambda: require_ops(built[0], recipe.model.ops, device, compute_dtype(recipe.parallel)))
         broken = forward_problems(built[0])
@@ -65,6 +68,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
             problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens, cut)
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
+    attempt(lambda: require_trackers(recipe))
     return list(dict.fromkeys(problems))
 
 

@@ -87,9 +87,8 @@ class Evaluator:
             peers: ranks that share the model, all of which call every method.
         """
         assert recipe.evaluation is not None
-        self._model, self._recipe, self._settings, self._peers = model, recipe, recipe.evaluation, peers
-        self._places = heldout_places(heldout, recipe.evaluation.examples_per_source)
-        self._share = _Share(self._places, processor, peers)
+        self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
+        self._settings, self._peers = recipe.evaluation, peers
 
     def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
         """As :meth:`LossMeter.read` gives them; the model is left in training mode.
@@ -120,11 +119,12 @@ class Evaluator:
             TrainingError: something else failed on another rank, such as the scorer, which runs on rank 0.
         """
         peers, places = self._peers, self._places
+        packs = self._packs  # they tell which rows can be used
         score = agreed(peers, lambda: load_scorer(self._settings.scorer))
         self._model.eval()
         with gathered(self._model):
             if losses is None:
-                losses = heldout_loss(self._model, self._packs, peers, notify)
+                losses = heldout_loss(self._model, packs, peers, notify)
             made = self._answers(notify)
         answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
         order = _by_source(answers, places) if peers.rank == 0 else []
@@ -132,6 +132,14 @@ class Evaluator:
         scores = agreed(peers, lambda: score(answered) if peers.rank == 0 else {})
         rejected = {index: row for rows in peers.gather(self._share.rejected) for index, row in rows.items()}
         return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
+
+    @cached_property
+    def _places(self) -> list[_Place]:
+        return heldout_places(self._heldout, self._settings.examples_per_source)
+
+    @cached_property
+    def _share(self) -> _Share:
+        return _Share(self._places, self._processor, self._peers)
 
     @cached_property
     def _packs(self) -> list[Pack]:
@@ -151,7 +159,7 @@ class Evaluator:
             numbers = [prompt.index for prompt in prompts]
             made = generate(
                 self._model,
-                self._share.processor,
+                self._processor,
                 prompts,
                 max_new_tokens=settings.max_new_tokens,
                 sampling=settings.sampling,
@@ -189,21 +197,20 @@ class _Share:
     """The held-out rows of one rank, by their index among all.
 
     Attributes:
-        processor: of the model.
         rejected: rows that turned out to be unreadable.
     """
 
     def __init__(self, places: Sequence[_Place], processor: OmniProcessor, peers: Peers) -> None:
-        self.processor, self._places = processor, places
+        self._processor, self._places = processor, places
         self._own = range(peers.rank, len(places), peers.size)
         self.rejected: dict[int, Rejected] = {}
 
     def samples(self, max_tokens: int) -> Iterator[Sample]:
         for index in self._own:
-            yield from self._readable(self.processor.sample(self._places[index].row(), index, max_tokens))
+            yield from self._readable(self._processor.sample(self._places[index].row(), index, max_tokens))
 
     def prompts(self, indices: Iterable[int]) -> list[Sample]:
-        prepared = [self.processor.prompt(self._places[index].row(), index) for index in indices]
+        prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]
         return [sample for one in prepared for sample in self._readable(one)]
 
     def batches(self, size: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from omnitrain.errors import TrainingError
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.device import moved
 from omnitrain.peers import ALONE, Peers
+from omnitrain.train.trackers import Tracker, numbers_in
 
 
 class LossMeter:
@@ -102,11 +104,11 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, appended and flushed."""
+    """``metrics.jsonl``: one JSON object a line, appended and flushed; trackers get its numbers."""
 
-    def __init__(self, path: Path, resume_step: int = 0) -> None:
+    def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         """Lines behind ``resume_step`` of an earlier run are dropped (they will come again), and a cut last one."""
-        self._path = path
+        self._path, self._trackers = path, trackers
         whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
         kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
         path.write_text("".join(f"{line}\n" for line in kept))
@@ -124,3 +126,14 @@ class MetricsFile:
             raise TrainingError(
                 f"{self._path} cannot be written ({error.strerror}); `--resume` continues behind the last checkpoint"
             ) from error
+        self.track(line["step"], {name: value for name, value in line.items() if name != "step"})
+
+    def track(self, step: int, values: Mapping[str, Any]) -> None:
+        """Give trackers what belongs into no line; nested as in one."""
+        for tracker in self._trackers:
+            tracker.log(step, dict(numbers_in(values)))
+
+    def close(self) -> None:
+        """The run is over."""
+        for tracker in self._trackers:
+            tracker.close()

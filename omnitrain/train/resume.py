@@ -30,6 +30,7 @@ _MAY_CHANGE = (
     "train.stop_seconds",
     "train.stall_seconds",
     "train.trace",
+    "train.track",
 )
 
 

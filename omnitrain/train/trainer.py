@@ -40,10 +40,12 @@ from omnitrain.train.memory import kept_by_source
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.ranks import join_ranks
+from omnitrain.train.rates import peaks_of
 from omnitrain.train.results import write_results
 from omnitrain.train.resume import require_same_rows
 from omnitrain.train.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.state import TrainingState, read_state
+from omnitrain.train.trackers import open_trackers, require_trackers
 
 _IDLE_STEPS = 10  # from the first on without a token to predict, which end a run
 
@@ -100,12 +102,14 @@ class Trainer:
         self.ranks = join_ranks(recipe.parallel, self.device)
         self.folder = RunFolder(recipe)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
+        require_trackers(recipe)
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
-        self.optimizer = build_optimizer(self.model, recipe.train.optimizer, offloaded)
+        settings = recipe.train.optimizer
+        self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
         self._parameters = list(self.model.parameters())  # to walk the modules takes longer than to list them
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
@@ -141,12 +145,14 @@ class Trainer:
             _settled_objects_uncollected(),
             StepProgress(train.steps, self.step) as progress,
             contextlib.closing(iter(self.loader)) as steps,
+            contextlib.ExitStack() as closing,
             self.watch,
         ):
             self.watch.follow(self.model)
             # Data of no use end the run before it writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
-            metrics = self.ranks.first(self._open_folder)
+            if (metrics := self.ranks.first(self._open_folder)) is not None:
+                closing.callback(metrics.close)
             self.folder.require_shared(self.ranks.peers)
             interrupted, heldout_losses = False, None
             while self.step < train.steps and not interrupted:
@@ -168,13 +174,17 @@ class Trainer:
             if not interrupted:
                 console.print(f"saved {checkpoint}")
                 with contextlib.suppress(StoppedError), self.watch.paused("evaluate"):
-                    return RunSummary(self.step, False, checkpoint, self._evaluate(interrupt, heldout_losses))
+                    scores = self._evaluate(interrupt, heldout_losses)
+                    if metrics is not None and scores:
+                        metrics.track(self.step, {"scores": scores})
+                    return RunSummary(self.step, False, checkpoint, scores)
         console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
         return RunSummary(self.step, True, checkpoint, {})
 
     def _open_folder(self) -> MetricsFile:
         self.folder.open(self.resumed is not None, checkpoint_bytes(self.model))
-        return MetricsFile(self.folder.path / "metrics.jsonl", resume_step=self.step)
+        trackers = open_trackers(self.recipe, self.folder.path, self.step)
+        return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
@@ -270,7 +280,7 @@ class Trainer:
             raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}; samples {ids}")
         if sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings)
+                group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
             self.optimizer.step()
             self.experts.routers.end()
         else:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.errors import UserError
-from omnitrain.models.hf import config_at, foundation_class, load_strictly, model_class
+from omnitrain.models.hf import config_at, foundation_class, foundation_config, load_strictly, model_class
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Model
 
@@ -42,8 +42,9 @@ def weights_problems(recipe: Model) -> list[str]:
             if key == "model.checkpoint":
                 load_strictly(OmniModel, str(newest_checkpoint(path)), device_map="meta")
             else:
-                class_of = foundation_class if key == "model.foundation" else model_class
-                config = config_at(path)
+                config, class_of = config_at(path), model_class
+                if key == "model.foundation":
+                    config, class_of = foundation_config(config), foundation_class
                 load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
         except UserError as error:
             problems.append(f"{key}: {error}")

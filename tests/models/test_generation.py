@@ -69,6 +69,18 @@ def test_a_batch_answers_as_each_prompt_alone(
     assert max(len(modes) for modes in items) == 30
 
 
+def test_media_of_all_prompts_are_encoded_together(model: OmniModel, processor: OmniProcessor) -> None:
+    some = [processor.prompt(tiny_row("image_to_text", seed)) for seed in range(6)]
+    images: list[int] = []
+    handle = model.image_encoder.tower.register_forward_pre_hook(
+        lambda _, args, kwargs: images.append(len(kwargs["pixel_values"])), with_kwargs=True
+    )
+    together = generate(model, processor, some, max_new_tokens=3)
+    handle.remove()
+    assert images == [6]
+    assert [a.tokens for a in together] == [generate(model, processor, [p], max_new_tokens=3)[0].tokens for p in some]
+
+
 def test_a_late_token_costs_no_more_operations_than_an_early_one_and_no_more_in_a_larger_batch(
     model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.build import build_foundation_model, build_omni_model
+from omnitrain.models.encoding import Share
 from omnitrain.models.freeze import freeze
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.table import component_rows
@@ -86,6 +87,23 @@ def test_each_trainable_parameter_gets_a_gradient(model: OmniModel, samples: lis
     assert trainable == set(gradients)
     silent = [n for n, g in gradients.items() if not g.abs().sum() and not n.endswith("k_proj.bias")]
     assert silent == []
+
+
+def test_calls_without_data_change_no_loss_and_build_no_processor_again(
+    samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, built = tiny_model(), []
+    for name in ("image_encoder", "audio_encoder"):
+        kind = type(model.get_submodule(name))
+        adapter = kind.adapter
+        monkeypatch.setattr(kind, "adapter", lambda self, adapter=adapter: built.append(self) or adapter(self))
+    text = Pack.from_samples([sample for sample in samples if not sample.spans])
+    share = Share(calls=dict.fromkeys([*model.encoder_names, *model.decoder_names], 3), heads=model.decoder_names)
+    alone, beside = model(text), [model(text, share) for _ in range(2)]
+    assert [found.losses["text"].sum.item() for found in beside] == 2 * [alone.losses["text"].sum.item()]
+    beside[1].losses["text"].sum.backward()
+    assert float(model.audio_encoder.projector.layers[1].weight.grad.abs().max()) == 0
+    assert len(built) == 2
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ def test_nothing_else_clips() -> None:
 @pytest.mark.parametrize(("schedule", "quarter"), [("cosine", 0.1 + 0.9 * (2 + 2**0.5) / 4), ("linear", 0.775)])
 def test_schedule_warms_up_and_ends_at_the_final_ratio(schedule: str, quarter: float) -> None:
     settings = Optimizer(learning_rate=1.0, warmup_steps=10, schedule=schedule, final_ratio=0.1)
-    rates = [learning_rate(step, 110, settings) for step in range(111)]
+    rates = [learning_rate(step, 110, settings, settings.learning_rate) for step in range(111)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0 and abs(rates[35] - quarter) < 1e-9
     assert abs(rates[110] - 0.1) < 1e-9 and rates[10:] == sorted(rates[10:], reverse=True)
 

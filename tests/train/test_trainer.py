@@ -237,7 +237,9 @@ def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path)
     assert skipped["id"] == damaged.id and "unreadable image" in skipped["reason"]
 
 
-def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
+def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Trainer(load(tiny_recipe(tmp_path))).fit()
     (tmp_path / "eye.png").write_bytes(png(0))
     made, shown = answer(
@@ -246,6 +248,13 @@ def test_a_finished_run_answers_prompts(tmp_path: Path) -> None:
     assert len(made.tokens) <= 5 and len(shown) == len(made.parts)
     with pytest.raises(UserError, match="image 1 cannot be read from its file"):
         answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
+    devices: list[torch.device] = []
+    monkeypatch.setattr("omnitrain.train.answer.use_device", lambda settings: torch.device("meta"))
+    monkeypatch.setattr(
+        "omnitrain.train.answer.generate", lambda model, *_, **__: devices.append(model.device) or [Answer()]
+    )
+    answer(tmp_path / "run", "what?", [], [], [], output_dir=tmp_path)
+    assert devices == [torch.device("meta")]
 
 
 @pytest.mark.parametrize(

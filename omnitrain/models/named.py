@@ -1,0 +1,43 @@
+"""Parameters by the names that users give: of components, of modules, or their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from omnitrain.errors import UserError
+from omnitrain.models.omni import OmniModel
+from omnitrain.recipe.suggest import nearest
+
+
+def parameters_named(model: OmniModel, name: str, key: str) -> list[nn.Parameter]:
+    """What a name stands for.
+
+    Args:
+        model: laid out or not.
+        name: of a component (``foundation``, ``image_encoder``), or of a module or parameter below one
+            (``image_encoder.tower``, ``foundation.model.visual.merger``).
+        key: of the recipe, for the error.
+
+    Raises:
+        UserError: it matches no parameter; the nearest name is suggested.
+    """
+    components, modules = model.components, dict(model.named_modules())
+    matched = list(components[name].values() if name in components else _below(modules, name))
+    if not matched:
+        candidates = sorted({*components, *(path for path in modules if path.count(".") <= name.count("."))})
+        close = nearest(name, candidates)
+        hint = f"did you mean {close!r}?" if close else f"components: {sorted(components)}"
+        raise UserError(f"{key}: {name!r} matches no parameter; {hint}")
+    return matched
+
+
+def _below(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Parameter]:
+    if name in modules:
+        yield from modules[name].parameters()
+    else:
+        owner, _, attribute = name.rpartition(".")
+        parameter = getattr(modules.get(owner), attribute, None)
+        if isinstance(parameter, nn.Parameter):
+            yield parameter

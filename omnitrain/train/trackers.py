@@ -1,0 +1,112 @@
+"""Metrics of a run in programs that draw them: TensorBoard, Weights & Biases, Trackio."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from omnitrain.errors import UserError
+from omnitrain.recipe import Recipe
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+_ID = "tracked_as"  # file of a run's id, by which a resumed run goes on in its curves
+
+
+class Tracker(Protocol):
+    """What draws metrics."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step, by names such as ``heads/text/loss``."""
+        ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+def require_trackers(recipe: Recipe) -> None:
+    """The packages of ``train.track.to`` are there.
+
+    Raises:
+        UserError: some are not.
+    """
+    for name in recipe.train.track.to:
+        _module(name)
+
+
+def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracker]:
+    """Those that ``train.track`` names.
+
+    Args:
+        recipe: of the run; it is shown beside the curves.
+        folder: of the run, which is there.
+        resume_step: steps done; what an earlier start drew behind them is replaced, where that is possible.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    return [
+        _TensorBoard(folder, resume_step) if name == "tensorboard" else _Session(name, recipe, folder)
+        for name in recipe.train.track.to
+    ]
+
+
+def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a line of metrics with their names, joined by slashes."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from numbers_in(value, f"{prefix}{key}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{prefix}{key}", value
+
+
+class _TensorBoard:
+    """Event files in ``tensorboard/`` of the run's folder."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        self._writer = _module("tensorboard").SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Session:
+    """A run of a program with the functions of wandb: ``init``, ``log`` and ``finish``."""
+
+    def __init__(self, name: str, recipe: Recipe, folder: Path) -> None:
+        self._program = _module(name)
+        file = folder / _ID
+        if not file.is_file():
+            file.write_text(uuid.uuid4().hex)
+        own = {"id": file.read_text(), "dir": str(folder)} if name == "wandb" else {}
+        settings = recipe.train.track
+        self._program.init(
+            project=settings.project,
+            name=settings.name or folder.name,
+            config=recipe.model_dump(mode="json"),
+            resume="allow",
+            **own,
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._program.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._program.finish()
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(_MODULES[name])
+    except ImportError as error:
+        raise UserError(
+            f"train.track.to: {name!r} needs its package ({error}); pip install {name}, or remove it from the list"
+        ) from None

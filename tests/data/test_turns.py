@@ -1,0 +1,75 @@
+"""Data as LLaVA and others write it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from omnitrain.data.rows import RowSource, open_sources
+from omnitrain.data.turns import as_messages
+from omnitrain.errors import DataError
+from omnitrain.recipe import Columns, DataSource
+from tests.tiny import png, tiny_model, tiny_processor
+
+
+def turns(question: str, **columns: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": "7"}], **columns}
+
+
+ROWS = [turns("hello"), turns("a text with <b> in it"), turns("<image>\nwhich digit?", image="digits/7.png")]
+
+
+def opened(path: Path, **settings: Any) -> RowSource:
+    columns = Columns(messages="conversations", images="image")
+    return open_sources([DataSource(path=str(path), columns=columns, media_markers=True, **settings)])[0]
+
+
+def as_lines(folder: Path) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder / "rows.jsonl"
+
+
+def as_parquet(folder: Path) -> Path:
+    Dataset.from_list([{"image": None} | row for row in ROWS]).to_parquet(str(folder / "rows.parquet"))
+    return folder / "rows.parquet"
+
+
+@pytest.mark.parametrize("write", [as_lines, as_parquet])
+def test_turns_are_messages_and_their_markers_are_media_in_a_folder(tmp_path: Path, write: Any) -> None:
+    (tmp_path / "media" / "digits").mkdir(parents=True)
+    (tmp_path / "media" / "digits" / "7.png").write_bytes(png(7))
+    rows = opened(write(tmp_path), media_folder=str(tmp_path / "media"))
+    assert [message["role"] for message in rows[0].messages] == ["user", "assistant"]
+    assert [row.messages[0]["content"] for row in rows] == [
+        "hello",
+        "a text with <b> in it",
+        [{"type": "image"}, {"type": "text", "text": "\nwhich digit?"}],
+    ]
+    assert rows.first_of_each_kind() == [0, 2]
+    assert rows[2].media_bytes("image", 0) == png(7)
+    sample = tiny_processor(tiny_model()).sample(rows[2])
+    assert [span.component for span in sample.spans] == ["image_encoder"]
+
+
+def test_text_around_and_between_markers_stays_as_it_is() -> None:
+    marked = [{"role": "user", "content": " <video> then <image><audio>!"}, {"role": "assistant", "content": "<image>"}]
+    first, second = as_messages(marked, marked=True)
+    parts = [part.get("text", part["type"]) for part in first["content"]]
+    assert parts == [" ", "video", " then ", "image", "audio", "!"]
+    assert second == {"role": "assistant", "content": [{"type": "image"}]}
+    assert as_messages(marked, marked=False) == marked
+
+
+def test_what_is_no_turn_is_left_to_those_who_say_so() -> None:
+    odd = [{"from": "narrator", "value": "it rains"}, "hello", {"role": "user", "content": None}]
+    assert as_messages(odd, marked=True) == [{"role": "narrator", "content": "it rains"}, *odd[1:]]
+    assert as_messages("hello", marked=True) == "hello"
+
+
+def test_a_folder_of_media_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows.jsonl': media_folder 'nowhere' is no folder"):
+        opened(as_lines(tmp_path), media_folder="nowhere")

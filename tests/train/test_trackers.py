@@ -1,0 +1,70 @@
+"""Metrics in programs that draw them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from omnitrain.errors import UserError
+from omnitrain.recipe import Recipe
+from omnitrain.train.check import check_recipe
+from omnitrain.train.trainer import Trainer
+from tests.tiny import tiny_recipe
+
+
+def run(path: Path, *overrides: str, resume: bool = False) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl after a run, or another start of it."""
+    recipe = Recipe.load(str(path), ["train.log_every=1", *overrides])
+    Trainer(recipe, resume=resume).fit()
+    return [json.loads(line) for line in (Path(recipe.output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_tensorboard_shows_the_lines_and_a_resumed_run_goes_on_in_its_curves(tmp_path: Path) -> None:
+    recipe, to = tiny_recipe(tmp_path), "train.track.to=[tensorboard]"
+    run(recipe, to, "train.steps=2")
+    lines = run(recipe, to, "train.steps=4", resume=True)
+    drawn = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    for name, of in (
+        ("loss", lambda line: line["loss"]),
+        ("heads/text/loss", lambda line: line["heads"]["text"]["loss"]),
+    ):
+        found = [(event.step, event.value) for event in drawn.Scalars(name)]
+        assert found == [(line["step"], pytest.approx(of(line))) for line in lines]
+
+
+def test_a_session_of_wandb_is_begun_once_and_ended_with_the_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another start of the run has its id."""
+    told: list[tuple[str, Any]] = []
+    program = SimpleNamespace(
+        init=lambda **settings: told.append(("init", settings)),
+        log=lambda values, step: told.append((f"log {step}", values)),
+        finish=lambda: told.append(("finish", None)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", program)
+    recipe, settings = tiny_recipe(tmp_path), ("train.track.to=[wandb]", "train.track.project=digits")
+    run(recipe, *settings, "train.steps=1")
+    lines = run(recipe, *settings, "train.steps=2", "evaluation.max_new_tokens=4", resume=True)
+    assert [what for what, _ in told] == ["init", "log 1", "finish", "init", "log 2", "log 2", "finish"]
+    begun, again = (values for what, values in told if what == "init")
+    assert begun["id"] == again["id"] and (begun["project"], begun["name"]) == ("digits", "run")
+    assert begun["config"]["train"]["steps"] == 1
+    assert told[4][1]["loss"] == lines[1]["loss"] and told[5][1]["scores/seconds"] > 0
+
+
+def test_a_program_that_is_not_installed_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.track.to=[trackio]"])
+    with pytest.raises(UserError, match=r"train.track.to: 'trackio' needs its package \(.*\); pip install trackio"):
+        Trainer(recipe)
+    assert [problem for problem in check_recipe(recipe) if "pip install trackio" in problem]
+    assert not (tmp_path / "run").exists()
