@@ -35,8 +35,8 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
     model, processor = load_checkpoint(checkpoint)
     if any(name.startswith("foundation.") for name in model.adapter_names):
         raise UserError(
-            f"the foundation at {str(checkpoint)!r} has LoRA adapters, which are in files of peft: load the model that was "
-            "adapted, then PeftModel.from_pretrained(model, CHECKPOINT/adapters/foundation).merge_and_unload()"
+            f"the foundation at {str(checkpoint)!r} has LoRA adapters, which are in files of peft: load the model that "
+            "was adapted, then PeftModel.from_pretrained(model, CHECKPOINT/adapters/foundation).merge_and_unload()"
         )
     if kind is not None:
         model.foundation.to(kind)
