@@ -83,7 +83,8 @@ def spread_by_transformers(model: OmniModel) -> list[str]:
     found: dict[str, None] = {}
     for root, part in model.named_modules():
         if part is not model and isinstance(part, PreTrainedModel):
-            said = {name for name, style in (part.ep_plan or {}).items() if style == _SPREADS}
+            plan = getattr(part, "ep_plan", None) or {}  # transformers 5.18 has no plan that dispatches
+            said = {name for name, style in plan.items() if style == _SPREADS}
             own = (name for name, _ in part.named_modules() if any_layer(name) in said)
             found |= dict.fromkeys(f"{root}.{name}" for name in own)
     return list(found)
