@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import datasets
@@ -17,7 +18,7 @@ _LISTS = (datasets.List, datasets.LargeList)
 class ArrowTable:
     """A data set of HF ``datasets``; see :class:`omnitrain.data.rows.Table`."""
 
-    def __init__(self, data: datasets.Dataset, columns: Columns, *, marked: bool) -> None:
+    def __init__(self, data: datasets.Dataset, columns: Columns, *, marked: Collection[str]) -> None:
         """Take the data set.
 
         Args:
@@ -82,7 +83,7 @@ def _type_name(feature: Any) -> str:
     return name if inner is feature else f"lists of {name}"
 
 
-def _first_of_each_kind(rows: pa.Array, marked: bool) -> list[tuple[tuple[Any, Any], int]]:
+def _first_of_each_kind(rows: pa.Array, marked: Collection[str]) -> list[tuple[tuple[Any, Any], int]]:
     """``(role, type of part)`` and its first position; rows: lists of turns, see :mod:`omnitrain.data.turns`."""
     kinds = [
         table
@@ -97,7 +98,7 @@ def _first_of_each_kind(rows: pa.Array, marked: bool) -> list[tuple[tuple[Any, A
     return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
 
 
-def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: bool) -> list[pa.Table]:
+def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: Collection[str]) -> list[pa.Table]:
     """Role, type of part and row of each turn and of each of its parts; ``role`` and ``content`` are their fields."""
     row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
     roles, contents = pc.struct_field(messages, role), pc.struct_field(messages, content)
@@ -107,9 +108,9 @@ def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: bool) -> li
         types = pc.struct_field(pc.list_flatten(contents), "type")
         said = {"role": roles.take(message_of_part), "type": types, "row": row_of_message.take(message_of_part)}
         kinds.append(pa.table(said))
-    elif marked and (pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type)):
-        for modality, marker in MARKERS.items():
-            shown = pc.fill_null(pc.match_substring(contents, marker), False)
+    elif pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type):
+        for modality in marked:
+            shown = pc.fill_null(pc.match_substring(contents, MARKERS[modality]), False)
             at = {"role": roles.filter(shown), "row": row_of_message.filter(shown)}
             kinds.append(pa.table(at | {"type": pa.repeat(modality, len(at["role"]))}))
     return kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class JsonLines:
     Values are those of the file: a text of digits stays a text, and rows may differ in their columns.
     """
 
-    def __init__(self, files: Sequence[str], columns: Columns, *, marked: bool) -> None:
+    def __init__(self, files: Sequence[str], columns: Columns, *, marked: Collection[str]) -> None:
         """Read all lines once; what is kept of a row is where it begins, its source and what is new in its messages.
 
         Args:

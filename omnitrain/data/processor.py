@@ -177,6 +177,6 @@ def _not_shown(row: Row) -> str:
     }
     return "; ".join(
         f"the row holds {modality} {count}, the messages show {shown[modality]}: each needs a part of type {modality} "
-        f"(or {MARKERS[modality]} in a text, with `media_markers: true` of the data set)"
+        f"(or {MARKERS[modality]} in a text, with `media_markers: [{modality}]` of the data set)"
         for modality, count in surplus.items()
     )

@@ -113,7 +113,7 @@ class RowSource(Sequence[Row]):
         if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.name = name or source.name or Path(source.path).stem
-        self.columns, self._marked = source.columns, source.media_markers
+        self.columns, self._marked = source.columns, frozenset(source.media_markers)
         self._folder = None if source.media_folder is None else Path(source.media_folder)
         if self._folder is not None and not self._folder.is_dir():
             raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is no folder")
@@ -192,7 +192,7 @@ def _end_of(path: Path, paths: Sequence[Path]) -> str:
 
 
 def _open(source: DataSource) -> Table:
-    path, marked = Path(source.path), source.media_markers
+    path, marked = Path(source.path), frozenset(source.media_markers)
     files = _files(source.path)
     is_lines = bool(files) and _is_lines(files[0])
     try:

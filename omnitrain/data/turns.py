@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 TURN_FIELDS = (("role", "content"), ("from", "value"))  # OpenAI's, and ShareGPT's and LLaVA's
 MARKERS = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
 
 _ROLES = {"human": "user", "gpt": "assistant"}
-_MARKER = re.compile("|".join(MARKERS.values()))
+_MARKER = re.compile("<(" + "|".join(MARKERS) + ")>")
 
 
-def as_messages(turns: Any, *, marked: bool) -> Any:
+def as_messages(turns: Any, *, marked: Collection[str]) -> Any:
     """Turns -> messages with a role and a content; what is no list of turns is given back as it is.
 
     Args:
         turns: ``[{"role": ..., "content": ...}, ...]`` or ``[{"from": ..., "value": ...}, ...]``.
-        marked: texts show media by ``<image>``, ``<audio>`` and ``<video>``.
+        marked: modalities that texts show by markers; other markers are text.
     """
     return [_message(turn, marked) for turn in turns] if isinstance(turns, list) else turns
 
 
-def _message(turn: Any, marked: bool) -> Any:
+def _message(turn: Any, marked: Collection[str]) -> Any:
     if not isinstance(turn, dict):
         return turn
     if turn.get("role") is None and "from" in turn:  # parquet has the fields of all turns in each of them
@@ -31,16 +32,16 @@ def _message(turn: Any, marked: bool) -> Any:
         role = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
         turn = {"role": role, "content": turn.get("value"), **rest}
     content = turn.get("content")
-    if marked and isinstance(content, str) and _MARKER.search(content):
-        turn = turn | {"content": _parts(content)}
+    if isinstance(content, str) and (found := [m for m in _MARKER.finditer(content) if m[1] in marked]):
+        turn = turn | {"content": _parts(content, found)}
     return turn
 
 
-def _parts(text: str) -> list[dict[str, Any]]:
+def _parts(text: str, markers: list[re.Match[str]]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     end = 0
-    for found in _MARKER.finditer(text):
-        parts += [_text(text[end : found.start()]), {"type": found[0][1:-1]}]
+    for found in markers:
+        parts += [_text(text[end : found.start()]), {"type": found[1]}]
         end = found.end()
     parts.append(_text(text[end:]))
     return [part for part in parts if part.get("text") != ""]

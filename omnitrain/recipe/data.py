@@ -36,8 +36,9 @@ class DataSource(Strict):
     split: str = Field("train", description="Split to take when `path` is a Hub data set.")
     weight: float = Field(1.0, gt=0, description="Share of this source among all samples drawn (relative).")
     columns: Columns = Field(default_factory=Columns, description="Column names.")
-    media_markers: bool = Field(
-        False, description="Texts show media by `<image>`, `<audio>` and `<video>`, as in LLaVA's data."
+    media_markers: list[Literal["image", "audio", "video"]] = Field(
+        default_factory=list,
+        description="Media that texts show by markers, `<image>`, `<audio>` or `<video>`, as in LLaVA's data.",
     )
     media_folder: str | None = Field(
         None, description="Folder to which paths of media are relative. Unset: the working folder."

@@ -82,7 +82,7 @@ def test_a_file_that_no_part_shows_rejects_the_row(processor: OmniProcessor) -> 
     rejected = processor.sample(Row("r", "s", messages, {"image": [png(0)]}, {}))
     assert isinstance(rejected, Rejected)
     reason = "the row holds image 1, the messages show 0: each needs a part of type image (or <image> in a text, with "
-    assert rejected.reason == f"{reason}`media_markers: true` of the data set)"
+    assert rejected.reason == f"{reason}`media_markers: [image]` of the data set)"
     nothing = {"image": [{"bytes": None, "path": None}], "audio": [None]}  # as columns of media are without any
     assert isinstance(processor.sample(Row("r", "s", messages, nothing, {})), Sample)
 

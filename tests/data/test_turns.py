@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from omnitrain.data.rows import Row, RowSource, open_sources
-from omnitrain.data.turns import as_messages
+from omnitrain.data.turns import MARKERS, as_messages
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns, DataSource
 from tests.tiny import png, tiny_model, tiny_processor
@@ -20,12 +20,12 @@ def turns(question: str, **columns: Any) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": "7"}], **columns}
 
 
-ROWS = [turns("hello"), turns("a text with <b> in it"), turns("<image>\nwhich digit?", image="digits/7.png")]
+ROWS = [turns("hello"), turns("a text with <video> in it"), turns("<image>\nwhich digit?", image="digits/7.png")]
 
 
 def opened(path: Path, **settings: Any) -> RowSource:
     columns = Columns(messages="conversations", images="image")
-    return open_sources([DataSource(path=str(path), columns=columns, media_markers=True, **settings)])[0]
+    return open_sources([DataSource(path=str(path), columns=columns, media_markers=["image"], **settings)])[0]
 
 
 def as_lines(folder: Path) -> Path:
@@ -46,7 +46,7 @@ def test_turns_are_messages_and_their_markers_are_media_in_a_folder(tmp_path: Pa
     assert [message["role"] for message in rows[0].messages] == ["user", "assistant"]
     assert [row.messages[0]["content"] for row in rows] == [
         "hello",
-        "a text with <b> in it",
+        "a text with <video> in it",
         [{"type": "image"}, {"type": "text", "text": "\nwhich digit?"}],
     ]
     assert rows.first_of_each_kind() == [0, 2]
@@ -57,18 +57,19 @@ def test_turns_are_messages_and_their_markers_are_media_in_a_folder(tmp_path: Pa
 
 def test_text_around_and_between_markers_stays_as_it_is() -> None:
     marked = [{"role": "user", "content": " <video> then <image><audio>!"}, {"role": "assistant", "content": "<image>"}]
-    first, second = as_messages(marked, marked=True)
+    first, second = as_messages(marked, marked=MARKERS)
     parts = [part.get("text", part["type"]) for part in first["content"]]
     assert parts == [" ", "video", " then ", "image", "audio", "!"]
     assert second == {"role": "assistant", "content": [{"type": "image"}]}
-    assert as_messages(marked, marked=False) == marked
+    assert as_messages(marked, marked=()) == marked
+    assert as_messages(marked, marked=["audio"])[0]["content"][0]["text"] == " <video> then <image>"
 
 
 def test_what_is_no_turn_is_left_to_those_who_say_so() -> None:
     odd = [{"from": "narrator", "value": "it rains"}, {"from": ["gpt"], "value": "a"}, "hello", {"role": "user"}]
     messages = [{"role": "narrator", "content": "it rains"}, {"role": ["gpt"], "content": "a"}, *odd[2:]]
-    assert as_messages(odd, marked=True) == messages
-    assert as_messages("hello", marked=True) == "hello"
+    assert as_messages(odd, marked=MARKERS) == messages
+    assert as_messages("hello", marked=MARKERS) == "hello"
 
 
 def test_a_folder_of_media_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -96,5 +97,5 @@ def test_an_empty_path_of_a_row_without_media_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "found"), [(None, "content None"), (3, "content 3"), (["a"], "part 'a'")])
 def test_a_turn_without_a_text_is_named_in_its_rejection(value: Any, found: str) -> None:
-    row = Row("odd", "rows", as_messages(turns(value)["conversations"], marked=True), {}, {})
+    row = Row("odd", "rows", as_messages(turns(value)["conversations"], marked=MARKERS), {}, {})
     assert f"(TypeError: {found})" in tiny_processor(tiny_model()).sample(row).reason
