@@ -96,11 +96,13 @@ class OmniProcessor:
                 f"malformed messages ({problem}): expected a list of role and content, as text or as parts with type"
             )
             return Rejected(row.id, row.source, reason, index)
+        except UserError as error:
+            raise _in_row(row, error) from error
         self._check_modalities(row, parts)
         try:
             encoded = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
-        except UserError:
-            raise
+        except UserError as error:
+            raise _in_row(row, error) from error
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         if not len(encoded.input_ids):
@@ -165,6 +167,10 @@ class OmniProcessor:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
             renderer = ChatRenderer(tokenizer, ChatFormat(**settings["chat"]))
         return cls(renderer, readers, writers)
+
+
+def _in_row(row: Row, error: UserError) -> UserError:
+    return UserError(f"row {row.id!r} of {row.source!r}: {error}")
 
 
 def _not_shown(row: Row) -> str:

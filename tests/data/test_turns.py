@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from omnitrain.data.rows import Row, RowSource, open_sources
 from omnitrain.data.turns import MARKERS, as_messages
-from omnitrain.errors import DataError
+from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
 from tests.tiny import png, tiny_model, tiny_processor
 
@@ -99,3 +99,9 @@ def test_an_empty_path_of_a_row_without_media_is_none(tmp_path: Path) -> None:
 def test_a_turn_without_a_text_is_named_in_its_rejection(value: Any, found: str) -> None:
     row = Row("odd", "rows", as_messages(turns(value)["conversations"], marked=MARKERS), {}, {})
     assert f"(TypeError: {found})" in tiny_processor(tiny_model()).sample(row).reason
+
+
+def test_a_speaker_that_nobody_knows_is_named_with_its_row() -> None:
+    row = Row("r1", "rows", as_messages([{"from": "bing", "value": "hello"}], marked=()), {}, {})
+    with pytest.raises(UserError, match="row 'r1' of 'rows': message role 'bing': expected system, user or assistant"):
+        tiny_processor(tiny_model()).sample(row)
