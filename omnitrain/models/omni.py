@@ -156,8 +156,8 @@ class OmniModel(PreTrainedModel):
         if unknown:
             found = ", ".join(sorted(unknown))
             raise UserError(
-                f"save_pretrained of a model that is spread over ranks: found {found}; expected only a folder; save it, "
-                "load it in one process, and save it again from there"
+                f"save_pretrained of a model that is spread over ranks: found {found}; expected only a folder; "
+                "save it, load it in one process, and save it again from there"
             )
         with ranks_of(self) as peers:
             save_whole(self, folder, peers)
