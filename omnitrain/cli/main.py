@@ -230,6 +230,24 @@ def generate(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new one.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: float32, bfloat16, float16. Unset: as saved.")
+    ] = None,
+) -> None:
+    """Write the foundation for plain transformers and what else reads its files."""
+    from omnitrain.train.export import export as write
+
+    if left_out := write(checkpoint, folder, dtype):
+        typer.echo(f"left out, as no class of transformers has them: {', '.join(left_out)}")
+    typer.echo(f"exported to {folder}")
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for completion in editors."""
     import json

@@ -1,0 +1,66 @@
+"""What omnitrain exports, plain transformers reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+import omnitrain as ot
+from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.train.export import export
+from omnitrain.train.setup import load_checkpoint
+from tests.parallel.factories import qwen3_moe_with_adapters
+from tests.tiny import tiny_model, tiny_processor
+from tests.train.test_native_foundation import save_llava
+
+
+def saved_llava(folder: Path) -> Path:
+    """As a run leaves it."""
+    save_llava(folder / "llava")
+    model = build_omni_model(foundation=str(folder / "llava"))
+    renderer = ot.TemplateRenderer(AutoProcessor.from_pretrained(folder / "llava"), model.native_inputs)
+    model.save_pretrained(folder / "saved")
+    ot.OmniProcessor(renderer, *model.media_adapters()).save_pretrained(folder / "saved")
+    return folder / "saved"
+
+
+@torch.no_grad()
+def test_a_whole_model_has_the_same_logits_and_processor_there(tmp_path: Path) -> None:
+    saved = saved_llava(tmp_path)
+    assert export(saved, tmp_path / "plain") == []
+    ours, _ = load_checkpoint(saved)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "plain")
+    ids = torch.arange(5, 30)[None]
+    assert torch.equal(plain.eval()(input_ids=ids).logits, ours.foundation.eval()(input_ids=ids).logits)
+    one, other = (AutoProcessor.from_pretrained(tmp_path / name) for name in ("plain", "llava"))
+    said = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    assert one.apply_chat_template(said, tokenize=True) == other.apply_chat_template(said, tokenize=True)
+
+
+def test_attached_parts_are_left_out_and_named_and_the_dtype_is_the_one_asked_for(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "saved")
+    tiny_processor(model).save_pretrained(tmp_path / "saved")
+    left_out = export(tmp_path / "saved", tmp_path / "plain", "bfloat16")
+    assert left_out == sorted([*model.encoders, *model.decoders])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert {parameter.dtype for parameter in plain.parameters()} == {torch.bfloat16}
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "plain")) == len(tiny_processor(model).tokenizer)
+
+
+def test_adapters_unknown_dtypes_and_full_folders_are_refused(tmp_path: Path) -> None:
+    saved = saved_llava(tmp_path)
+    with pytest.raises(UserError, match="holds files already; name a new folder"):
+        export(saved, tmp_path)
+    with pytest.raises(UserError, match="dtype: found 'int8'; expected float32, bfloat16 or float16"):
+        export(saved, tmp_path / "plain", "int8")
+    adapted = qwen3_moe_with_adapters()
+    adapted.save_pretrained(tmp_path / "adapted")
+    tiny_processor(tiny_model()).save_pretrained(tmp_path / "adapted")
+    with pytest.raises(UserError, match="has LoRA adapters, which are in files of peft"):
+        export(tmp_path / "adapted", tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
