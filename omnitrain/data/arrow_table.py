@@ -84,11 +84,21 @@ def _type_name(feature: Any) -> str:
 
 def _first_of_each_kind(rows: pa.Array, marked: bool) -> list[tuple[tuple[Any, Any], int]]:
     """``(role, type of part)`` and its first position; rows: lists of turns, see :mod:`omnitrain.data.turns`."""
-    for role, content in TURN_FIELDS:
-        if _is_list_of(rows.type, role, content):
-            break
-    else:
+    kinds = [
+        table
+        for role, content in TURN_FIELDS
+        if _is_list_of(rows.type, role, content)
+        for table in _kinds_of_turns(rows, role, content, marked)
+    ]
+    if not kinds:
         return []
+    together = pa.concat_tables(kinds, promote_options="permissive")
+    found = together.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
+    return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
+
+
+def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: bool) -> list[pa.Table]:
+    """Role, type of part and row of each turn and of each of its parts; ``role`` and ``content`` are their fields."""
     row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
     roles, contents = pc.struct_field(messages, role), pc.struct_field(messages, content)
     kinds = [pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})]
@@ -102,9 +112,7 @@ def _first_of_each_kind(rows: pa.Array, marked: bool) -> list[tuple[tuple[Any, A
             shown = pc.fill_null(pc.match_substring(contents, marker), False)
             at = {"role": roles.filter(shown), "row": row_of_message.filter(shown)}
             kinds.append(pa.table(at | {"type": pa.repeat(modality, len(at["role"]))}))
-    together = pa.concat_tables(kinds, promote_options="permissive")
-    found = together.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
-    return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
+    return kinds
 
 
 def _is_list_of(kind: pa.DataType, *fields: str) -> bool:

@@ -35,8 +35,12 @@ def content_parts(message: Message) -> list[Message]:
         UnicodeEncodeError: half a character, which JSON can spell, and no tokenizer takes.
     """
     content = message["content"]
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    if not isinstance(content, (str, list)):
+        raise TypeError(f"content {content!r}")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     for part in parts:
+        if not isinstance(part, dict):
+            raise TypeError(f"part {part!r}")
         if part["type"] == "text":
             if not isinstance(part["text"], str):
                 raise TypeError(f"text {part['text']!r}")

@@ -285,8 +285,8 @@ def _text(value: Any, default: str) -> str:
 
 
 def _located(file: Any, folder: Path) -> Any:
-    """A medium whose relative path begins in ``folder``."""
-    if isinstance(file, str):
+    """A medium whose relative path begins in ``folder``; an empty path is none."""
+    if isinstance(file, str) and file:
         return str(folder / file)
     if isinstance(file, dict) and file.get("path") and not file.get("bytes"):
         return file | {"path": str(folder / file["path"])}

@@ -25,9 +25,11 @@ def as_messages(turns: Any, *, marked: bool) -> Any:
 def _message(turn: Any, marked: bool) -> Any:
     if not isinstance(turn, dict):
         return turn
-    if "role" not in turn and "from" in turn:
-        rest = {name: value for name, value in turn.items() if name not in ("from", "value")}
-        turn = {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value"), **rest}
+    if turn.get("role") is None and "from" in turn:  # parquet has the fields of all turns in each of them
+        rest = {name: value for name, value in turn.items() if name not in ("role", "content", "from", "value")}
+        speaker = turn["from"]
+        role = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        turn = {"role": role, "content": turn.get("value"), **rest}
     content = turn.get("content")
     if marked and isinstance(content, str) and _MARKER.search(content):
         turn = turn | {"content": _parts(content)}

@@ -14,6 +14,7 @@ from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import config_at
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.table import component_rows
@@ -55,12 +56,12 @@ def check_recipe(recipe: Recipe) -> list[str]:
     if runs:
         _show_model(built[0])
         attempt(functools.partial(_require_plan, built[0], recipe.parallel))
-        attempt(lambda: peaks_of(built[0], recipe.train.optimizer))
         if device is not None:
             attempt(lambda: require_ops(built[0], recipe.model.ops, device, compute_dtype(recipe.parallel)))
         broken = forward_problems(built[0])
         problems += broken
         runs = not broken
+        attempt(lambda: _require_rates(built[0], recipe))
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         tables = attempt(functools.partial(open_sources, sources))
         if tables and runs:
@@ -94,6 +95,12 @@ def _require_plan(model: OmniModel, plan: ParallelPlan) -> None:
         require_parts(model, plan)
     except PlanError as error:
         raise error.under("parallel") from None
+
+
+def _require_rates(model: OmniModel, recipe: Recipe) -> None:
+    """``learning_rates`` name what trains; the model is frozen as the plan says."""
+    freeze(model, [name for name in model.components if recipe.parallel.of(name).freeze])
+    peaks_of(model, recipe.train.optimizer)
 
 
 def _show_model(model: OmniModel) -> None:

@@ -19,7 +19,7 @@ from omnitrain.errors import TrainingError
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.device import moved
 from omnitrain.peers import ALONE, Peers
-from omnitrain.train.trackers import Tracker, numbers_in
+from omnitrain.train.trackers import Tracker, numbers_in, tell
 
 
 class LossMeter:
@@ -108,7 +108,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         """Lines behind ``resume_step`` of an earlier run are dropped (they will come again), and a cut last one."""
-        self._path, self._trackers = path, trackers
+        self._path, self._trackers = path, list(trackers)
         whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
         kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
         path.write_text("".join(f"{line}\n" for line in kept))
@@ -130,10 +130,9 @@ class MetricsFile:
 
     def track(self, step: int, values: Mapping[str, Any]) -> None:
         """Give trackers what belongs into no line; nested as in one."""
-        for tracker in self._trackers:
-            tracker.log(step, dict(numbers_in(values)))
+        numbers = dict(numbers_in(values))
+        tell(self._trackers, lambda tracker: tracker.log(step, numbers))
 
     def close(self) -> None:
         """The run is over."""
-        for tracker in self._trackers:
-            tracker.close()
+        tell(self._trackers, lambda tracker: tracker.close())

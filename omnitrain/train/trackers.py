@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
+from omnitrain.train.display import console
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 _ID = "tracked_as"  # file of a run's id, by which a resumed run goes on in its curves
 
 
 class Tracker(Protocol):
-    """What draws metrics."""
+    """What draws metrics.
+
+    Attributes:
+        name: in ``train.track.to``.
+    """
+
+    name: str
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the values of a step, by names such as ``heads/text/loss``."""
@@ -46,12 +53,26 @@ def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracke
         resume_step: steps done; what an earlier start drew behind them is replaced, where that is possible.
 
     Raises:
-        UserError: a package is missing.
+        UserError: a package is missing, or its program cannot begin.
     """
     return [
         _TensorBoard(folder, resume_step) if name == "tensorboard" else _Session(name, recipe, folder)
         for name in recipe.train.track.to
     ]
+
+
+def tell(trackers: list[Tracker], what: Callable[[Tracker], None]) -> None:
+    """Do ``what`` with each. One that fails is taken from the list: the run goes on without it."""
+    for tracker in list(trackers):
+        try:
+            what(tracker)
+        except Exception as error:  # of a disk, a network, a program
+            trackers.remove(tracker)
+            console.print(
+                f"train.track: {tracker.name} failed ({type(error).__name__}: {error}) and is told no more; "
+                "metrics.jsonl has all numbers",
+                markup=False,
+            )
 
 
 def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -65,6 +86,8 @@ def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 class _TensorBoard:
     """Event files in ``tensorboard/`` of the run's folder."""
+
+    name = "tensorboard"
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         self._writer = _module("tensorboard").SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
@@ -82,19 +105,25 @@ class _Session:
     """A run of a program with the functions of wandb: ``init``, ``log`` and ``finish``."""
 
     def __init__(self, name: str, recipe: Recipe, folder: Path) -> None:
-        self._program = _module(name)
+        self.name, self._program = name, _module(name)
         file = folder / _ID
         if not file.is_file():
             file.write_text(uuid.uuid4().hex)
         own = {"id": file.read_text(), "dir": str(folder)} if name == "wandb" else {}
         settings = recipe.train.track
-        self._program.init(
-            project=settings.project,
-            name=settings.name or folder.name,
-            config=recipe.model_dump(mode="json"),
-            resume="allow",
-            **own,
-        )
+        try:
+            self._program.init(
+                project=settings.project,
+                name=settings.name or folder.name,
+                config=recipe.model_dump(mode="json"),
+                resume="allow",
+                **own,
+            )
+        except Exception as error:  # each program refuses in its own way
+            raise UserError(
+                f"train.track.to: {name!r} cannot begin ({type(error).__name__}: {error}); see its own settings, or "
+                "remove it from the list"
+            ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._program.log(dict(values), step=step)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from omnitrain.data.rows import RowSource, open_sources
+from omnitrain.data.rows import Row, RowSource, open_sources
 from omnitrain.data.turns import as_messages
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns, DataSource
@@ -65,11 +65,36 @@ def test_text_around_and_between_markers_stays_as_it_is() -> None:
 
 
 def test_what_is_no_turn_is_left_to_those_who_say_so() -> None:
-    odd = [{"from": "narrator", "value": "it rains"}, "hello", {"role": "user", "content": None}]
-    assert as_messages(odd, marked=True) == [{"role": "narrator", "content": "it rains"}, *odd[1:]]
+    odd = [{"from": "narrator", "value": "it rains"}, {"from": ["gpt"], "value": "a"}, "hello", {"role": "user"}]
+    messages = [{"role": "narrator", "content": "it rains"}, {"role": ["gpt"], "content": "a"}, *odd[2:]]
+    assert as_messages(odd, marked=True) == messages
     assert as_messages("hello", marked=True) == "hello"
 
 
 def test_a_folder_of_media_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"rows.jsonl': media_folder 'nowhere' is no folder"):
         opened(as_lines(tmp_path), media_folder="nowhere")
+
+
+def test_parquet_with_turns_of_both_kinds_is_read(tmp_path: Path) -> None:
+    """Its turns have the fields of both, and null where the other kind has values."""
+    other = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "7"}]
+    Dataset.from_list([turns("hello"), {"conversations": other}]).to_parquet(str(tmp_path / "rows.parquet"))
+    columns = Columns(messages="conversations")
+    (rows,) = open_sources([DataSource(path=str(tmp_path / "rows.parquet"), columns=columns)])
+    said = [[(message["role"], message["content"]) for message in row.messages] for row in rows]
+    assert said == [[("user", "hello"), ("assistant", "7")]] * 2
+    assert rows.first_of_each_kind() == [0, 1]
+
+
+def test_an_empty_path_of_a_row_without_media_is_none(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(turns("hello", image="")) + "\n")
+    rows = opened(tmp_path / "rows.jsonl", media_folder=str(tmp_path))
+    assert rows[0].media["image"] == [""]
+    assert len(tiny_processor(tiny_model()).sample(rows[0]).spans) == 0
+
+
+@pytest.mark.parametrize(("value", "found"), [(None, "content None"), (3, "content 3"), (["a"], "part 'a'")])
+def test_a_turn_without_a_text_is_named_in_its_rejection(value: Any, found: str) -> None:
+    row = Row("odd", "rows", as_messages(turns(value)["conversations"], marked=True), {}, {})
+    assert f"(TypeError: {found})" in tiny_processor(tiny_model()).sample(row).reason

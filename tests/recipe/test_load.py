@@ -126,3 +126,8 @@ def test_recipe_load_is_load_recipe(recipe_file: Path) -> None:
 )
 def test_keys_that_do_not_go_together_are_one_line_at_their_node(recipe_file: Path, override: str, line: str) -> None:
     assert refusal(recipe_file, [override])[1:] == [line]
+
+
+def test_numbers_are_finite(recipe_file: Path) -> None:
+    lines = refusal(recipe_file, ["train.optimizer.learning_rates={foundation: .inf}"])[1:]
+    assert lines == ["  train.optimizer.learning_rates.foundation: found inf; expected a finite number; change it"]

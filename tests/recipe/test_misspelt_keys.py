@@ -15,7 +15,13 @@ Key = tuple[str | int, ...]
 
 # The keys in these are names that the user makes up, or that only a folder knows: a processor's arguments, components
 # inside of a model.
-FREE_NAMES = ("model.encoders", "model.decoders", "data.processor_arguments.images_kwargs", "parallel.components")
+FREE_NAMES = (
+    "model.encoders",
+    "model.decoders",
+    "data.processor_arguments.images_kwargs",
+    "parallel.components",
+    "train.optimizer.learning_rates",
+)
 SHIPPED = list_recipes()
 
 

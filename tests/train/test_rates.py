@@ -57,6 +57,10 @@ def test_ranks_give_the_same_rates_to_the_same_parameters(ranks: RankPool, tmp_p
     [
         ([f"{KEY}={{image_encodr: 1.0e-5}}"], r"learning_rates: 'image_encodr' matches no parameter; did you mean"),
         ([f"{KEY}={{foundation: 1.0e-5}}", "model.freeze=[foundation]"], "nothing of 'foundation' trains"),
+        (
+            [RATES, "parallel.components={image_encoder: {freeze: true}}"],
+            "nothing of 'image_encoder' trains",
+        ),
     ],
 )
 def test_a_name_of_nothing_that_trains_is_refused(tmp_path: Path, overrides: list[str], problem: str) -> None:

@@ -68,3 +68,30 @@ def test_a_program_that_is_not_installed_is_named_before_the_work(
         Trainer(recipe)
     assert [problem for problem in check_recipe(recipe) if "pip install trackio" in problem]
     assert not (tmp_path / "run").exists()
+
+
+def raises(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no server")
+
+
+@pytest.mark.parametrize("fails", ["log", "finish"])
+def test_a_program_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: str
+) -> None:
+    works = dict.fromkeys(("init", "log", "finish"), lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(**works | {fails: raises}))
+    lines = run(tiny_recipe(tmp_path), "train.track.to=[wandb, tensorboard]", "train.steps=2")
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("train.track: wandb failed (RuntimeError: no server)") == 1 and len(lines) == 2
+    drawn = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in drawn.Scalars("loss")] == [1, 2]
+
+
+def test_a_program_that_cannot_begin_is_named_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=raises))
+    recipe = tiny_recipe(tmp_path)
+    with pytest.raises(UserError, match=r"train.track.to: 'wandb' cannot begin \(RuntimeError: no server\)"):
+        run(recipe, "train.track.to=[wandb]")
+    assert len(run(recipe, "train.steps=1")) == 1  # nothing of it is in the way
