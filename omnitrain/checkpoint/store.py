@@ -82,13 +82,14 @@ class CheckpointStore:
         temporary.rename(final)
         _sync(self.folder)
         for old in self._steps()[: -self.keep]:
-            shutil.rmtree(old)
+            leaving = old.rename(self._unfinished(old))  # what interrupts its removal leaves no half of a checkpoint
+            shutil.rmtree(leaving, ignore_errors=True)
 
     def _unfinished(self, final: Path) -> Path:
         return self.folder / f".{final.name}.partial"
 
     def clear_unfinished(self) -> None:
-        """Remove what saves that never finished left behind. Only the run that owns the folder may call it."""
+        """Remove what unfinished saves and removals left behind. Only the run that owns the folder may call it."""
         for unfinished in self.folder.glob(".step-*.partial"):
             shutil.rmtree(unfinished)
 

@@ -36,6 +36,9 @@ from omnitrain.peers import is_spread, ranks_of
 # What says where from_pretrained finds the files, and how it downloads them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
+# Arguments of save_pretrained that say nothing where all ranks save their own weights; a true `push_to_hub` does.
+_FOR_ONE_PROCESS = {"is_main_process", "state_dict", "push_to_hub"}
+
 
 class OmniConfig(PreTrainedConfig):
     """Config of :class:`OmniModel`: the config of every component, as plain dicts with ``model_type``.
@@ -141,19 +144,20 @@ class OmniModel(PreTrainedModel):
         if kwargs.get("push_to_hub"):
             self._require_no_adapters()
         if is_spread(self):
-            positional = {f"a positional argument ({value!r})" for value in args}
-            self._save_spread(Path(save_directory), positional | kwargs.keys())
+            unknown = {f"a positional argument ({value!r})" for value in args} | (kwargs.keys() - _FOR_ONE_PROCESS)
+            self._save_spread(Path(save_directory), unknown | ({"push_to_hub"} if kwargs.get("push_to_hub") else set()))
         elif kwargs.get("is_main_process", True):
             weights, adapters = split_weights(self, self.state_dict())
             super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
             remove_adapters(Path(save_directory))
             save_adapters(self, Path(save_directory), adapters)
 
-    def _save_spread(self, folder: Path, arguments: set[str]) -> None:
-        if unknown := sorted(arguments - {"is_main_process", "state_dict", "push_to_hub"}):
+    def _save_spread(self, folder: Path, unknown: set[str]) -> None:
+        if unknown:
+            found = ", ".join(sorted(unknown))
             raise UserError(
-                f"save_pretrained of a model that is spread over ranks: found {', '.join(unknown)}; expected only a "
-                "folder; save it, load it in one process, and save it again from there"
+                f"save_pretrained of a model that is spread over ranks: found {found}; expected only a folder; "
+                "save it, load it in one process, and save it again from there"
             )
         with ranks_of(self) as peers:
             save_whole(self, folder, peers)

@@ -1,3 +1,5 @@
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,26 @@ def test_what_a_rank_meets_alone_while_all_write_is_raised_there_and_not_after_t
 ) -> None:
     with pytest.raises(RankError, match=r"step-00000001 cannot be written \(not enough memory;"):
         ranks.run(met_alone, tmp_path, timeout_s=5, world=2)
+
+
+@pytest.mark.parametrize("what", [OSError(39, "Directory not empty"), KeyboardInterrupt()])
+def test_a_checkpoint_whose_removal_does_not_end_is_none_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: BaseException
+) -> None:
+    """A crash, or a shared disk on which another process reads it, leaves some of its files."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, write("old"))
+    unlink = os.unlink
+
+    def stop(path: str, **options: int) -> None:
+        if path == "state.txt":
+            raise what
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", stop)
+    with contextlib.suppress(KeyboardInterrupt):
+        store.save(2, write("new"))
+    assert [folder.name for folder in tmp_path.glob("step-*")] == ["step-00000002"]
+    monkeypatch.undo()
+    store.clear_unfinished()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000002"]

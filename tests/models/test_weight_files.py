@@ -113,6 +113,8 @@ def saved_plainly(folder: Path) -> None:
     model = spread_model()
     with pytest.raises(UserError, match=r"spread over ranks: found a positional argument \(True\), max_shard_size;"):
         model.save_pretrained(folder, True, max_shard_size="1GB")
+    with pytest.raises(UserError, match="spread over ranks: found push_to_hub;"):
+        model.save_pretrained(folder, push_to_hub=True)
     model.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
 
 
