@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from omnitrain.errors import UserError
 from omnitrain.peers import Peers, ranks_of
@@ -59,12 +59,12 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
         folder: the same on all ranks of the model, which all call this.
 
     Raises:
-        UserError: the folder has the state of parameters that are not the optimizer's.
+        UserError: no state there, or that of parameters that are not the optimizer's.
     """
     reader = dcp.FileSystemReader(folder)
     indices = {name: index for index, name in enumerate(_names(model, optimizer))}
     parameters = dict(model.named_parameters())
-    stored = reader.read_metadata().state_dict_metadata
+    stored = _metadata(reader, folder).state_dict_metadata
     owner = {key: key.rpartition(".")[0] for key in stored}
     _require_known(set(owner.values()), indices, folder)
     values: dict[str, Any] = {key: _empty(parameters[owner[key]], about) for key, about in stored.items()}
@@ -82,6 +82,13 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
             masters[indices[name]] = value
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": states, "param_groups": groups, "masters": masters})
+
+
+def _metadata(reader: dcp.FileSystemReader, folder: str | Path) -> Metadata:
+    try:
+        return reader.read_metadata()
+    except FileNotFoundError:
+        raise UserError(f"no state of an optimizer in {folder}; name the folder that save_optimizer wrote") from None
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -229,3 +229,9 @@ def test_the_state_of_other_parameters_is_refused_with_their_names(tmp_path: Pat
     save_optimizer(model, optimizer, tmp_path)
     with pytest.raises(UserError, match=r"state of 4 parameters .*, such as down.bias, down.weight, up.bias; give"):
         load_optimizer(nn.ModuleDict({"inner": model}), optimizer, tmp_path)
+
+
+def test_a_folder_without_state_is_named(tmp_path: Path) -> None:
+    model = tied_model()
+    with pytest.raises(UserError, match=r"no state of an optimizer in .*; name the folder that save_optimizer wrote"):
+        load_optimizer(model, optimizer_of(model), tmp_path)
