@@ -1,7 +1,8 @@
 """The state of an optimizer in a folder, of which each rank writes and reads the parts that it has.
 
-The files are those of ``torch.distributed.checkpoint``. Their names are ``PARAMETER.KEY``, as ``head.weight.exp_avg``.
-Tensors have the shape of the whole parameter, so a run goes on under any layout. Nothing is gathered.
+The files are those of ``torch.distributed.checkpoint``. In them, tensors are called ``PARAMETER.KEY``
+(``head.weight.exp_avg``) and have the shape of the whole parameter, so a run goes on under any layout. Nothing is
+gathered.
 """
 
 from __future__ import annotations

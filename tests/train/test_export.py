@@ -56,8 +56,9 @@ def test_adapters_unknown_dtypes_and_full_folders_are_refused(tmp_path: Path) ->
     saved = saved_llava(tmp_path)
     with pytest.raises(UserError, match="holds files already; name a new folder"):
         export(saved, tmp_path)
-    with pytest.raises(UserError, match="dtype: found 'int8'; expected float32, bfloat16 or float16"):
-        export(saved, tmp_path / "plain", "int8")
+    for dtype in ("int8", "float8_e4m3fn"):
+        with pytest.raises(UserError, match=f"dtype: found '{dtype}'; expected one of float32, bfloat16, float16"):
+            export(saved, tmp_path / "plain", dtype)
     adapted = qwen3_moe_with_adapters()
     adapted.save_pretrained(tmp_path / "adapted")
     tiny_processor(tiny_model()).save_pretrained(tmp_path / "adapted")
