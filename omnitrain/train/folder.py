@@ -49,9 +49,13 @@ class RunFolder:
         Raises:
             UserError: there is none, it is damaged, or the run was begun with another recipe.
         """
-        checkpoint = self.store.latest(peers)
-        require_same_run(Recipe.load(str(self.path / "recipe.yaml")), self.recipe, self.path)
-        return checkpoint
+        agreed(peers, self._require_same_run)  # told before checksums are taken, which may last minutes
+        return self.store.latest(peers)
+
+    def _require_same_run(self) -> None:
+        begun = self.path / "recipe.yaml"
+        if begun.is_file():  # else there is no checkpoint either
+            require_same_run(Recipe.load(str(begun)), self.recipe, self.path)
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Make the folder. A new run moves an older one aside instead of mixing with it.

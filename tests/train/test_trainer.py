@@ -391,6 +391,17 @@ def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Pa
         assert f": {done} steps are done, {left} are left" in " ".join(printed.get().split())
 
 
+def test_another_recipe_is_told_before_a_checkpoint_is_read(tmp_path: Path) -> None:
+    """Here, one that is damaged: reading it would be told first."""
+    recipe = tiny_recipe(tmp_path)
+    checkpoint = Trainer(load(recipe, "train.steps=1")).fit().checkpoint
+    (checkpoint / "trainer.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"begun with another recipe:\n  train.seed: was 0, is 1"):
+        Trainer(load(recipe, "train.seed=1"), resume=True)
+    with pytest.raises(UserError, match=r"is damaged: \['trainer.pt'\]"):
+        Trainer(load(recipe), resume=True)
+
+
 def test_data_that_grew_are_refused_on_resume(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, rows=28)
     Trainer(load(recipe)).fit()
