@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -32,10 +30,16 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.shrink import described, num_parameters, twin_of
 from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.verify_arguments import (
+    Factory,
+    made_by,
+    require_arguments,
+    require_losses,
+    require_same_sums,
+    weight_sums,
+)
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
-
-Factory = Callable[[], PreTrainedModel] | str
 
 _NOISE_FACTOR = 20.0
 _NO_DIGITS = 0.1  # of its size: a gradient that moves so much when weights move to their neighbours is rounding
@@ -166,8 +170,9 @@ def verify(
     :attr:`VerifyReport.size` says what was used.
 
     Args:
-        model_factory: makes the model, the same on every rank: a picklable function or ``"module:function"`` that
-            returns a HF model or an :class:`OmniModel`. On the meta device it has no weights: they are drawn.
+        model_factory: makes the model, the same at every call: a picklable function or ``"module:function"`` that
+            returns a HF model or an :class:`OmniModel`. Torch's generator is seeded for it. On the meta device the
+            model has no weights: they are drawn.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
             its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
@@ -181,16 +186,15 @@ def verify(
         memory: bytes that it may take; None: what is available.
 
     Raises:
-        UserError: no samples or layouts, no such factory or layout, a factory that cannot be sent to another process,
-            or a model that is too large even when it is cut.
+        UserError: no samples or layouts, nothing to predict, no such factory or layout, an argument of another type, a
+            factory that cannot be sent to another process or makes other weights at each call, or a model that is too
+            large even when it is cut.
     """
+    require_arguments(model_factory, samples, layouts, nproc, tolerance)
     cases = [_case(layout, nproc) for layout in layouts]
-    if not cases:
-        raise UserError("no layout to verify; give some, such as dp2")
-    _require_picklable(model_factory)
     own = pool or RankPool(nproc, preload=("omnitrain.parallel.verify",))
     try:
-        full = _called(model_factory)
+        full = made_by(model_factory)
         if not samples:
             raise UserError("no samples to verify with; give at least one")
         if twin := twin_of(full, nproc, memory):
@@ -199,6 +203,7 @@ def verify(
         size = described(model, full)
         del full
         batch = to_samples(model.runner.native, samples)
+        require_losses(batch)
         has_experts = any(True for _ in experts_in(model))
         reference = cache(partial(_in_one_process, model_factory, batch))
         rows = []
@@ -230,16 +235,6 @@ def _shown(plan: ParallelPlan) -> str:
     return " ".join(f"{name}({fields})" for name, fields in shown.items()) or "plan()"
 
 
-def _require_picklable(factory: Factory) -> None:
-    try:
-        pickle.dumps(factory)
-    except Exception as error:  # each kind of object refuses in its own way
-        raise UserError(
-            f"the model factory cannot be sent to other processes ({error}); expected a function at a module's top "
-            "level, a functools.partial of one, or its name as 'module:function'"
-        ) from None
-
-
 def _row(
     pool: RankPool,
     factory: Factory,
@@ -269,6 +264,11 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
     if missing := outcome.gradients.keys() ^ reference.gradients.keys():
         reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
         return VerifyRow(layout, "different", reason, loss_error)
+    if reference.gradients.keys() <= rounding.empty:
+        reason = (
+            "these samples give nothing that trains under this layout a gradient beyond rounding: nothing is compared"
+        )
+        return VerifyRow(layout, "refused", reason, loss_error)
     gradients = _worst(_errors(outcome.gradients, reference.gradients, rounding), rounding.gradients, tolerance)
     weights = _worst(_errors(outcome.weights, reference.weights, rounding), rounding.weights, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
@@ -333,6 +333,7 @@ def _in_one_process(
     second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
     little as the weights. Experts are chosen once.
     """
+    made: list[Tensor] = []
 
     def trained(
         change: Callable[[OmniModel], OmniModel],
@@ -340,6 +341,8 @@ def _in_one_process(
         routing: tuple[Recording, ...] | None = None,
     ) -> Outcome:
         model = _built(factory)
+        made.append(weight_sums(model))
+        require_same_sums(made)
         freeze(model, sorted(frozen))
         add_lora(model, dict(adapters))
         return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
@@ -368,22 +371,11 @@ def _moved(model: OmniModel) -> OmniModel:
 
 
 def _built(factory: Factory) -> OmniModel:
-    return _omni(_called(factory))
+    return _omni(made_by(factory))
 
 
 def _omni(model: PreTrainedModel) -> OmniModel:
     return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
-
-
-def _called(factory: Factory) -> PreTrainedModel:
-    if not isinstance(factory, str):
-        return factory()
-    module, _, name = factory.partition(":")
-    try:
-        named = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"no model factory {factory!r}: {error}") from None
-    return named()
 
 
 def _train_on_rank(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from omnitrain.parallel.outcome import Outcome
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.verify import _compared, _in_one_process, _Rounding, verify
 from omnitrain.recipe.layout import parse_layout
-from omnitrain.recipe.parallel import ParallelPlan
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
 from tests.tiny import tiny_processor, tiny_samples
 
@@ -144,10 +145,55 @@ def test_media_that_the_model_does_not_read_are_refused() -> None:
         verify("tests.parallel.factories:qwen3_vl", samples, ["dp2"])
 
 
-@pytest.mark.parametrize(("samples", "layouts", "message"), [([], ["dp2"], "no samples"), ([None], [], "no layout")])
+@pytest.mark.parametrize(("samples", "layouts", "message"), [([], ["dp2"], "no samples"), ([{}], [], "no layout")])
 def test_nothing_to_verify_is_no_proof(samples: list, layouts: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         verify("tests.parallel.factories:any_to_any", samples, layouts)
+
+
+def test_samples_without_a_token_to_predict_prove_nothing(ranks: RankPool) -> None:
+    ignored = {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([5, -100])}
+    with pytest.raises(UserError, match="none of the samples has a token to predict"):
+        verify("tests.parallel.factories:qwen3", [ignored], ["dp2"])
+    frozen = ParallelPlan(default=ComponentPlan(freeze=True, dp_shard=2))
+    (row,) = verify("tests.parallel.factories:qwen3", hf_samples("qwen3")[:2], [frozen], pool=ranks).rows
+    assert row.status == "refused" and "nothing is compared" in row.reason
+
+
+def test_a_model_drawn_without_a_seed_is_one_model(ranks: RankPool) -> None:
+    check(ranks, "drawn_of_torch", hf_samples("qwen3"), ["dp2"])
+    (row,) = verify("tests.parallel.factories:drawn_of_numpy", hf_samples("qwen3"), ["dp2"], pool=ranks).rows
+    assert row.status == "refused" and "differ" in row.reason, row.reason
+    with pytest.raises(UserError, match="makes other weights at each call"):
+        verify("tests.parallel.factories:drawn_of_numpy", hf_samples("qwen3"), ["dp1"], pool=ranks)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layouts": "dp2"}, "layouts: found a str; expected a list"),
+        ({"layouts": ParallelPlan()}, "layouts: found a ParallelPlan; expected a list"),
+        ({"layouts": [2]}, "layouts: found a int at place 0"),
+        ({"samples": {"input_ids": [1]}}, "samples: found a dict; expected a list"),
+        ({"samples": [None]}, "samples: found a NoneType at place 0"),
+        ({"samples": [{"input_ids": [], "labels": []}]}, "sample 0 has no tokens"),
+        ({"nproc": "2"}, "nproc: found '2'; expected a number of ranks"),
+        ({"nproc": 0}, "nproc: found 0"),
+        ({"tolerance": 0.0}, "tolerance: found 0.0; expected a relative error above 0"),
+        ({"tolerance": float("nan")}, "tolerance: found nan"),
+        ({"model_factory": 3}, "model_factory: found a int; expected a function"),
+        ({"model_factory": dict}, "the model factory returned a dict; expected a model"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_named(changed: dict[str, Any], message: str) -> None:
+    arguments = {"model_factory": "tests.parallel.factories:qwen3", "samples": [], "layouts": ["dp2"]}
+    with pytest.raises(UserError, match=message):
+        verify(**arguments | changed)
+
+
+def test_a_model_in_the_place_of_its_factory_is_refused() -> None:
+    with pytest.raises(UserError, match="found a OmniModel; expected a function that makes the model"):
+        verify(factories.any_to_any(), [], ["dp2"])
 
 
 def test_a_word_that_no_layout_has_is_named() -> None:
