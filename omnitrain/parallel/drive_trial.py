@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,12 +86,10 @@ def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArgumen
         if any(isinstance(value, MaskSpec) for value in (*bound.args, *bound.kwargs.values())):
             calls[module] = bound
 
-    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in trial.ours.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in trial.ours.modules():
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         trial.logits(pack, EncodedMedia(), PackedRow(tuple(pack.cu_seqlens.tolist())))
-    finally:
-        for handle in handles:
-            handle.remove()
     innermost = [m for m in calls if not any(inner in calls for inner in m.modules() if inner is not m)]
     return list({kind_of(module): (module, calls[module]) for module in innermost}.values())
 
@@ -169,12 +168,10 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
     for name, value in own.arguments.items():
         if isinstance(value, MaskSpec):
             own.arguments[name] = value.on(_Noting(value.borders[-1], calls))
-    handles = [part.register_forward_hook(note) for part in names]
-    try:
+    with ExitStack() as hooks:
+        for part in names:
+            hooks.enter_context(part.register_forward_hook(note))
         output = _first(module.forward(*own.args, **own.kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(calls) != 1 or not called:
         raise _NotDrivenError(f"it attends {len(calls)} times, and has {len(called)} layers")
     hidden = [name for name, value in own.arguments.items() if value is called[0].given]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -65,21 +66,16 @@ class _Watch:
     def calls(self, run: Callable[[], Any], length: int, start: int, stop: int) -> _Calls:
         """``(name, number of the call)`` -> rows from ``start`` to ``stop``, in the order in which calls return."""
         seen: _Calls = {}
-        handles = []
-        for name, module in self.model.named_modules():
-            if name:
-                handles.append(module.register_forward_pre_hook(self._starting(name)))
-                noting = self._noting(name, seen, length, start, stop)
-                handles.append(module.register_forward_hook(noting, with_kwargs=True))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name:
+                    noting = self._noting(name, seen, length, start, stop)
+                    hooks.enter_context(
+                        module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name))
+                    )
+                    hooks.enter_context(module.register_forward_hook(noting, with_kwargs=True))
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         return seen
-
-    def _starting(self, name: str) -> Callable[..., None]:
-        return lambda module, args: self.running.append(name)
 
     def _noting(self, name: str, seen: _Calls, length: int, start: int, stop: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -253,16 +253,11 @@ class _Search:
     def _calls(self, port: NativePort, features: dict[str, Tensor]) -> Counter[str]:
         """Name of each module with parameters that is called -> how often; empty where the tower refuses the input."""
         counts: Counter[str] = Counter()
-        handles = [
-            module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
-            for name, module in self.model.named_modules()
-            if next(module.parameters(), None) is not None
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if next(module.parameters(), None) is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: counts.update([name])))
             return counts if self._encoded(port, [features]) else Counter()
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _encoded(self, port: NativePort, inputs: Sequence[dict[str, Tensor]]) -> list[NativeRows]:
         """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""

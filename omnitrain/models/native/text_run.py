@@ -78,12 +78,8 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
         caught.append((args, kwargs))
         raise StopRunError
 
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        with suppress(StopRunError), ParameterReads(model):
-            model(**arguments, use_cache=False)
-    finally:
-        handle.remove()
+    with module.register_forward_pre_hook(stop, with_kwargs=True), suppress(StopRunError), ParameterReads(model):
+        model(**arguments, use_cache=False)
     if not caught:
         raise RuntimeError("the forward never called its text decoder")
     return caught[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -153,15 +153,13 @@ def ends_of(
 
         return hook
 
-    handles = [module.register_forward_hook(keep(name)) for module, name in names.items()]
-    for region in (region for block in blocks for region in regions_of(block)):
-        inside = [names[module] for module in region.modules() if module in names]
-        handles.append(region.register_forward_hook(compare(inside)))
-    try:
+    with ExitStack() as hooks:
+        for module, name in names.items():
+            hooks.enter_context(module.register_forward_hook(keep(name)))
+        for region in (region for block in blocks for region in regions_of(block)):
+            inside = [names[module] for module in region.modules() if module in names]
+            hooks.enter_context(region.register_forward_hook(compare(inside)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _of_all_layers(name: str) -> str:
