@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.left_out import any_layer
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of, use_omnitrain_experts
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
@@ -30,7 +29,7 @@ from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
 from omnitrain.parallel.shard import device_of
 from omnitrain.parallel.shared_experts import Early, shared_experts
 from omnitrain.parallel.token_shares import ShareOfTokens
-from omnitrain.recipe.globs import matches
+from omnitrain.recipe.globs import any_layer, matches
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 _SPREADS = "ep_dispatch_experts"  # the style in plans of transformers

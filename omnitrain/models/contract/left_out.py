@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.findings import LeftOut
 from omnitrain.models.contract.trial import Case, Trial
-from omnitrain.models.left_out import any_layer
+from omnitrain.recipe.globs import any_layer
 
 # Module -> the arguments of each of its calls in one forward.
 _Calls = dict[str, list[dict[str, Any]]]
