@@ -22,7 +22,7 @@ from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
-from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights, require_same_parameters
+from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
@@ -40,8 +40,9 @@ from omnitrain.parallel.weights import (
     by_first,
     load_weights,
     require_equal_weights,
+    require_one_source,
     require_same_adapters,
-    require_weights,
+    require_same_parameters,
 )
 from omnitrain.peers import is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -104,13 +105,7 @@ def build_parallelize_model(
     plans = resolve_plans(omni, plan, state, flags, tensors, present)
     adapters = adapters_for(omni, plan, present)[0]
     bare = ranks_without_weights(omni)
-    if weights_path is None:
-        require_weights(is_bare=bare[SOURCE])
-    elif adapters_of(omni) and not bare[SOURCE]:
-        raise UserError(
-            "the model has LoRA adapters and its weights, and weights_path would replace both; leave out weights_path, "
-            "or build the model with init_device='meta'"
-        )
+    require_one_source(omni, weights_path, is_bare=bare[SOURCE])
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
