@@ -20,9 +20,7 @@ from transformers import PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.findings import Contract
-from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.trial import Failure, Trial, attempt
-from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.foundation import EncodedMedia
 from omnitrain.ops.attention import MaskSpec, PackedRow
 from omnitrain.ops.attention.call import Call
@@ -55,8 +53,7 @@ def manners_of(model: PreTrainedModel, contract: Contract) -> Manners:
         Kinds of the modules that are handed a mask of the packed row; others are not listed.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        trial = Trial(build_twin(type(model), twin_config(model.config)))
-        trial.use(**vars(contract))
+        trial = Trial.by(model, contract)
         found = attempt(lambda: _attention_calls(trial))
         if isinstance(found, Failure):
             return {}
@@ -77,8 +74,7 @@ def _manner(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | st
 
 def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArguments]]:
     """The innermost modules that are handed the mask of a packed row, one of each kind, with their arguments."""
-    texts = [probe.sample for probe in probe_samples(trial.plain, trial.native) if not probe.modalities]
-    pack = Pack.from_samples(texts[:1] * (_SAMPLES if trial.contract.packs else 1))
+    pack = Pack.from_samples(trial.texts[:1] * (_SAMPLES if trial.contract.packs else 1))
     calls: dict[nn.Module, inspect.BoundArguments] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
