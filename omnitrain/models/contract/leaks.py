@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omnitrain.models.native import raise_if_ours
+from omnitrain.models.native import float_tensors, raise_if_ours
 from omnitrain.models.segments import cut_rows
 
 # Relative to the largest value of a tensor: rounding stays below, what another sample or place does is above.
@@ -88,19 +88,9 @@ class _Watch:
 
 
 def _rows(value: Any, length: int, start: int, stop: int) -> Iterator[Tensor]:
-    for tensor in _tensors(cut_rows(value, length, start, stop)):
-        if tensor.is_floating_point() and stop - start in tensor.shape[1:]:
+    for tensor in float_tensors(cut_rows(value, length, start, stop)):
+        if stop - start in tensor.shape[1:]:
             yield tensor.clone()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:

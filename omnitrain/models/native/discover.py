@@ -21,8 +21,8 @@ from omnitrain.models.native.probe import MAIN_ARGUMENTS
 from omnitrain.models.native.search import find_port
 from omnitrain.models.native.text_run import (
     MODALITIES,
-    attention_implementation,
     called_with,
+    eager_attention,
     feature_hosts,
     first_position,
     plain_ids,
@@ -100,7 +100,7 @@ def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExt
 
 def _zeros_open_the_prompt(model: PreTrainedModel) -> bool:
     """With all types zero, the mask lets the first token see the second: the types tell prompt from answer."""
-    with attention_implementation(model, "eager"):  # the one whose masks are plain tensors
+    with eager_attention(model):
         given = _text_call(model)
     masks = [value for value in leaves(given) if isinstance(value, Tensor) and value.ndim == 4]
     return any(bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks)

@@ -28,7 +28,7 @@ from omnitrain.models.native.text_run import (
     text_core,
     typed,
 )
-from omnitrain.models.native.touch import ParameterReads, leaves
+from omnitrain.models.native.touch import ParameterReads, float_tensors, leaves
 
 _MOST_ROWS = 20_000
 
@@ -203,8 +203,7 @@ class _Search:
     def _decoder_inputs(self, token: int, rows: int, features: Mapping[str, Tensor], output: Any) -> list[Tensor]:
         """All floating-point tensors that the text decoder is called with when the method returns ``output``."""
         with methods_replaced(self.model, self.hosts, self.method, lambda *args, **kwargs: output):
-            call = called_with(self.model, text_core(self.model), self._forward(token, rows, features))
-        return [value for value in leaves(call) if isinstance(value, Tensor) and value.is_floating_point()]
+            return float_tensors(called_with(self.model, text_core(self.model), self._forward(token, rows, features)))
 
     def _forward(self, token: int | None, rows: int, features: Mapping[str, Tensor]) -> dict[str, Any]:
         arguments = text_arguments(self.model, self.modality, token, rows)
