@@ -75,7 +75,6 @@ class MelVQ(PreTrainedModel):
         self.codebook = torch.nn.Parameter(vectors, requires_grad=False)
         self.post_init()
 
-
     def log_mel(self, waveform: torch.Tensor) -> torch.Tensor:
         """See :func:`log_mel`."""
         return log_mel(waveform, self.config)
