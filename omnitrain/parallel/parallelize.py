@@ -132,11 +132,11 @@ def build_parallelize_model(
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation, device_of(state.fsdp_mesh)) if plans[FOUNDATION].compile else None
     meshes = _meshes(plans, state)
-    parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
     shard(omni, units, how, fill=None if handed_out is None else handed_out.fill)
     done = {"compiled": compiled, "driven": driven, "tokens": tokens}
-    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, towers, done))
+    components = _applied(omni, plans, meshes, units, activations, towers, done)
+    remember_layout(omni, AppliedLayout(state, components))
     return omni
 
 
@@ -255,35 +255,29 @@ def _sharding(plan: ComponentPlan, mesh: DeviceMesh, expert_mesh: DeviceMesh, fu
     )
 
 
-def _layout(
+def _applied(
     model: OmniModel,
-    state: ParallelState,
     plans: Mapping[str, ComponentPlan],
     meshes: Mapping[str, DeviceMesh],
     units: Mapping[str, ComponentUnits],
-    parameters: Mapping[str, tuple[str, ...]],
     activations: Mapping[str, ActivationOffload],
     towers: Mapping[str, SharedTower],
     of_foundation: Mapping[str, Any],
-) -> AppliedLayout:
-    own = dict(model.named_parameters())
-    return AppliedLayout(
-        state,
-        {
-            name: AppliedComponent(
-                name=name,
-                plan=plan,
-                mesh=meshes[name],
-                units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
-                parameters=parameters[name],
-                is_trained=any(own[path].requires_grad for path in parameters[name]),
-                activations=activations.get(name),
-                tower=towers.get(name),
-                **(of_foundation if name == FOUNDATION else {}),
-            )
-            for name, plan in plans.items()
-        },
-    )
+) -> dict[str, AppliedComponent]:
+    return {
+        name: AppliedComponent(
+            name=name,
+            plan=plans[name],
+            mesh=meshes[name],
+            units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
+            parameters=tuple(own),
+            is_trained=any(parameter.requires_grad for parameter in own.values()),
+            activations=activations.get(name),
+            tower=towers.get(name),
+            **(of_foundation if name == FOUNDATION else {}),
+        )
+        for name, own in model.components.items()
+    }
 
 
 def _with_root(units: tuple[str, ...]) -> tuple[str, ...]:
