@@ -241,14 +241,14 @@ class FoundationRunner:
         embedding: Any = self.model.get_input_embeddings()
         nothing = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         row = PackedRow(borders)
-        handle = first_block(self.model).register_forward_pre_hook(_stop, prepend=True)
-        try:
-            with _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))):
-                arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
-                with inside(row), suppress(StopRunError):
-                    self.model.forward(input_ids=pack.input_ids, **arguments)
-        finally:
-            handle.remove()
+        arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
+        with (
+            first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
+            _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))),
+            inside(row),
+            suppress(StopRunError),
+        ):
+            self.model.forward(input_ids=pack.input_ids, **arguments)
         return row.masks
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None) -> Any:

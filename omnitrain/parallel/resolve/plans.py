@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from omnitrain.models.lora import Adapters, adapters_of, names_without_adapters
+from omnitrain.models.lora import Adapters, adapters_of, names_without_adapters, root_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
@@ -86,8 +86,8 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
     """Component -> its modules and parameters, relative to it, as they are called without adapters."""
     names = {}
     for component, parameters in model.components.items():
-        root = component if component in (FOUNDATION, *model.encoder_names, *model.decoder_names) else FOUNDATION
-        paths = [path.removeprefix(f"{root}.") for path in names_without_adapters(model, parameters)]
+        root = f"{root_of(model, component)}."
+        paths = [path.removeprefix(root) for path in names_without_adapters(model, parameters)]
         modules = {path.rsplit(".", cut)[0] for path in paths for cut in range(1, path.count(".") + 1)}
         names[component] = [*paths, *sorted(modules)]
     return names
