@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -25,7 +25,8 @@ from omnitrain.models.freeze import freeze
 from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.lora import Adapters, add_lora
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.experts import Recording, experts_in
+from omnitrain.ops.experts import Recording
+from omnitrain.parallel.interactive import pickled
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.outcome import STEPS, Outcome, micro_batches, train
 from omnitrain.parallel.parallelize import build_parallelize_model
@@ -166,8 +167,9 @@ def verify(
     :attr:`VerifyReport.size` says what was used.
 
     Args:
-        model_factory: makes the model, the same on every rank: a picklable function or ``"module:function"`` that
-            returns a HF model or an :class:`OmniModel`. On the meta device it has no weights: they are drawn.
+        model_factory: makes the model: a picklable function, one that a notebook defines, or ``"module:function"``,
+            that returns a HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed
+            0, and must make the same model. On the meta device it has no weights: they are drawn.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
             its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
@@ -181,8 +183,8 @@ def verify(
         memory: bytes that it may take; None: what is available.
 
     Raises:
-        UserError: no samples or layouts, no such factory or layout, a factory that cannot be sent to another process,
-            or a model that is too large even when it is cut.
+        UserError: no samples or layouts, no such factory or layout, a factory that cannot be sent to another process
+            or makes another model each time, or a model that is too large even when it is cut.
     """
     cases = [_case(layout, nproc) for layout in layouts]
     if not cases:
@@ -199,14 +201,13 @@ def verify(
         size = described(model, full)
         del full
         batch = to_samples(model.runner.native, samples)
-        has_experts = any(True for _ in experts_in(model))
         reference = cache(partial(_in_one_process, model_factory, batch))
         rows = []
         for case in cases:
             adapters = adapters_for(model, case.plan)[0]
             frozen = frozenset(n for n in model.components if case.plan.of(n).freeze and n not in adapters)
             run = partial(_row, own, model_factory, batch, case, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
-            rows.append(run(partial(reference, frozen, tuple(adapters.items())), has_experts))
+            rows.append(run(partial(reference, frozen, tuple(adapters.items()))))
         return VerifyReport(tuple(rows), num_parameters(model), size)
     finally:
         if pool is None:
@@ -232,7 +233,7 @@ def _shown(plan: ParallelPlan) -> str:
 
 def _require_picklable(factory: Factory) -> None:
     try:
-        pickle.dumps(factory)
+        pickled(factory)
     except Exception as error:  # each kind of object refuses in its own way
         raise UserError(
             f"the model factory cannot be sent to other processes ({error}); expected a function at a module's top "
@@ -246,7 +247,6 @@ def _row(
     batch: list[Sample],
     case: _Case,
     reference: Callable[[], tuple[Outcome, _Rounding]],
-    has_experts: bool,
     *,
     nproc: int,
     tolerance: float,
@@ -254,14 +254,15 @@ def _row(
 ) -> VerifyRow:
     if case.ranks > nproc:
         return VerifyRow(case.name, "refused", f"needs {case.ranks} ranks, {nproc} may run")
-    routing = reference()[0].routing if has_experts else None
+    expected, rounding = reference()  # first: it knows a factory that makes another model each time
+    call = (_train_on_rank, factory, batch, case, expected.routing)
     try:
-        (outcome, *_) = pool.run(_train_on_rank, factory, batch, case, routing, timeout_s=timeout_s, world=case.ranks)
+        (outcome, *_) = pool.run(*call, timeout_s=timeout_s, world=case.ranks)
     except RankError as error:
         return VerifyRow(case.name, "different", str(error))
     if isinstance(outcome, str):
         return VerifyRow(case.name, "refused", outcome)
-    return _compared(case.name, outcome, *reference(), tolerance)
+    return _compared(case.name, outcome, expected, rounding, tolerance)
 
 
 def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Rounding, tolerance: float) -> VerifyRow:
@@ -303,7 +304,12 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
 
 
 def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: float) -> tuple[str, float, float]:
-    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst."""
+    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst.
+
+    Where all are zero up to rounding, which is compared elsewhere, none is named.
+    """
+    if not errors:
+        return "", 0.0, tolerance
     allowed = {name: max(tolerance, _NOISE_FACTOR * noise[name]) for name in errors}
     name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name] / allowed[name]))
     return name, errors[name], allowed[name]
@@ -333,6 +339,7 @@ def _in_one_process(
     second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
     little as the weights. Experts are chosen once.
     """
+    first: dict[str, bytes] = {}
 
     def trained(
         change: Callable[[OmniModel], OmniModel],
@@ -340,11 +347,20 @@ def _in_one_process(
         routing: tuple[Recording, ...] | None = None,
     ) -> Outcome:
         model = _built(factory)
+        for name, parameter in model.named_parameters():
+            digest = hashlib.blake2b(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()
+            if first.setdefault(name, digest) != digest:
+                raise UserError(
+                    f"the model factory makes another model each time ({name} differs); seed what it draws from "
+                    "(torch's own generator is seeded before each call)"
+                )
         freeze(model, sorted(frozen))
         add_lora(model, dict(adapters))
         return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
 
     reference = trained(lambda model: model, batch)
+    if not reference.gradients:
+        raise UserError("nothing of the model trains: its factory or the plan freezes everything; there is no gradient")
     turned = trained(lambda model: model, batch[::-1], reference.routing)
     moved = trained(_moved, batch, reference.routing)
     change = _errors(moved.gradients, reference.gradients)
@@ -376,14 +392,18 @@ def _omni(model: PreTrainedModel) -> OmniModel:
 
 
 def _called(factory: Factory) -> PreTrainedModel:
-    if not isinstance(factory, str):
-        return factory()
+    make = _named(factory) if isinstance(factory, str) else factory
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # what it draws is the same in every call, and on every rank
+        return make()
+
+
+def _named(factory: str) -> Callable[[], PreTrainedModel]:
     module, _, name = factory.partition(":")
     try:
-        named = getattr(importlib.import_module(module), name)
+        return cast(Callable[[], PreTrainedModel], getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError) as error:
         raise UserError(f"no model factory {factory!r}: {error}") from None
-    return named()
 
 
 def _train_on_rank(

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import probe_samples
@@ -17,6 +23,7 @@ from omnitrain.recipe.parallel import ParallelPlan
 from tests.parallel import factories
 from tests.tiny import tiny_processor, tiny_samples
 
+ROOT = Path(__file__).parents[2]
 DATA_PARALLEL = ["dp2", "dp4", "hsdp2x2", "replicate2", "dp2.accum2.recompute"]
 TENSOR_FAMILIES = (
     "qwen3",
@@ -158,6 +165,52 @@ def test_a_word_that_no_layout_has_is_named() -> None:
 def test_a_factory_that_no_other_process_can_have_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot be sent to other processes .* expected a function at a module's top"):
         verify(lambda: factories.any_to_any(), [], ["dp2"])
+
+
+def test_a_factory_of_a_notebook_is_verified_as_it_is() -> None:
+    """A program without a file, whose factory draws its weights and shares a config with the next call."""
+    program = """
+        from transformers import Qwen3ForCausalLM
+
+        import omnitrain as ot
+        from tests.families import FAMILIES
+        from tests.parallel.test_verify import hf_samples
+
+        config = FAMILIES["qwen3"]()
+
+        def factory():
+            return Qwen3ForCausalLM(config)
+
+        print(*(row.status for row in ot.verify(factory, hf_samples("qwen3"), ["dp2"], nproc=2).rows))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-"], input=textwrap.dedent(program), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "equal\n", ended.stderr
+
+
+def drawn_anew() -> PreTrainedModel:
+    model = factories.qwen3()
+    model.lm_head.weight.data.mul_(random.random())
+    return model
+
+
+def all_frozen() -> PreTrainedModel:
+    return factories.qwen3().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("factory", "problem"),
+    [
+        (drawn_anew, r"makes another model each time \(foundation.lm_head.weight differs\)"),
+        (all_frozen, "nothing of the model trains"),
+    ],
+)
+def test_a_factory_whose_models_cannot_be_compared_is_refused(
+    ranks: RankPool, factory: Callable[[], PreTrainedModel], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        verify(factory, hf_samples("qwen3")[:2], ["dp2"], pool=ranks)
 
 
 def rounding() -> _Rounding:
