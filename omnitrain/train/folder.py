@@ -15,7 +15,7 @@ from typing import Any
 from omnitrain.checkpoint.shared import require_seen
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.sample import Rejected
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import Peers, agreed
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.display import console
@@ -131,15 +131,27 @@ class RunFolder:
         save_recipe(recipe, self.path / "recipe.yaml")
 
     def list_rejected(self, rejected: Iterable[Rejected]) -> Path:
-        """Write ``rejected.jsonl``: rows that were skipped, and why."""
-        file = self.path / "rejected.jsonl"
-        file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rejected))
-        return file
+        """Write ``rejected.jsonl``: rows that were skipped, and why.
+
+        Raises:
+            TrainingError: the disk is full, or cannot be written.
+        """
+        return self._written("rejected.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in rejected))
 
     def write_scores(self, scores: dict[str, Any]) -> Path:
-        """Write ``eval.json``."""
-        file = self.path / "eval.json"
-        file.write_text(json.dumps(scores, indent=2) + "\n")
+        """Write ``eval.json``.
+
+        Raises:
+            TrainingError: the disk is full, or cannot be written.
+        """
+        return self._written("eval.json", json.dumps(scores, indent=2) + "\n")
+
+    def _written(self, name: str, text: str) -> Path:
+        file = self.path / name
+        try:
+            file.write_text(text)
+        except OSError as error:
+            raise TrainingError(f"{file} cannot be written ({error.strerror}); checkpoints are intact") from error
         return file
 
 

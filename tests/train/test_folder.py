@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.errors import UserError
+from omnitrain.data.sample import Rejected
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.folder import RunFolder
 from tests.tiny import tiny_recipe
@@ -64,3 +65,11 @@ def test_an_earlier_run_is_not_moved_from_under_the_command(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path / "run")
     with pytest.raises(UserError, match=r"'\.' holds an earlier run, and this command was started inside of it"):
         run_folder(recipe, Path()).open(False, 0)
+
+
+def test_a_full_disk_behind_a_checkpoint_is_a_line(tmp_path: Path) -> None:
+    folder = run_folder(tiny_recipe(tmp_path), tmp_path / "run")
+    folder.open(False, 0)
+    (tmp_path / "run" / "rejected.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"rejected.jsonl cannot be written \(No space left on device\);"):
+        folder.list_rejected([Rejected("row", "source", "reason")])
