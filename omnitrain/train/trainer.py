@@ -102,6 +102,7 @@ class Trainer:
         self.device = use_device(recipe.train)
         self.ranks = join_ranks(recipe.parallel, self.device)
         self.folder = RunFolder(recipe)
+        self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
         require_trackers(recipe)
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
@@ -152,6 +153,7 @@ class Trainer:
             self.watch.follow(self.model)
             # Data of no use end the run before it writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
+            closing.callback(self.folder.close)
             if (metrics := self.ranks.first(self._open_folder)) is not None:
                 closing.enter_context(metrics)
             self.folder.require_shared(self.ranks.peers)
