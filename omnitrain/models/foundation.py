@@ -70,18 +70,16 @@ class FoundationRunner:
         loss_backend: of :func:`linear_cross_entropy`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, contract: Contract | None = None, *, native: Discovery | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
         """Attach to ``model``.
 
         Args:
             model: the HF model; its attention, and the classes that the contract names, are replaced.
-            contract: None: everything works (what the check starts from).
+            contract: by which it is run.
             native: what :func:`discover` found in it, where that is known.
         """
         self.model = model
-        self.contract = contract or Contract()
+        self.contract = contract
         self.native: Discovery = native or discover(model)  # with the model's own attention still
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -24,7 +24,6 @@ from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember
 from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
 from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights
-from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence import part_of_call
@@ -111,8 +110,7 @@ def build_parallelize_model(
     present = stored | adapters_of(omni)
     if state.world_size > 1:
         require_same_adapters(present)
-    plans = resolve_plans(omni, plan, state, flags, tensors, present)
-    adapters = adapters_for(omni, plan, present)[0]
+    plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     bare = ranks_without_weights(omni)
     require_one_source(omni, weights_path, is_bare=bare[SOURCE])
     require_same_math(omni.foundation, tensors.styles, state)

@@ -60,7 +60,7 @@ def shard(
     model: OmniModel,
     units: Mapping[str, ComponentUnits],
     how: Mapping[str, Sharding],
-    fill: Callable[[nn.Module], None] | None = None,
+    fill: Callable[[nn.Module], None] | None,
 ) -> None:
     """Shard every component's units over its own mesh, in place; the model is the only root.
 
