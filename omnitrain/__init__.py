@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omnitrain.data.sample import MediaSpan, Sample
     from omnitrain.data.template_renderer import TemplateRenderer
     from omnitrain.models.build import build_foundation_model, build_omni_model
+    from omnitrain.models.lora import merge_lora
     from omnitrain.models.omni import OmniModel
     from omnitrain.models.outputs import OmniOutput
     from omnitrain.ops.cross_entropy import LossTerm
@@ -68,6 +69,7 @@ _HOMES = {
     "gradient_norm": "omnitrain.optim.gradients",
     "init_parallel_state": "omnitrain.parallel.state",
     "layout_of": "omnitrain.parallel.applied",
+    "merge_lora": "omnitrain.models.lora",
     "parse_layout": "omnitrain.recipe",
     "step_planner": "omnitrain.parallel.planning",
     "verify": "omnitrain.train.verify",
@@ -107,6 +109,7 @@ __all__ = [
     "gradient_norm",
     "init_parallel_state",
     "layout_of",
+    "merge_lora",
     "parse_layout",
     "step_planner",
     "verify",

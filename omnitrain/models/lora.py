@@ -17,9 +17,11 @@ from omnitrain.ops.experts import (
     backend_of,
     experts_in,
     matrix_names,
+    merge_expert_adapter,
     parameter_names,
     use_omnitrain_experts,
 )
+from omnitrain.peers import is_spread
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION
@@ -187,6 +189,37 @@ def add_lora(model: OmniModel, adapters: Mapping[str, Adapters]) -> None:
         _add_to_experts(model, wanted)
         _draw(model, [path for base in own[name] for path in model.renamed.get(base, (base,))[1:]])
     setattr(model, _APPLIED, {**present, **new})
+
+
+@torch.no_grad()
+def merge_lora(model: OmniModel, dtype: torch.dtype | None = None) -> None:
+    """Make ``W + alpha / rank * B A`` of every adapted matrix ``W``, and remove the adapters.
+
+    The model computes what it did, up to one rounding of each of these matrices. Parameters are called as they were
+    without adapters, and stay frozen.
+
+    Args:
+        model: not laid out; changed in place. One without adapters stays as it is.
+        dtype: of merged matrices, where the caller casts the rest to it, too; None: each keeps its own. The sum is made
+            in fp32 and rounded once.
+
+    Raises:
+        UserError: the model is laid out over ranks.
+    """
+    if is_spread(model):
+        raise UserError("merge_lora: the model is laid out over ranks; save it, and merge what from_pretrained gives")
+    for adapters in adapters_of(model).values():
+        for name in adapters.linears:
+            layer = model.get_submodule(name)
+            linear = layer.get_submodule("base_layer")
+            merged = linear.weight.float() + layer.get_delta_weight(ADAPTER)
+            linear.weight.data = merged.to(dtype or linear.weight.dtype)
+            model.set_submodule(name, linear)
+        for path in adapters.experts:
+            owner, _, weight = path.rpartition(".")
+            merge_expert_adapter(model.get_submodule(owner), weight, dtype)
+    model.renamed.clear()
+    setattr(model, _APPLIED, {})
 
 
 def _add_to_linears(model: OmniModel, adapters: Adapters) -> None:

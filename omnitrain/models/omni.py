@@ -27,6 +27,7 @@ from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.lora_files import load_adapters, remove_adapters, save_adapters, split_weights
 from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
+from omnitrain.models.own_configs import take_own_configs
 from omnitrain.models.part import filled_up, here
 from omnitrain.models.weight_files import save_whole
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
@@ -85,6 +86,7 @@ class OmniModel(PreTrainedModel):
         for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
             self.add_module(name, ready.get(name) or _fresh(values, model_class))
         self.post_init()
+        take_own_configs(self.children())
         for name in (*self.encoder_names, *self.decoder_names):
             use_omnitrain_attention(self.get_submodule(name))
 

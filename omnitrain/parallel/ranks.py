@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from omnitrain.errors import UserError
+from omnitrain.parallel.interactive import main_without_file, pickled
 from omnitrain.parallel.rank_process import (
     Case,
     Clean,
@@ -76,7 +77,7 @@ class RankPool:
         """Call ``function(*args)`` on ranks 0 .. world - 1, between which ``torch.distributed`` is initialised.
 
         Args:
-            function: of a module's top level, or ``"module:function"``.
+            function: of a module's top level, of a notebook, or ``"module:function"``.
             args: can be pickled, and the results too; tensors are copied.
             timeout_s: for all ranks together, their start not counted.
             world: number of ranks; all by default.
@@ -232,7 +233,8 @@ class _Worker:
     def __init__(self, context: Any, rank: int) -> None:
         self.connection, theirs = context.Pipe()
         self._process: BaseProcess = context.Process(target=serve, args=(theirs, rank), name=f"rank {rank}")
-        self._process.start()
+        with main_without_file():
+            self._process.start()
         theirs.close()
         # At exit, too: multiprocessing would wait there for processes that wait for their next case.
         self.kill = Finalize(self, _kill, args=(self._process, self.connection), exitpriority=0)
@@ -261,7 +263,7 @@ def _kill(process: BaseProcess, connection: Connection) -> None:
 
 def _pickled(name: str, function: Callable[..., Any] | str, args: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps((function, args))
+        return pickled((function, args))
     except Exception as error:  # whatever a foreign __reduce__ raises
         raise UserError(
             f"{name} cannot be sent to other processes ({error}); expected a function of a module's top level or "

@@ -325,29 +325,35 @@ class _Groups(dict[str, dist.ProcessGroup]):
     """This rank's process group by axis or product; axes with the same groups share one, but for those of experts.
 
     What a group does on CUDA it does in one order: rows of experts would queue behind the gathering of parameters.
-    All ranks must ask for the same axes in the same order.
+    All ranks must ask for the same axes in the same order. Groups take tensors on the CPU, too, also where the user's
+    own process group does not (``init_process_group("nccl")``).
     """
 
     def __init__(self, shape: MeshShape) -> None:
         self._shape = shape
+        self._made: dict[tuple[tuple[int, ...], bytes], dist.ProcessGroup] = {}
+        self._backend: str | None = None
         assert dist.group.WORLD is not None
-        self._made = {_key(np.arange(shape.world_size)[None]): dist.group.WORLD}
+        configured = dist.get_backend_config()
+        if "cpu:" in configured:
+            self._made[_key(np.arange(shape.world_size)[None])] = dist.group.WORLD
+        else:
+            self._backend = f"cpu:gloo,{configured}"
 
     def __missing__(self, axis: str) -> dist.ProcessGroup:
         partition = self._shape.groups(axis)
         key = _key(partition)
         if axis == "ep" and partition.shape[1] > 1:
-            return self.setdefault(axis, _own_group(partition, axis))
+            return self.setdefault(axis, self._own_group(partition, axis))
         if key not in self._made:
-            self._made[key] = _own_group(partition, axis)
+            self._made[key] = self._own_group(partition, axis)
         return self.setdefault(axis, self._made[key])
+
+    def _own_group(self, partition: np.ndarray, axis: str) -> dist.ProcessGroup:
+        """Every rank takes part in making every group, which costs next to nothing where it is not a member."""
+        made = [dist.new_group(ranks.tolist(), backend=self._backend, group_desc=axis) for ranks in partition]
+        return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def _key(partition: np.ndarray) -> tuple[tuple[int, ...], bytes]:
     return partition.shape, partition.tobytes()
-
-
-def _own_group(partition: np.ndarray, axis: str) -> dist.ProcessGroup:
-    """Every rank takes part in making every group, which costs next to nothing where it is not a member."""
-    made = [dist.new_group(ranks.tolist(), group_desc=axis) for ranks in partition]
-    return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)

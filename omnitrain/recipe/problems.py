@@ -110,7 +110,8 @@ def _line(spot: _Spot, details: list[ErrorDetails]) -> str:
 
 
 def _expectation(detail: ErrorDetails) -> str:
-    return _NODE_CLASS.sub("a mapping of keys to values", _SUBJECT.sub("", detail["msg"]))
+    expected = _NODE_CLASS.sub("a mapping of keys to values", _SUBJECT.sub("", detail["msg"]))
+    return expected.replace("a valid integer", "an integer").replace("a valid ", "a ")
 
 
 def _advice(spot: _Spot, details: list[ErrorDetails]) -> str:

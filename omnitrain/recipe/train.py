@@ -13,7 +13,7 @@ class Optimizer(Strict):
     """AdamW with fp32 state, linear warm-up, cosine or linear decay (Loshchilov & Hutter 2019, 2017)."""
 
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
-    learning_rates: dict[str, Annotated[float, Field(gt=0)]] = Field(
+    learning_rates: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
         description="Component, or module or parameter below one -> a peak of its own. Of several names for a "
         "parameter, the longest path counts.",

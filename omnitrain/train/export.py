@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.models.lora import merge_lora
 from omnitrain.train.display import quiet_libraries
 from omnitrain.train.setup import load_checkpoint
 
@@ -15,6 +16,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None) -> list[str]:
     """Write what ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
+
+    LoRA adapters are merged into the weights.
 
     Args:
         checkpoint: folder of a run (its newest checkpoint is taken), or of a saved omni model.
@@ -25,7 +28,7 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
         Attached components, which no class of transformers has; they are left out.
 
     Raises:
-        UserError: no such model, a folder that holds files, an unknown dtype, or LoRA adapters beside the foundation.
+        UserError: no such model, a folder that holds files, or an unknown dtype.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -34,11 +37,7 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
         raise UserError(f"dtype: found {dtype!r}; expected one of {', '.join(_DTYPES)}")
     quiet_libraries()
     model, processor = load_checkpoint(checkpoint)
-    if any(name.startswith("foundation.") for name in model.adapter_names):
-        raise UserError(
-            f"the foundation at {str(checkpoint)!r} has LoRA adapters, which are in files of peft: load the model that "
-            "was adapted, then PeftModel.from_pretrained(model, CHECKPOINT/adapters/foundation).merge_and_unload()"
-        )
+    merge_lora(model, None if dtype is None else _DTYPES[dtype])
     if dtype is not None:
         model.foundation.to(_DTYPES[dtype])
     model.foundation.save_pretrained(folder)

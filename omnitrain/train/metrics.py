@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -133,6 +133,8 @@ class MetricsFile:
         numbers = dict(numbers_in(values))
         tell(self._trackers, lambda tracker: tracker.log(step, numbers))
 
-    def close(self) -> None:
-        """The run is over."""
-        tell(self._trackers, lambda tracker: tracker.close())
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        tell(self._trackers, lambda tracker: tracker.close(failed=error is not None))

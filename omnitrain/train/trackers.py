@@ -29,8 +29,8 @@ class Tracker(Protocol):
         """Take the values of a step, by names such as ``heads/text/loss``."""
         ...
 
-    def close(self) -> None:
-        """The run is over."""
+    def close(self, *, failed: bool) -> None:
+        """The run is over, or an error ended it."""
         ...
 
 
@@ -55,10 +55,7 @@ def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracke
     Raises:
         UserError: a package is missing, or its program cannot begin.
     """
-    return [
-        _TensorBoard(folder, resume_step) if name == "tensorboard" else _Session(name, recipe, folder)
-        for name in recipe.train.track.to
-    ]
+    return [_begun(name, recipe, folder, resume_step) for name in recipe.train.track.to]
 
 
 def tell(trackers: list[Tracker], what: Callable[[Tracker], None]) -> None:
@@ -84,52 +81,60 @@ def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
+def _begun(name: str, recipe: Recipe, folder: Path, resume_step: int) -> Tracker:
+    program = _module(name)
+    try:
+        if name == "tensorboard":
+            return _TensorBoard(program, folder, resume_step)
+        return _Session(name, program, recipe, folder)
+    except Exception as error:  # each program refuses in its own way
+        raise UserError(
+            f"train.track.to: {name!r} cannot begin ({type(error).__name__}: {error}); see its own settings, or "
+            "remove it from the list"
+        ) from error
+
+
 class _TensorBoard:
     """Event files in ``tensorboard/`` of the run's folder."""
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        self._writer = _module("tensorboard").SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+    def __init__(self, program: Any, folder: Path, resume_step: int) -> None:
+        self._writer = program.SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
 class _Session:
     """A run of a program with the functions of wandb: ``init``, ``log`` and ``finish``."""
 
-    def __init__(self, name: str, recipe: Recipe, folder: Path) -> None:
-        self.name, self._program = name, _module(name)
+    def __init__(self, name: str, program: Any, recipe: Recipe, folder: Path) -> None:
+        self.name, self._program = name, program
         file = folder / _ID
         if not file.is_file():
             file.write_text(uuid.uuid4().hex)
         own = {"id": file.read_text(), "dir": str(folder)} if name == "wandb" else {}
         settings = recipe.train.track
-        try:
-            self._program.init(
-                project=settings.project,
-                name=settings.name or folder.name,
-                config=recipe.model_dump(mode="json"),
-                resume="allow",
-                **own,
-            )
-        except Exception as error:  # each program refuses in its own way
-            raise UserError(
-                f"train.track.to: {name!r} cannot begin ({type(error).__name__}: {error}); see its own settings, or "
-                "remove it from the list"
-            ) from error
+        program.init(
+            project=settings.project,
+            name=settings.name or folder.name,
+            config=recipe.model_dump(mode="json"),
+            resume="allow",
+            **own,
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._program.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._program.finish()
+    def close(self, *, failed: bool) -> None:
+        own = {"exit_code": int(failed)} if self.name == "wandb" else {}
+        self._program.finish(**own)
 
 
 def _module(name: str) -> Any:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class Trainer:
             # Data of no use end the run before it writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
             if (metrics := self.ranks.first(self._open_folder)) is not None:
-                closing.callback(metrics.close)
+                closing.enter_context(metrics)
             self.folder.require_shared(self.ranks.peers)
             interrupted, heldout_losses = False, None
             while self.step < train.steps and not interrupted:
@@ -295,11 +296,15 @@ class Trainer:
         return loss, norm
 
     def _metrics(self, loss: float, norm: float) -> dict[str, Any]:
+        settings = self.recipe.train.optimizer
+        rate = partial(learning_rate, self.step - 1, self.recipe.train.steps, settings)
+        own = {name: rate(peak) for name, peak in settings.learning_rates.items()}
         return {
             "step": self.step,
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": rate(settings.learning_rate),
+            **({"learning_rates": own} if own else {}),
             **self.meter.read(self.ranks.loss_peers),
             **self.stopwatch.read(),
             "memory_mb": max(self.ranks.peers.gather(peak_memory_mb(self.device))),

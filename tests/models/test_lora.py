@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
-from omnitrain.models.lora import adapters_of, add_lora, find_adapters
+from omnitrain.models.lora import adapters_of, add_lora, find_adapters, merge_lora
 from omnitrain.models.lora_files import load_adapters, save_adapters, split_weights
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import use_omnitrain_experts
@@ -215,3 +215,22 @@ def test_experts_of_other_backends_are_refused() -> None:
     use_omnitrain_experts(model, "grouped_mm")
     with pytest.raises(UserError, match="'grouped_mm' knows no LoRA adapters; use torch"):
         logits(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_adapters_are_in_the_weights_and_no_longer_beside_them(family: str) -> None:
+    model, base = adapted(family), omni(family)
+    expected, untrained = logits(model), logits(base)
+    merge_lora(model)
+    assert model.state_dict().keys() == base.state_dict().keys()
+    assert adapters_of(model) == {}
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - untrained).abs().max() > 1e-2
+
+
+def test_a_merged_matrix_is_rounded_once() -> None:
+    rounded, exact = adapted(), adapted()
+    merge_lora(rounded, torch.bfloat16)
+    merge_lora(exact)
+    for name in adapted().renamed:
+        assert torch.equal(rounded.get_parameter(name), exact.get_parameter(name).to(torch.bfloat16))

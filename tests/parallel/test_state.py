@@ -114,6 +114,19 @@ def test_one_process_needs_no_launcher() -> None:
     assert ot.get_parallel_state() is state
 
 
+def test_groups_take_cpu_tensors_where_the_users_own_does_not() -> None:
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        counts = torch.tensor([3.0])
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(counts)
+        dist.all_reduce(counts, group=ot.init_parallel_state().loss_group)
+        assert counts.tolist() == [3.0]
+    finally:
+        forget_parallel_state()
+        dist.destroy_process_group()
+
+
 def test_the_default_is_asked_for_too_early() -> None:
     with pytest.raises(UserError, match=r"call omnitrain\.init_parallel_state\(\) first"):
         ot.get_parallel_state()

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import probe_samples
@@ -18,6 +24,7 @@ from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
 from tests.tiny import tiny_processor, tiny_samples
 
+ROOT = Path(__file__).parents[2]
 DATA_PARALLEL = ["dp2", "dp4", "hsdp2x2", "replicate2", "dp2.accum2.recompute"]
 TENSOR_FAMILIES = (
     "qwen3",
@@ -156,16 +163,9 @@ def test_samples_without_a_token_to_predict_prove_nothing(ranks: RankPool) -> No
     with pytest.raises(UserError, match="none of the samples has a token to predict"):
         verify("tests.parallel.factories:qwen3", [ignored], ["dp2"])
     frozen = ParallelPlan(default=ComponentPlan(freeze=True, dp_shard=2))
-    (row,) = verify("tests.parallel.factories:qwen3", hf_samples("qwen3")[:2], [frozen], pool=ranks).rows
-    assert row.status == "refused" and "nothing is compared" in row.reason
-
-
-def test_a_model_drawn_without_a_seed_is_one_model(ranks: RankPool) -> None:
-    check(ranks, "drawn_of_torch", hf_samples("qwen3"), ["dp2"])
-    (row,) = verify("tests.parallel.factories:drawn_of_numpy", hf_samples("qwen3"), ["dp2"], pool=ranks).rows
-    assert row.status == "refused" and "differ" in row.reason, row.reason
-    with pytest.raises(UserError, match="makes other weights at each call"):
-        verify("tests.parallel.factories:drawn_of_numpy", hf_samples("qwen3"), ["dp1"], pool=ranks)
+    for factory, layout in ((factories.qwen3, frozen), (all_frozen, "dp2")):
+        (row,) = verify(factory, hf_samples("qwen3")[:2], [layout], pool=ranks).rows
+        assert row.status == "refused" and "nothing can be compared" in row.reason
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,43 @@ def test_a_word_that_no_layout_has_is_named() -> None:
 def test_a_factory_that_no_other_process_can_have_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot be sent to other processes .* expected a function at a module's top"):
         verify(lambda: factories.any_to_any(), [], ["dp2"])
+
+
+def test_a_factory_of_a_notebook_is_verified_as_it_is() -> None:
+    """A program without a file, whose factory draws its weights and shares a config with the next call."""
+    program = """
+        from transformers import Qwen3ForCausalLM
+
+        import omnitrain as ot
+        from tests.families import FAMILIES
+        from tests.parallel.test_verify import hf_samples
+
+        config = FAMILIES["qwen3"]()
+
+        def factory():
+            return Qwen3ForCausalLM(config)
+
+        print(*(row.status for row in ot.verify(factory, hf_samples("qwen3"), ["dp2"], nproc=2).rows))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-"], input=textwrap.dedent(program), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout == "equal\n", ended.stderr
+
+
+def drawn_anew() -> PreTrainedModel:
+    model = factories.qwen3()
+    model.lm_head.weight.data.mul_(random.random())
+    return model
+
+
+def all_frozen() -> PreTrainedModel:
+    return factories.qwen3().requires_grad_(False)
+
+
+def test_a_factory_whose_models_are_not_the_same_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(UserError, match=r"makes another model each time \(foundation.lm_head.weight differs\)"):
+        verify(drawn_anew, hf_samples("qwen3")[:2], ["dp2"], pool=ranks)
 
 
 def rounding() -> _Rounding:

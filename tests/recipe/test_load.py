@@ -43,7 +43,7 @@ def test_all_problems_are_reported_at_once_one_line_each(tmp_path: Path) -> None
         "  override `train.steps`: expected key.sub=value, such as train.steps=20",
         "  data.heldout.2: found `2`; expected no index, the list is empty; or set `data.heldout` as a whole",
         "  model.foundation.config.hiden_size: unknown key of Qwen3Config, found 8; did you mean `hidden_size`?",
-        "  data.pack_tokens: found 'many'; expected a valid integer, unable to parse string as an integer; "
+        "  data.pack_tokens: found 'many'; expected an integer, unable to parse string as an integer; "
         "change it, or remove it for the default 4096",
         "  data.tran: unknown key, found [{'path': 'x'}]; did you mean `train`?",
         "  train.optimizer.schedule: found 'cosin'; expected 'cosine', 'linear' or 'constant'; did you mean `cosine`?",
@@ -65,11 +65,11 @@ def test_missing_key_is_named_with_what_it_means(tmp_path: Path) -> None:
 
 def test_branches_of_a_union_make_one_line(recipe_file: Path) -> None:
     assert refusal(recipe_file, ["model.encoders.image_encoder.processor=[3]"])[1:] == [
-        "  model.encoders.image_encoder.processor: found [3]; expected a valid string, or a valid dictionary; "
+        "  model.encoders.image_encoder.processor: found [3]; expected a string, or a dictionary; "
         "change it, or remove it",
     ]
     assert refusal(recipe_file, ["parallel.default.expert_chunks=atuo"])[1:] == [
-        "  parallel.default.expert_chunks: found 'atuo'; expected a valid integer, unable to parse string as an "
+        "  parallel.default.expert_chunks: found 'atuo'; expected an integer, unable to parse string as an "
         "integer, or 'auto'; did you mean `auto`?",
     ]
 

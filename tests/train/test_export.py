@@ -52,16 +52,23 @@ def test_attached_parts_are_left_out_and_named_and_the_dtype_is_the_one_asked_fo
     assert len(AutoTokenizer.from_pretrained(tmp_path / "plain")) == len(tiny_processor(model).tokenizer)
 
 
-def test_adapters_unknown_dtypes_and_full_folders_are_refused(tmp_path: Path) -> None:
+@torch.no_grad()
+def test_adapters_are_merged_into_the_weights(tmp_path: Path) -> None:
+    adapted = qwen3_moe_with_adapters()
+    adapted.save_pretrained(tmp_path / "adapted")
+    tiny_processor(tiny_model()).save_pretrained(tmp_path / "adapted")
+    export(tmp_path / "adapted", tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    ids = torch.arange(5, 30)[None]
+    expected = adapted.foundation.eval()(input_ids=ids).logits
+    torch.testing.assert_close(plain.eval()(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_unknown_dtypes_and_full_folders_are_refused(tmp_path: Path) -> None:
     saved = saved_llava(tmp_path)
     with pytest.raises(UserError, match="holds files already; name a new folder"):
         export(saved, tmp_path)
     for dtype in ("int8", "float8_e4m3fn"):
         with pytest.raises(UserError, match=f"dtype: found '{dtype}'; expected one of float32, bfloat16, float16"):
             export(saved, tmp_path / "plain", dtype)
-    adapted = qwen3_moe_with_adapters()
-    adapted.save_pretrained(tmp_path / "adapted")
-    tiny_processor(tiny_model()).save_pretrained(tmp_path / "adapted")
-    with pytest.raises(UserError, match="has LoRA adapters, which are in files of peft"):
-        export(tmp_path / "adapted", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def test_each_part_moves_by_its_own_rate_and_the_longest_name_counts(tmp_path: P
         moved[part] = max(moved.get(part, 0.0), (parameter - before[name]).abs().max().item())
     expected = {"image_encoder.projector": 1e-4, "image_encoder": 1e-5, "others": 1e-3}
     assert moved == pytest.approx(expected, rel=0.02)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (line["learning_rate"], line["learning_rates"]) == (
+        1e-3,
+        {"image_encoder": 1e-5, "image_encoder.projector": 1e-4},
+    )
 
 
 def sizes(recipe: Recipe) -> dict[float, int]:

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.check import check_recipe
-from omnitrain.train.trainer import Trainer
+from omnitrain.train.trainer import NonFiniteError, Trainer
 from tests.tiny import tiny_recipe
 
 
@@ -46,13 +46,13 @@ def test_a_session_of_wandb_is_begun_once_and_ended_with_the_scores(
     program = SimpleNamespace(
         init=lambda **settings: told.append(("init", settings)),
         log=lambda values, step: told.append((f"log {step}", values)),
-        finish=lambda: told.append(("finish", None)),
+        finish=lambda exit_code: told.append((f"finish {exit_code}", None)),
     )
     monkeypatch.setitem(sys.modules, "wandb", program)
     recipe, settings = tiny_recipe(tmp_path), ("train.track.to=[wandb]", "train.track.project=digits")
     run(recipe, *settings, "train.steps=1")
     lines = run(recipe, *settings, "train.steps=2", "evaluation.max_new_tokens=4", resume=True)
-    assert [what for what, _ in told] == ["init", "log 1", "finish", "init", "log 2", "log 2", "finish"]
+    assert [what for what, _ in told] == ["init", "log 1", "finish 0", "init", "log 2", "log 2", "finish 0"]
     begun, again = (values for what, values in told if what == "init")
     assert begun["id"] == again["id"] and (begun["project"], begun["name"]) == ("digits", "run")
     assert begun["config"]["train"]["steps"] == 1
@@ -68,6 +68,16 @@ def test_a_program_that_is_not_installed_is_named_before_the_work(
         Trainer(recipe)
     assert [problem for problem in check_recipe(recipe) if "pip install trackio" in problem]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_an_error_ends_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    works = dict.fromkeys(("init", "log"), lambda *_, **__: None)
+    program = SimpleNamespace(**works, finish=lambda exit_code: codes.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", program)
+    with pytest.raises(NonFiniteError):
+        run(tiny_recipe(tmp_path), "train.track.to=[wandb]", "train.optimizer.learning_rate=1e30", "train.steps=9")
+    assert codes == [1]
 
 
 def raises(*_: Any, **__: Any) -> None:
@@ -87,11 +97,13 @@ def test_a_program_that_fails_does_not_end_the_run(
     assert [event.step for event in drawn.Scalars("loss")] == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_program_that_cannot_begin_is_named_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=raises))
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", raises)
     recipe = tiny_recipe(tmp_path)
-    with pytest.raises(UserError, match=r"train.track.to: 'wandb' cannot begin \(RuntimeError: no server\)"):
-        run(recipe, "train.track.to=[wandb]")
+    with pytest.raises(UserError, match=rf"train.track.to: '{name}' cannot begin \(RuntimeError: no server\)"):
+        run(recipe, f"train.track.to=[{name}]")
     assert len(run(recipe, "train.steps=1")) == 1  # nothing of it is in the way

@@ -8,7 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, PreTrainedModel, masking_utils, modeling_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from omnitrain.errors import UserError
@@ -108,6 +108,17 @@ def _known_inside_a_packed_row(find: SamplesOf) -> SamplesOf:
     return found
 
 
+def _not_of_ours(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' search for the package of an attention, made when a model is: a config may name ours by then."""
+
+    @wraps(load)
+    def loaded(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        return None if implementation in _registered else load(implementation, *args, **kwargs)
+
+    return loaded
+
+
+modeling_utils.lazy_import_flash_attention = _not_of_ours(modeling_utils.lazy_import_flash_attention)
 masking_utils.find_packed_sequence_indices = _known_inside_a_packed_row(masking_utils.find_packed_sequence_indices)
 for _passes_borders in (True, False):
     _register(Implementation(passes_borders=_passes_borders))

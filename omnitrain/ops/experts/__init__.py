@@ -9,7 +9,7 @@ compute them, go back, and are added per token (``routes``; over ranks: a :class
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
 from omnitrain.ops.experts.declared import ExpertWeights, Piece, chunk_borders, experts_in, is_experts, matrix_names
 from omnitrain.ops.experts.entry import Dispatcher, Journey, bytes_sent, set_experts, settings_of
-from omnitrain.ops.experts.lora import add_expert_adapter, parameter_names
+from omnitrain.ops.experts.lora import add_expert_adapter, merge_expert_adapter, parameter_names
 from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import (
     Routes,
@@ -47,6 +47,7 @@ __all__ = [
     "is_experts",
     "is_replaying",
     "matrix_names",
+    "merge_expert_adapter",
     "parameter_names",
     "set_experts",
     "settings_of",

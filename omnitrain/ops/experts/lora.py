@@ -42,6 +42,29 @@ def add_expert_adapter(module: nn.Module, weight: str, rank: int, scale: float) 
     setattr(module, _SCALES, {**getattr(module, _SCALES, {}), weight: scale})
 
 
+@torch.no_grad()
+def merge_expert_adapter(module: nn.Module, weight: str, dtype: torch.dtype | None = None) -> None:
+    """Add the adapters beside the parameter ``weight`` to it, in fp32, and remove them.
+
+    Args:
+        module: experts that have them.
+        weight: name of the parameter.
+        dtype: that it gets; None: it keeps its own.
+    """
+    matrices = module.get_parameter(weight)
+    scales = dict(adapter_scales(module))
+    a, b = (module.get_parameter(name) for name in parameter_names(weight))
+    merged = torch.empty_like(matrices, dtype=dtype)
+    for expert, (frozen, first, second) in enumerate(zip(matrices, a, b, strict=True)):
+        delta = scales[weight] * (second @ first)
+        merged[expert] = frozen.float() + (delta.mT if module.is_transposed else delta)
+    matrices.data = merged
+    for name in parameter_names(weight):
+        delattr(module, name)
+    del scales[weight]
+    setattr(module, _SCALES, scales)
+
+
 def adapter_scales(module: nn.Module) -> dict[str, float]:
     """Names of the parameters of experts that have adapters, and their scales."""
     return getattr(module, _SCALES, {})
