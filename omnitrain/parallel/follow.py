@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def follow_components(model: Any, note: Callable[[str], object]) -> None:
+def follow_components(model: Any, note: Callable[[str], object]) -> list[RemovableHandle]:
     """Call ``note(component)`` when the forward of a component begins, and when its backward does.
 
     The modules of a component that get hooks are the largest that hold none but its parameters, and those directly in
@@ -21,13 +22,18 @@ def follow_components(model: Any, note: Callable[[str], object]) -> None:
     Args:
         model: an :class:`omnitrain.models.omni.OmniModel`.
         note: must not wait for a device.
+
+    Returns:
+        Of the hooks.
     """
+    hooks: list[RemovableHandle] = []
     owners = {id(weight): name for name, weights in model.components.items() for weight in weights.values()}
     for path, name in _parts(model, owners, ""):
         part = model.get_submodule(path)
         for module in (part, *part.children()):
             if not isinstance(module, GradientCheckpointingLayer):
-                _follow(module, name, note)
+                hooks += _follow(module, name, note)
+    return hooks
 
 
 def _parts(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[tuple[str, str]]:
@@ -40,7 +46,7 @@ def _parts(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[
             yield from _parts(child, owners, f"{path}.{child_name}" if path else child_name)
 
 
-def _follow(module: nn.Module, name: str, note: Callable[[str], object]) -> None:
+def _follow(module: nn.Module, name: str, note: Callable[[str], object]) -> Iterator[RemovableHandle]:
     def begin(*_: Any) -> None:  # of a forward, or of the backward behind it
         note(name)
 
@@ -49,5 +55,5 @@ def _follow(module: nn.Module, name: str, note: Callable[[str], object]) -> None
         if made:
             register_multi_grad_hook(made, begin, mode="any")
 
-    module.register_forward_pre_hook(begin)
-    module.register_forward_hook(end)
+    yield module.register_forward_pre_hook(begin)
+    yield module.register_forward_hook(end)

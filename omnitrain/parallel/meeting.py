@@ -140,7 +140,9 @@ class DataPeers:
         meeting = self.meeting
         try:
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=patience)
-            group = dist.ProcessGroupGloo(store, meeting.rank, meeting.world_size, patience)
+            number = store.add(f"meetings/{meeting.rank}", 1)  # this rank's here: the same on all ranks
+            place = dist.PrefixStore(f"meeting {number}", store)  # where nobody of an earlier one is still written down
+            group = dist.ProcessGroupGloo(place, meeting.rank, meeting.world_size, patience)
         except dist.DistStoreError as error:  # somebody has not come
             seconds = patience.total_seconds()
             raise TrainingError(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
 
 from omnitrain.errors import EXIT_FAILED, TrainingError, UserError
 from omnitrain.parallel.follow import follow_components
@@ -101,6 +102,7 @@ class Watch:
         self._place, self._moves, self._paused = Place(), 0, False
         self._moved_at = time.monotonic()
         self._closing = threading.Event()
+        self._hooks: list[RemovableHandle] = []
         self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
 
     def at(
@@ -146,12 +148,12 @@ class Watch:
                 pass
 
     def follow(self, model: nn.Module) -> None:
-        """Note every component of ``model`` when its forward or its backward begins.
+        """Note every component of ``model`` when its forward or its backward begins, until this is closed.
 
         Args:
             model: an :class:`omnitrain.models.omni.OmniModel`.
         """
-        follow_components(model, lambda name: self.at(component=name))
+        self._hooks += follow_components(model, lambda name: self.at(component=name))
 
     @contextmanager
     def paused(self, phase: Phase) -> Iterator[None]:
@@ -167,9 +169,16 @@ class Watch:
             self._paused = False
             self._moves += 1
 
+    @property
+    def is_closed(self) -> bool:
+        """It was used, and is over: another loop needs another one."""
+        return self._closing.is_set()
+
     def close(self) -> None:
         """This rank has left the loop; the others are watched on."""
         self._closing.set()
+        while self._hooks:
+            self._hooks.pop().remove()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 

@@ -35,8 +35,7 @@ from omnitrain.parallel.verify_arguments import (
     made_by,
     require_arguments,
     require_losses,
-    require_same_sums,
-    weight_sums,
+    require_same_weights,
 )
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
@@ -170,9 +169,9 @@ def verify(
     :attr:`VerifyReport.size` says what was used.
 
     Args:
-        model_factory: makes the model, the same at every call: a picklable function, one that a notebook defines, or
-            ``"module:function"``, that returns a HF model or an :class:`OmniModel`. Torch's generator is seeded for it.
-            On the meta device the model has no weights: they are drawn.
+        model_factory: makes the model: a picklable function, one that a notebook defines, or ``"module:function"``,
+            that returns a HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed
+            0, and must make the same model. On the meta device it has no weights: they are drawn.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
             its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
@@ -187,7 +186,7 @@ def verify(
 
     Raises:
         UserError: no samples or layouts, nothing to predict, no such factory or layout, an argument of another type, a
-            factory that cannot be sent to another process or makes other weights at each call, or a model that is too
+            factory that cannot be sent to another process or makes another model each time, or a model that is too
             large even when it is cut.
     """
     require_arguments(model_factory, samples, layouts, nproc, tolerance)
@@ -248,6 +247,11 @@ def _row(
     if case.ranks > nproc:
         return VerifyRow(case.name, "refused", f"needs {case.ranks} ranks, {nproc} may run")
     expected, rounding = reference()  # first: it knows a factory that makes another model each time
+    if not expected.gradients:
+        reason = (
+            "nothing can be compared: what trains under this layout, if anything, gets no gradient from these samples"
+        )
+        return VerifyRow(case.name, "refused", reason)
     call = (_train_on_rank, factory, batch, case, expected.routing)
     try:
         (outcome, *_) = pool.run(*call, timeout_s=timeout_s, world=case.ranks)
@@ -263,11 +267,6 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
     if missing := outcome.gradients.keys() ^ reference.gradients.keys():
         reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
         return VerifyRow(layout, "different", reason, loss_error)
-    if reference.gradients.keys() <= rounding.empty:
-        reason = (
-            "these samples give nothing that trains under this layout a gradient beyond rounding: nothing is compared"
-        )
-        return VerifyRow(layout, "refused", reason, loss_error)
     gradients = _worst(_errors(outcome.gradients, reference.gradients, rounding), rounding.gradients, tolerance)
     weights = _worst(_errors(outcome.weights, reference.weights, rounding), rounding.weights, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
@@ -332,7 +331,7 @@ def _in_one_process(
     second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
     little as the weights. Experts are chosen once.
     """
-    made: list[Tensor] = []
+    first: dict[str, bytes] = {}
 
     def trained(
         change: Callable[[OmniModel], OmniModel],
@@ -340,8 +339,7 @@ def _in_one_process(
         routing: tuple[Recording, ...] | None = None,
     ) -> Outcome:
         model = _built(factory)
-        made.append(weight_sums(model))
-        require_same_sums(made)
+        require_same_weights(model, first)
         freeze(model, sorted(frozen))
         add_lora(model, dict(adapters))
         return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)

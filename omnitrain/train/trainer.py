@@ -133,6 +133,8 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. With several ranks, all of them call it.
 
+        Called again, it goes on where Ctrl-C ended it.
+
         Raises:
             NonFiniteError: a loss or gradient is not finite.
             UserError: data turned out to be unusable; the steps done are saved, unless they had nothing to predict.
@@ -141,6 +143,8 @@ class Trainer:
         train = self.recipe.train
         self._show()
         self.stopwatch = Stopwatch()
+        if self.watch.is_closed:
+            self.watch = self.ranks.watch(train.stall_seconds)
         with (
             Interrupt() as interrupt,
             _settled_objects_uncollected(),
@@ -184,7 +188,7 @@ class Trainer:
         return RunSummary(self.step, True, checkpoint, {})
 
     def _open_folder(self) -> MetricsFile:
-        self.folder.open(self.resumed is not None, checkpoint_bytes(self.model))
+        self.folder.open(self.last_checkpoint is not None, checkpoint_bytes(self.model))
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import probe_samples
@@ -161,14 +163,9 @@ def test_samples_without_a_token_to_predict_prove_nothing(ranks: RankPool) -> No
     with pytest.raises(UserError, match="none of the samples has a token to predict"):
         verify("tests.parallel.factories:qwen3", [ignored], ["dp2"])
     frozen = ParallelPlan(default=ComponentPlan(freeze=True, dp_shard=2))
-    (row,) = verify("tests.parallel.factories:qwen3", hf_samples("qwen3")[:2], [frozen], pool=ranks).rows
-    assert row.status == "refused" and "nothing is compared" in row.reason
-
-
-def test_a_model_drawn_without_a_seed_is_one_model(ranks: RankPool) -> None:
-    check(ranks, "drawn_of_torch", hf_samples("qwen3"), ["dp2"])
-    with pytest.raises(UserError, match="makes other weights at each call"):
-        verify("tests.parallel.factories:drawn_of_numpy", hf_samples("qwen3"), ["dp2"], pool=ranks)
+    for factory, layout in ((factories.qwen3, frozen), (all_frozen, "dp2")):
+        (row,) = verify(factory, hf_samples("qwen3")[:2], [layout], pool=ranks).rows
+        assert row.status == "refused" and "nothing can be compared" in row.reason
 
 
 @pytest.mark.parametrize(
@@ -231,6 +228,21 @@ def test_a_factory_of_a_notebook_is_verified_as_it_is() -> None:
     assert ended.stdout == "equal\n", ended.stderr
 
 
+def drawn_anew() -> PreTrainedModel:
+    model = factories.qwen3()
+    model.lm_head.weight.data.mul_(random.random())
+    return model
+
+
+def all_frozen() -> PreTrainedModel:
+    return factories.qwen3().requires_grad_(False)
+
+
+def test_a_factory_whose_models_are_not_the_same_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(UserError, match=r"makes another model each time \(foundation.lm_head.weight differs\)"):
+        verify(drawn_anew, hf_samples("qwen3")[:2], ["dp2"], pool=ranks)
+
+
 def rounding() -> _Rounding:
     return _Rounding({"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 0.0}, frozenset({"b"}))
 
@@ -272,6 +284,6 @@ def test_a_gradient_that_is_not_a_number_differs_whatever_the_others_are() -> No
 
 def test_only_gradients_that_are_zero_in_exact_arithmetic_count_as_rounding() -> None:
     batch = tiny_samples(tiny_processor(factories.any_to_any()), 3)
-    _, found = _in_one_process("tests.parallel.factories:any_to_any", batch, frozenset())
+    _, found = _in_one_process("tests.parallel.factories:any_to_any", batch, frozenset(), ())
     assert found.empty == {"image_encoder.tower.encoder.layers.0.self_attn.k_proj.bias"}
     assert max(found.gradients[name] for name in found.gradients.keys() - found.empty) < 1e-6

@@ -23,8 +23,10 @@ EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.loss_every=3", "evaluati
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
 
 
-def fit(recipe: Path, overrides: Sequence[str], resume: bool = False, interrupted_at: int | None = None) -> RunSummary:
-    """One rank's run; ``interrupted_at``: the last rank gets Ctrl-C at the end of that step."""
+def fit(
+    recipe: Path, overrides: Sequence[str], resume: bool = False, interrupted_at: int | None = None, times: int = 1
+) -> RunSummary:
+    """One rank's run; ``interrupted_at``: the last rank gets Ctrl-C at the end of that step; ``times``: of the call."""
     trainer = Trainer(Recipe.load(str(recipe), list(overrides)), resume=resume)
     inner = trainer.train_step
 
@@ -35,7 +37,7 @@ def fit(recipe: Path, overrides: Sequence[str], resume: bool = False, interrupte
         return result
 
     trainer.train_step = train_step
-    return trainer.fit()
+    return [trainer.fit() for _ in range(times)][-1]
 
 
 def metrics(run: Path) -> list[dict]:
@@ -102,6 +104,15 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     fit(recipe, [*arguments, "parallel.default.recompute=full"], resume=True)
     leave_ranks()
     assert_same_run(tmp_path / "run", recipe.parent / "one")
+
+
+def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    summaries = ranks.run(
+        fit, recipe, [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS], False, 2, 2, timeout_s=60, world=2
+    )
+    assert [(s.interrupted, s.step) for s in summaries] == [(False, 4), (False, 4)]
+    found, expected = ([line["loss"] for line in metrics(run)] for run in (tmp_path / "run", recipe.parent / "one"))
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_of_adapters_goes_on_without_the_tensor_parallel_ranks_that_began_it(
