@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from omnitrain.data.pack import MediaBatch, Pack
 from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError
 from omnitrain.models.calls import Apart
 from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
@@ -41,6 +42,10 @@ def topology_of(model: OmniModel, places: Mapping[str, Place] | None) -> Topolog
         model: as :func:`omnitrain.parallel.parallelize.build_parallelize_model` laid it out; else a copy on every rank.
         places: component -> who encodes its items; absent: as its plan says, or the rank that drew them.
     """
+    if not isinstance(model, OmniModel):
+        raise UserError(
+            f"model: found a {type(model).__name__}; expected what build_omni_model or build_parallelize_model returns"
+        )
     layout = layout_of(model)
     everyone = tuple(range(len(_planned_ranks(model))))
     trained = {name: any(p.requires_grad for p in own.values()) for name, own in model.components.items()}
@@ -147,7 +152,12 @@ class StepPlanner:
 
         Returns:
             The step. Where no rank has a pack any more, ``plan.num_micro_batches`` is 0.
+
+        Raises:
+            UserError: something else than packs.
         """
+        if not isinstance(packs, Sequence) or not all(isinstance(pack, Pack) for pack in packs):
+            raise UserError(f"packs: found {_kinds(packs)}; expected a list of Packs, as Pack.from_samples makes them")
         rank = self.ranks.index(self.peers.meeting.rank)
         tables = self._tables(rank, packs)
         most = len(tables.counts)
@@ -176,6 +186,13 @@ class StepPlanner:
         self.peers.leave()
 
 
+def _kinds(packs: object) -> str:
+    """What was passed in the place of packs."""
+    if isinstance(packs, Sequence) and not isinstance(packs, str):
+        return f"a list of {', '.join(sorted({type(pack).__name__ for pack in packs}))}"
+    return f"a {type(packs).__name__}"
+
+
 def step_planner(
     model: OmniModel, meeting: Meeting | None = None, places: Mapping[str, Place] | None = None
 ) -> StepPlanner:
@@ -185,6 +202,9 @@ def step_planner(
         model: see :func:`topology_of`.
         meeting: of the processes that will call it, one per rank; None: a new one (all ranks must call this).
         places: see :func:`topology_of`.
+
+    Raises:
+        UserError: not an omni model.
     """
     peers = DataPeers(meeting if meeting is not None else open_meeting())
     return StepPlanner(topology_of(model, places), peers, model.runner.apart, _planned_ranks(model), idle_prompt(model))

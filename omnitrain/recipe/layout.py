@@ -14,6 +14,7 @@ from omnitrain.recipe.suggest import nearest
 # Word -> field, in the order in which a layout is written: some before the word of data parallelism, some behind it.
 _BEFORE = {"pp": "pp", "tp": "tp"}
 _BEHIND = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation"}
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
 _FLAGS = ("recompute", "offload")
 _NUMBERED = ("dp", "replicate", *_BEFORE, *_BEHIND)
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
@@ -49,6 +50,17 @@ class Layout:
     recompute: bool = False
     offload: bool = False
 
+    def __post_init__(self) -> None:
+        """Numbers are whole, from 1.
+
+        Raises:
+            UserError: one that is not.
+        """
+        for field in (*_DEGREES, "accumulation"):
+            found = getattr(self, field)
+            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+                raise UserError(f"layout: {field} is {found!r}; expected a whole number from 1")
+
     @property
     def num_ranks(self) -> int:
         """Ranks that it takes; experts are spread over ranks that exist anyway."""
@@ -56,9 +68,7 @@ class Layout:
 
     def plan(self) -> ParallelPlan:
         """The parallel plan with this layout for all components."""
-        degrees = {
-            axis: getattr(self, axis) for axis in ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
-        }
+        degrees = {axis: getattr(self, axis) for axis in _DEGREES}
         shards = self.mode != "replicate"
         return ParallelPlan(
             default=ComponentPlan(
@@ -94,6 +104,8 @@ def parse_layout(text: str) -> Layout:
     Raises:
         UserError: every word that is not one of these, or that says something twice, with the valid ones.
     """
+    if not isinstance(text, str):
+        raise UserError(f"layout: found {text!r}; expected words such as 'dp2', joined by dots")
     fields: dict[str, Any] = {}
     problems = []
     for word in text.split("."):

@@ -95,6 +95,8 @@ class Trainer:
         Raises:
             UserError: whatever does not fit together in recipe, data and weights.
         """
+        if not isinstance(recipe, Recipe):
+            raise UserError(f"recipe: found a {type(recipe).__name__}; expected a Recipe, as Recipe.load(NAME) returns")
         started = time.perf_counter()
         quiet_libraries()
         self.recipe = recipe

@@ -105,6 +105,15 @@ def test_the_weight_of_a_loss_that_is_not_there_is_told() -> None:
         ot.accumulate_gradients(model, ot.step_planner(model)(packs()), loss_weights={"txt": 0.0})
 
 
+def test_what_is_no_pack_and_no_omni_model_is_told() -> None:
+    with pytest.raises(UserError, match="model: found a Qwen3ForCausalLM; expected what build_omni_model or"):
+        ot.step_planner(qwen3_of_four_heads())
+    plan_step = ot.step_planner(build_omni_model(foundation=qwen3_of_four_heads()))
+    for given, found in ((packs()[0], "a Pack"), (samples_of(qwen3_of_four_heads())[:2], "a list of Sample")):
+        with pytest.raises(UserError, match=f"packs: found {found}; expected a list of Packs"):
+            plan_step(given)
+
+
 def losses_and_norms(table: list[list[list[list[int]]]]) -> list[tuple[float, float]]:
     """Of the steps of ``table[rank][step][pack]``, samples by number; a rank whose own have ended passes no packs."""
     model = laid_out() if dist.is_initialized() else any_to_any().train()

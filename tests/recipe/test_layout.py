@@ -25,6 +25,13 @@ def test_a_layout_reads_and_writes_as_the_same_text(text: str) -> None:
     assert str(LAYOUTS[text]) == text
 
 
+@pytest.mark.parametrize("field", ["dp_shard", "accumulation"])
+@pytest.mark.parametrize("found", [0, "2", True])
+def test_a_layout_has_whole_numbers_from_one(field: str, found: object) -> None:
+    with pytest.raises(UserError, match=f"layout: {field} is {found!r}; expected a whole number from 1"):
+        Layout(**{field: found})
+
+
 def test_words_of_a_layout_may_stand_in_any_order_and_degrees_of_one_say_nothing() -> None:
     assert parse_layout("recompute.sp2.tp1.dp2") == parse_layout("dp2.sp2.recompute")
     assert parse_layout("accum1") == parse_layout("dp1") == Layout()

@@ -38,6 +38,11 @@ def load(path: Path, *overrides: str) -> Recipe:
     return Recipe.load(str(path), list(overrides))
 
 
+def test_the_name_of_a_recipe_is_no_recipe() -> None:
+    with pytest.raises(UserError, match=r"recipe: found a str; expected a Recipe, as Recipe.load\(NAME\) returns"):
+        Trainer("quickstart")
+
+
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
