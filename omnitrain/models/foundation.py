@@ -70,18 +70,16 @@ class FoundationRunner:
         loss_backend: of :func:`linear_cross_entropy`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, contract: Contract | None = None, *, native: Discovery | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
         """Attach to ``model``.
 
         Args:
             model: the HF model; its attention, and the classes that the contract names, are replaced.
-            contract: None: everything works (what the check starts from).
+            contract: by which it is run.
             native: what :func:`discover` found in it, where that is known.
         """
         self.model = model
-        self.contract = contract or Contract()
+        self.contract = contract
         self.native: Discovery = native or discover(model)  # with the model's own attention still
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -241,14 +239,14 @@ class FoundationRunner:
         embedding: Any = self.model.get_input_embeddings()
         nothing = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         row = PackedRow(borders)
-        handle = first_block(self.model).register_forward_pre_hook(_stop, prepend=True)
-        try:
-            with _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))):
-                arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
-                with inside(row), suppress(StopRunError):
-                    self.model.forward(input_ids=pack.input_ids, **arguments)
-        finally:
-            handle.remove()
+        arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
+        with (
+            first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
+            _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))),
+            inside(row),
+            suppress(StopRunError),
+        ):
+            self.model.forward(input_ids=pack.input_ids, **arguments)
         return row.masks
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None) -> Any:

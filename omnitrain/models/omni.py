@@ -306,7 +306,7 @@ class OmniModel(PreTrainedModel):
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
     config = as_config(values)
-    for _, node in config_nodes(config):
+    for node in config_nodes(config):
         node.dtype = None  # the one that is asked for holds for all parts, not what each was saved in
     return class_of(config)(config)
 

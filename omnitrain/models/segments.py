@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
-from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from omnitrain.errors import UserError
 from omnitrain.models.by_heads import by_heads
 from omnitrain.ops.attention import MaskSpec, RowPart, packed, packed_row
+from omnitrain.ops.forwards import Forward, set_forward
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
@@ -32,12 +32,11 @@ def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
     """
     for module in model.modules():
         if type(module).__name__ in class_names:
-            # A bound method: a deep copy of the module gets one that is bound to the copy.
-            module.forward = MethodType(_segmented_forward(type(module)), module)
+            set_forward(module, _segmented_forward(type(module)))
 
 
-def _segmented_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    alone: Callable[..., Any] = kind.forward
+def _segmented_forward(kind: type[nn.Module]) -> Forward:
+    alone: Forward = kind.forward
 
     @wraps(alone)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,12 +7,14 @@ of something that several hold alike is its own part, and the parts of all of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+T = TypeVar("T")
 
 # torch 2.13 has other names for them.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -63,6 +65,13 @@ def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup)
     """
     rows: Tensor = _ScatterRows.apply(whole, list(counts), group)
     return rows
+
+
+def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of the group has, rank by rank, pickled on its way; None: of all ranks."""
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, own, group=group)
+    return everywhere
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

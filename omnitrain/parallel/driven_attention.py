@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from omnitrain.models.segments import row_dim
 from omnitrain.ops.attention import MaskSpec
 from omnitrain.ops.attention.call import Call
+from omnitrain.ops.forwards import forward_of, set_forward
 from omnitrain.parallel.async_projections import Projection, RowExchange, project_and_gather, scatter_and_project
 from omnitrain.parallel.ulysses import OwnHeads, UlyssesShard, deal_heads
 
@@ -90,8 +91,7 @@ class OwnHeadsShard:
 def drive(module: nn.Module, manner: Manner) -> None:
     """Make ``module`` run by :func:`run_driven` wherever its mask says that ranks exchange rows for heads."""
     signature = inspect.signature(module.forward)
-    own = vars(module).get("forward")  # that of an operation put in from outside
-    function = type(module).forward if own is None else own.__func__
+    function = forward_of(module)
 
     @torch.compiler.disable  # what is on its way between ranks cannot be traced
     @wraps(type(module).forward)
@@ -104,7 +104,7 @@ def drive(module: nn.Module, manner: Manner) -> None:
         arguments = signature.bind(*args, **kwargs)
         return run_driven(self, plain, manner, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
 
-    module.forward = MethodType(forward, module)
+    set_forward(module, forward)
 
 
 def run_driven(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.errors import UserError
+from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.state import get_parallel_state
 
 # The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
@@ -55,7 +56,7 @@ def gather_seq_scatter_heads(
     """
     group = get_parallel_state().sp_group if group is None else group
     x_THW = _rows_first(x, seq_dim, head_dim)
-    rows = _gathered_lengths(len(x_THW), group) if lengths is None else lengths
+    rows = gathered_objects(len(x_THW), group) if lengths is None else lengths
     (gathered,) = rows_to_heads([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
     return _as_before(gathered, x, seq_dim, head_dim)
 
@@ -277,9 +278,3 @@ def _as_before(x_THW: Tensor, like: Tensor, seq_dim: int, head_dim: int) -> Tens
     """The inverse of :func:`_rows_first`, with the rows and heads that there are now."""
     others = like.movedim((seq_dim, head_dim), (0, 1)).shape[2:]
     return x_THW.reshape(*x_THW.shape[:2], *others).movedim((0, 1), (seq_dim, head_dim))
-
-
-def _gathered_lengths(own: int, group: dist.ProcessGroup) -> list[int]:
-    lengths: list[Any] = [None] * group.size()
-    dist.all_gather_object(lengths, own, group=group)
-    return [int(length) for length in lengths]

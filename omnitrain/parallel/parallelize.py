@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.build import build_omni_model
+from omnitrain.models.build import build_omni_model, require_device
 from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.omni import OmniModel
@@ -23,8 +24,7 @@ from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
-from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights, require_same_parameters
-from omnitrain.parallel.lora import adapters_for
+from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence import part_of_call
@@ -41,8 +41,9 @@ from omnitrain.parallel.weights import (
     by_first,
     load_weights,
     require_equal_weights,
+    require_one_source,
     require_same_adapters,
-    require_weights,
+    require_same_parameters,
 )
 from omnitrain.peers import is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -50,7 +51,7 @@ from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 def build_parallelize_model(
     model: PreTrainedModel,
-    weights_path: str | None = None,
+    weights_path: str | Path | None = None,
     parallel_state: ParallelState | None = None,
     parallel_plan: ParallelPlan | None = None,
     enable_full_shard: bool = True,
@@ -66,9 +67,9 @@ def build_parallelize_model(
 
     Args:
         model: an :class:`OmniModel`, or a HF model, which becomes the foundation of one.
-        weights_path: checkpoint of ``model`` and of its LoRA adapters, all or error, which rank 0 reads; None: the
-            model has its weights, on rank 0 at least. Ranks on which it is on the meta device get theirs from rank 0,
-            unit by unit.
+        weights_path: folder or Hub id of a checkpoint of ``model`` and of its LoRA adapters, all or error, which rank 0
+            reads; None: the model has its weights, on rank 0 at least. Ranks on which it is on the meta device get
+            theirs from rank 0, unit by unit.
         parallel_state: None: that of :func:`init_parallel_state`.
         parallel_plan: None: every component lies as the state says.
         enable_full_shard: parameters are sharded again between forward and backward; False: kept, for less
@@ -89,10 +90,18 @@ def build_parallelize_model(
             and the model is as it was.
         WeightsError: the checkpoint does not fit; nothing is loaded.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model: found a {type(model).__name__}; expected an OmniModel or a model of transformers")
-    if not isinstance(parallel_plan, ParallelPlan | None):
-        raise UserError(f"parallel_plan: found a {type(parallel_plan).__name__}; expected a ParallelPlan")
+    _require_kinds(
+        model=(model, PreTrainedModel, "an OmniModel or a model of transformers"),
+        weights_path=(weights_path, str | Path | None, "a folder or a Hub id"),
+        parallel_state=(parallel_state, ParallelState | None, "what init_parallel_state returns"),
+        parallel_plan=(parallel_plan, ParallelPlan | None, "a ParallelPlan"),
+        enable_full_shard=(enable_full_shard, bool, "True or False"),
+        enable_mixed_precision=(enable_mixed_precision, bool | None, "True (bf16), False or None; a plan names others"),
+        enable_gradient_checkpointing=(enable_gradient_checkpointing, bool, "True or False"),
+        enable_fsdp_offload=(enable_fsdp_offload, bool, "True or False"),
+    )
+    require_device(init_device or "cpu")
+    weights_path = None if weights_path is None else str(weights_path)
     state = parallel_state or get_parallel_state()
     omni = _as_omni(model)
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
@@ -102,16 +111,9 @@ def build_parallelize_model(
     present = stored | adapters_of(omni)
     if state.world_size > 1:
         require_same_adapters(present)
-    plans = resolve_plans(omni, plan, state, flags, tensors, present)
-    adapters = adapters_for(omni, plan, present)[0]
+    plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     bare = ranks_without_weights(omni)
-    if weights_path is None:
-        require_weights(is_bare=bare[SOURCE])
-    elif adapters_of(omni) and not bare[SOURCE]:
-        raise UserError(
-            "the model has LoRA adapters and its weights, and weights_path would replace both; leave out weights_path, "
-            "or build the model with init_device='meta'"
-        )
+    require_one_source(omni, weights_path, is_bare=bare[SOURCE])
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
@@ -139,12 +141,20 @@ def build_parallelize_model(
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation, device_of(state.fsdp_mesh)) if plans[FOUNDATION].compile else None
     meshes = _meshes(plans, state)
-    parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
     shard(omni, units, how, fill=None if handed_out is None else handed_out.fill)
     done = {"compiled": compiled, "driven": driven, "tokens": tokens}
-    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, towers, done))
+    components = _applied(omni, plans, meshes, units, activations, towers, done)
+    remember_layout(omni, AppliedLayout(state, components))
     return omni
+
+
+def _require_kinds(**arguments: tuple[object, Any, str]) -> None:
+    """Name -> value, the types it may have, and what they are."""
+    for name, (value, kinds, expected) in arguments.items():
+        if not isinstance(value, kinds):
+            what = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+            raise UserError(f"{name}: found {what}; expected {expected}")
 
 
 def _as_omni(model: PreTrainedModel) -> OmniModel:
@@ -262,35 +272,29 @@ def _sharding(plan: ComponentPlan, mesh: DeviceMesh, expert_mesh: DeviceMesh, fu
     )
 
 
-def _layout(
+def _applied(
     model: OmniModel,
-    state: ParallelState,
     plans: Mapping[str, ComponentPlan],
     meshes: Mapping[str, DeviceMesh],
     units: Mapping[str, ComponentUnits],
-    parameters: Mapping[str, tuple[str, ...]],
     activations: Mapping[str, ActivationOffload],
     towers: Mapping[str, SharedTower],
     of_foundation: Mapping[str, Any],
-) -> AppliedLayout:
-    own = dict(model.named_parameters())
-    return AppliedLayout(
-        state,
-        {
-            name: AppliedComponent(
-                name=name,
-                plan=plan,
-                mesh=meshes[name],
-                units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
-                parameters=parameters[name],
-                is_trained=any(own[path].requires_grad for path in parameters[name]),
-                activations=activations.get(name),
-                tower=towers.get(name),
-                **(of_foundation if name == FOUNDATION else {}),
-            )
-            for name, plan in plans.items()
-        },
-    )
+) -> dict[str, AppliedComponent]:
+    return {
+        name: AppliedComponent(
+            name=name,
+            plan=plans[name],
+            mesh=meshes[name],
+            units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
+            parameters=tuple(own),
+            is_trained=any(parameter.requires_grad for parameter in own.values()),
+            activations=activations.get(name),
+            tower=towers.get(name),
+            **(of_foundation if name == FOUNDATION else {}),
+        )
+        for name, own in model.components.items()
+    }
 
 
 def _with_root(units: tuple[str, ...]) -> tuple[str, ...]:

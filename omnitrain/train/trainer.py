@@ -31,7 +31,6 @@ from omnitrain.train.display import (
     show_components,
     show_contract,
     show_kept_memory,
-    show_layout,
 )
 from omnitrain.train.evaluate import Evaluator, load_scorer
 from omnitrain.train.experts import ExpertsOfRun
@@ -193,7 +192,7 @@ class Trainer:
         show_components(component_rows(self.model, self.ops))
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
-            show_layout(self.layout.table(self.model))
+            console.print(self.layout.table(self.model))
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         if self.device.type == "cuda":

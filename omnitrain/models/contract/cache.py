@@ -31,7 +31,7 @@ def contract_path(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
     """Where the contract of ``model_class`` on ``config`` is kept, below the user's cache folder."""
     name = f"{model_class.__module__}.{model_class.__qualname__}"
     config = copy.deepcopy(config)
-    for _, node in config_nodes(config):
+    for node in config_nodes(config):
         node.dtype = None  # the twin is fp32 in any case
     identity = [name, _code_beside(model_class), *_installed(), _own_code(), config.to_json_string(use_diff=False)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]

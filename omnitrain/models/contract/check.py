@@ -29,7 +29,7 @@ from omnitrain.models.contract.measure import (
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
-from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.contract.twin import build_twin, twin_configs
 from omnitrain.models.kernels import kernels_of, torch_kernels
 
 _MOST_SEGMENTED_CLASSES = 3
@@ -57,14 +57,12 @@ def contract_of(model: PreTrainedModel) -> Contract:
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
     """Check ``model_class`` on a small twin of ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
 
-    A config may tie other numbers to what the twin cuts. So where not everything passes, towers are kept whole, and
-    where a model would be refused, MLPs, too.
+    Where not everything passes, towers are kept whole, and where a model would be refused, MLPs, too.
 
     Returns:
         The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
     """
-    twins = [twin_config(config), twin_config(config, cut_towers=False)]
-    twins.append(twin_config(config, cut_towers=False, cut_mlps=False))
+    twins = twin_configs(config)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         for (small, larger), accepted in zip(pairwise(twins), ({"passed"}, {"passed", "fallback"}), strict=True):
             if small.to_dict() == larger.to_dict():

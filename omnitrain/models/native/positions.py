@@ -122,7 +122,7 @@ def _function(model: Any, config: str) -> Any:
 def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
     """One layer everywhere: positions do not depend on depth, and building takes a tenth of the time."""
     config = copy.deepcopy(config)
-    for _, node in config_nodes(config):
+    for node in config_nodes(config):
         for name in _DEPTHS:
             if isinstance(getattr(node, name, None), int):
                 setattr(node, name, 1)

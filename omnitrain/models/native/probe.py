@@ -160,20 +160,21 @@ def _can_vary(layout: str, names: tuple[str, ...]) -> bool:
 
 def _flat_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
     size = probe.vision
-    width = size.channels * size.temporal * size.patch**2
-    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, width) for s in shapes])
+    return _patches(probe, shapes, size.channels * size.temporal * size.patch**2)
 
 
 def _square_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    size = probe.vision
-    cube = (size.channels, size.patch, size.patch)
-    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *cube) for s in shapes])
+    return _patches(probe, shapes, probe.vision.channels, probe.vision.patch, probe.vision.patch)
 
 
 def _cubes(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
     size = probe.vision
-    cube = (size.channels, size.temporal, size.patch, size.patch)
-    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *cube) for s in shapes])
+    return _patches(probe, shapes, size.channels, size.temporal, size.patch, size.patch)
+
+
+def _patches(probe: ProbeInput, shapes: list[_Shape], *of_patch: int) -> Tensor:
+    """All patches of all items, each of these sizes."""
+    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *of_patch) for s in shapes])
 
 
 def _padded_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
