@@ -151,9 +151,10 @@ class OmniModel(PreTrainedModel):
             self._save_spread(Path(save_directory), unknown | ({"push_to_hub"} if kwargs.get("push_to_hub") else set()))
         elif kwargs.get("is_main_process", True):
             weights, adapters = split_weights(self, self.state_dict())
-            super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
+            # First, for a folder with a base's weights is taken for a model that is complete.
             remove_adapters(Path(save_directory))
             save_adapters(self, Path(save_directory), adapters)
+            super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
 
     def _save_spread(self, folder: Path, unknown: set[str]) -> None:
         if unknown:
