@@ -20,6 +20,7 @@ from omnitrain.peers import ALONE, Peers, agreed
 T = TypeVar("T")
 
 _MANIFEST = "manifest.json"
+_OF_A_DISK = (OSError, SafetensorError, RuntimeError)  # of a full one, torch.save makes the last
 _STEP = re.compile(r"step-\d{8}")
 
 
@@ -61,7 +62,7 @@ class CheckpointStore:
             names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))  # a share may be slow to list some
             checksums = peers.gather(on_all(lambda: _settled(_share(sorted(names), peers), temporary)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
-        except TrainingError:
+        except Exception:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -70,8 +71,11 @@ class CheckpointStore:
     def _told(self, work: Callable[[], T], final: Path) -> T:
         try:
             return work()
-        except (OSError, SafetensorError, RuntimeError) as error:  # of a full disk, torch.save makes the last
-            reason = f"{str(error).splitlines()[0]}; {_free_mib(self.folder):,} MiB are free there"
+        except Exception as error:
+            if not isinstance(error, _OF_A_DISK) and type(error) is not Exception:  # tokenizers have none of their own
+                raise
+            told = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = f"{told}; {_free_mib(self.folder):,} MiB are free there"
             raise TrainingError(f"{final} cannot be written ({reason}); checkpoints saved before are intact") from error
 
     def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:

@@ -17,6 +17,7 @@ from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.shared_tower import SharedTower
+from omnitrain.models.statistics import rest_frozen_statistics
 from omnitrain.ops.compile import compile_blocks
 from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
@@ -126,6 +127,7 @@ def build_parallelize_model(
 
     _freeze(omni, plans)
     add_lora(omni, adapters)
+    rest_frozen_statistics(omni)
     handed_out = HandedOut(omni, device_of(state.fsdp_mesh)) if hands_out else None
     _set_precision(omni, plans)  # what is handed out is cast on its way, tensor by tensor
     ends = () if tokens is None else tokens.ends_in(tensors.styles)

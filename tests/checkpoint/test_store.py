@@ -71,7 +71,8 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: 
     """Each library that writes a checkpoint's files has an error of its own for it."""
     store = CheckpointStore(tmp_path, keep=2)
     store.save(1, write("good"))
-    for error in (OSError(28, "No space left on device"), SafetensorError("I/O error"), RuntimeError("unexpected pos")):
+    full = "No space left on device"
+    for error in (OSError(28, full), SafetensorError("I/O error"), RuntimeError("unexpected pos"), Exception(full)):
 
         def fail(folder: Path, error: Exception = error) -> None:
             (folder / "half.txt").write_text("half")
@@ -82,6 +83,12 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: 
             store.save(2, fail)
     assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000001"]
     assert (store.latest() / "state.txt").read_text() == "good"
+
+
+def test_a_mistake_in_writing_is_no_full_disk_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        CheckpointStore(tmp_path, keep=2).save(1, lambda folder: {}["weight"])
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_crashes_left_behind_is_cleared(tmp_path: Path) -> None:
