@@ -96,11 +96,9 @@ def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
             return value[..., start:stop, start:stop]
         dim = row_dim(value.shape, length)
         return value if dim is None else value.narrow(dim, start, stop - start)
-    if isinstance(value, (list, tuple)):
-        return type(value)(cut_rows(item, length, start, stop) for item in value)
     if isinstance(value, dict):
-        return {key: cut_rows(item, length, start, stop) for key, item in value.items() if key not in _PACKING}
-    return value
+        value = {key: item for key, item in value.items() if key not in _PACKING}
+    return each(value, lambda item: cut_rows(item, length, start, stop))
 
 
 def gathered_whole(value: Any, part: RowPart) -> Any:
@@ -112,7 +110,7 @@ def gathered_whole(value: Any, part: RowPart) -> Any:
             raise UserError("a mask of the tokens of one rank says nothing of the others: no ranks can share a row")
         dim = row_dim(value.shape, part.rows.numel())
         return value if dim is None else part.gather(value, dim)
-    return _each(value, lambda item: gathered_whole(item, part))
+    return each(value, lambda item: gathered_whole(item, part))
 
 
 def keep_rows(value: Any, part: RowPart) -> Any:
@@ -120,10 +118,11 @@ def keep_rows(value: Any, part: RowPart) -> Any:
     if isinstance(value, Tensor):
         dim = row_dim(value.shape, part.num_tokens)
         return value if dim is None else value.index_select(dim, part.rows)
-    return _each(value, lambda item: keep_rows(item, part))
+    return each(value, lambda item: keep_rows(item, part))
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """What ``change`` makes of each item of a list, tuple or dict; anything else as it is."""
     if isinstance(value, (list, tuple)):
         return type(value)(change(item) for item in value)
     if isinstance(value, dict):
