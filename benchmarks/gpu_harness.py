@@ -70,7 +70,18 @@ class Measured:
 
 
 Name = TypeVar("Name", str, tuple[str, str])
+Outcome = TypeVar("Outcome")
 Run = Callable[[], Measured]
+
+
+def attempted(name: str, run: Callable[[], Outcome]) -> Outcome | None:
+    """What ``run`` returns; None: it failed, and why is printed."""
+    try:
+        return run()
+    except Exception:  # whatever transformers, liger, a compiler or the memory lacks
+        traceback.print_exc()
+        print(f"{name} failed", flush=True)
+        return None
 
 
 def measured_one_by_one(device: torch.device, sides: dict[Name, Run]) -> Iterator[tuple[Name, Measured]]:
@@ -85,11 +96,7 @@ def measured_one_by_one(device: torch.device, sides: dict[Name, Run]) -> Iterato
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         name, began = side if isinstance(side, str) else " ".join(side), time.perf_counter()
-        try:
-            measured = run()
-        except Exception:  # whatever transformers, liger, a compiler or the memory lacks
-            traceback.print_exc()
-            print(f"{name} failed", flush=True)
+        if (measured := attempted(name, run)) is None:
             continue
         measured.peak_mib = peak_memory_mb(device)
         tokens, seconds = median(measured.tokens_per_second), time.perf_counter() - began

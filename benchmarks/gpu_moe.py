@@ -9,8 +9,10 @@ Sides, one after the other, on the same packs:
 
 - ``omnitrain``: the step of ``Trainer``, blocks compiled on a GPU;
 - ``hf_NAME``: HF ``Trainer`` with ``DataCollatorWithFlattening``, once per implementation of experts that can train
-  here: ``grouped_mm``, ``eager``, ``sonicmoe``, ``liger`` (whose kernels are not tuned: to try its 200 settings takes
-  longer than all else). The fastest one is what omnitrain is compared with.
+  here: ``grouped_mm``, ``grouped_mm_bf16``, ``eager``, ``sonicmoe``, ``liger`` (whose kernels are not tuned: to try its
+  200 settings takes longer than all else). Autocast does not know grouped products, so ``grouped_mm`` multiplies in
+  fp32; ``grouped_mm_bf16`` is the same function on weights and rows that are cast before. The fastest one is what
+  omnitrain is compared with.
 
 Then omnitrain again, each time with one part as transformers has it; what a part is worth is the seconds per token
 without it, over those with it:
@@ -23,6 +25,7 @@ without it, over those with it:
 - ``all``: permutation, router and loss together: what transformers' model does under FSDP's mixed precision.
 
 Before, the experts' exchange runs ``--loopback`` random steps against itself on this device (``expert_loopback.py``).
+If one is wrong, ``loopback_steps`` is 0, the sides are measured all the same, and the exit code is 1 at the end.
 """
 
 from __future__ import annotations
@@ -40,12 +43,14 @@ from typing import Any
 import torch
 from expert_loopback import check_late_rows
 from gpu_batches import batches_of, flattened
-from gpu_harness import Measured, Run, loss_error, measured_one_by_one, report_all, start_on_device
+from gpu_harness import Measured, Run, attempted, loss_error, measured_one_by_one, report_all, start_on_device
 from gpu_operations import ceiling
 from gpu_sides import can_use, foundation_plan, run_hf, run_omnitrain
 from gpu_sizes import FULL, TINY, Sizes, layers_that_fit
 from harness import Result, parser
+from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sonicmoe import is_sonicmoe_loadable
 
 from omnitrain.models.omni import OmniModel
@@ -93,8 +98,26 @@ def config_of(sizes: Sizes, layers: int) -> Any:
 def hf_experts(device: torch.device) -> list[str]:
     """Implementations of experts that can train here; transformers' ``batched_mm`` copies the experts per token."""
     sonicmoe = device.type == "cuda" and is_sonicmoe_loadable()
-    there = {"grouped_mm": True, "eager": True, "sonicmoe": sonicmoe, "liger": can_use("liger_kernel", device)}
+    there = {"grouped_mm": True, "grouped_mm_bf16": True, "eager": True}
+    there |= {"sonicmoe": sonicmoe, "liger": can_use("liger_kernel", device)}
     return [name for name, is_there in there.items() if is_there]
+
+
+class WeightsInBf16:
+    """Experts as their function sees them; what it takes of their weights is cast."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.bfloat16() if isinstance(value, nn.Parameter) else value
+
+
+def grouped_mm_in_bf16(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Transformers' ``grouped_mm``, as autocast would have it if it knew grouped products."""
+    seen: Any = WeightsInBf16(experts)
+    return grouped_mm_experts_forward(seen, hidden.bfloat16(), index, weights).to(hidden.dtype)
 
 
 def use_their_experts(model: OmniModel) -> None:
@@ -135,10 +158,16 @@ def run_theirs(implementation: str, config: Any, packs: Any, given: Namespace) -
     return run_hf(flattened, config, packs, given, {"swiglu": is_liger})
 
 
+def run_loopback(device: torch.device, steps: int) -> int:
+    """The number of ``steps``, all of which were right."""
+    check_late_rows(device, torch.bfloat16 if device.type == "cuda" else torch.float32, steps)
+    return steps
+
+
 def measure(given: Namespace) -> Result:
     """All sides."""
     sizes, device = TINY_MOE if given.tiny else MOE, given.device
-    check_late_rows(device, torch.bfloat16 if device.type == "cuda" else torch.float32, given.loopback)
+    loopback = attempted("loopback", partial(run_loopback, device, given.loopback))
     limit = ceiling(sizes.matmul, device)
     layers = given.layers or layers_that_fit("text", sizes, given, vocabulary_matrices=2)
     packs = batches_of("text", sizes, config_of(sizes, layers), given)
@@ -149,9 +178,10 @@ def measure(given: Namespace) -> Result:
     for name in hf_experts(device):
         sides[f"hf_{name}"] = partial(run_theirs, name, config_of(sizes, layers), packs, given)
     found = dict(measured_one_by_one(device, sides))
-    more = {"layers": float(layers), "tokens_per_pack": float(given.tokens), "loopback_steps": float(given.loopback)}
+    more = {"layers": float(layers), "tokens_per_pack": float(given.tokens), "loopback_steps": float(loopback or 0)}
     more |= {"loss_error": loss_error(list(found.values()))}
-    return _result(found, limit, more | {"failed_sides": float(len(sides) - len(found))})
+    failed = len(sides) - len(found) + (loopback is None)
+    return _result(found, limit, more | {"failed_sides": float(failed)})
 
 
 def _result(found: dict[str, Measured], limit: float, more: dict[str, float]) -> Result:
@@ -177,6 +207,7 @@ def main() -> None:
     options = parser(sys.modules[__name__].__doc__ or "", rounds=5, steps=2)
     options.add_argument("--loopback", type=int, default=200, help="random steps of the experts' exchange")
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # read when liger is imported
+    ALL_EXPERTS_FUNCTIONS.register("grouped_mm_bf16", grouped_mm_in_bf16)
     given = start_on_device(options, 8192)
     report_all(measure(given), given)
 

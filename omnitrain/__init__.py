@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from omnitrain.parallel.planning import step_planner
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
     from omnitrain.parallel.step import accumulate_gradients
-    from omnitrain.parallel.verify import VerifyReport, VerifyRow, verify
+    from omnitrain.parallel.verify import VerifyReport, VerifyRow
     from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
     from omnitrain.train.trainer import Trainer
+    from omnitrain.train.verify import verify
 
 __version__ = "0.1.0"
 
@@ -71,7 +72,7 @@ _HOMES = {
     "merge_lora": "omnitrain.models.lora",
     "parse_layout": "omnitrain.recipe",
     "step_planner": "omnitrain.parallel.planning",
-    "verify": "omnitrain.parallel.verify",
+    "verify": "omnitrain.train.verify",
 }
 
 __all__ = [

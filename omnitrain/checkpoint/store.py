@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from omnitrain.peers import ALONE, Peers, agreed
 T = TypeVar("T")
 
 _MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-\d{8}")
 
 
 class CheckpointStore:
@@ -78,11 +80,10 @@ class CheckpointStore:
         folders = [path for path in temporary.rglob("*") if path.is_dir()]
         for path in (temporary / _MANIFEST, *folders, temporary):  # a folder holds the names of its files
             _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = [_put_aside(final)] if final.exists() else []
         temporary.rename(final)
         _sync(self.folder)
-        for old in self._steps()[: -self.keep]:
-            leaving = old.rename(self._unfinished(old))  # what interrupts its removal leaves no half of a checkpoint
+        for leaving in (*replaced, *(_put_aside(old) for old in self._steps()[: -self.keep])):
             shutil.rmtree(leaving, ignore_errors=True)
 
     def _unfinished(self, final: Path) -> Path:
@@ -91,7 +92,10 @@ class CheckpointStore:
     def clear_unfinished(self) -> None:
         """Remove what unfinished saves and removals left behind. Only the run that owns the folder may call it."""
         for unfinished in self.folder.glob(".step-*.partial"):
-            shutil.rmtree(unfinished)
+            if unfinished.is_symlink():  # to a checkpoint that a user has moved: it stays where it is
+                unfinished.unlink()
+            else:
+                shutil.rmtree(unfinished)
 
     def folder_of(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies once it is committed."""
@@ -120,7 +124,8 @@ class CheckpointStore:
         return steps[-1]
 
     def _steps(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+        """Not what a user has put beside them, such as a copy of one under another name."""
+        return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
 
 
 def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
@@ -135,6 +140,11 @@ def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
     """
     damaged = peers.gather(agreed(peers, lambda: _damaged(checkpoint, peers)))
     if names := sorted(name for part in damaged for name in part):
+        if not checkpoint.is_dir():
+            raise UserError(
+                f"checkpoint {checkpoint} was removed while it was read: its run goes on, and keeps as many as "
+                "train.keep_checkpoints says; read the newest one again, or a copy"
+            )
         raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
 
 
@@ -168,6 +178,11 @@ def newest_checkpoint(path: str | Path, *, checked: bool = True) -> Path:
     if checked and (path / _MANIFEST).is_file():
         verify(path)
     return path
+
+
+def _put_aside(checkpoint: Path) -> Path:
+    """What interrupts its removal leaves no half of a checkpoint."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.leaving.partial"))
 
 
 def _make_empty(folder: Path) -> None:

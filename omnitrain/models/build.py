@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ValidationError
-from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.components import DecoderMixin, EncoderMixin
@@ -36,7 +37,7 @@ Node = TypeVar("Node", bound=BaseModel)
 
 
 def build_foundation_model(
-    source: Source, *, init_device: str = "cpu", torch_dtype: torch.dtype | None = None
+    source: Source | Path, *, init_device: str = "cpu", torch_dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """A causal language model.
 
@@ -50,6 +51,14 @@ def build_foundation_model(
         UserError: no such model, or one without a language-model head, or a model that is parallelized already.
         WeightsError: tensors missing or renamed.
     """
+    require_device(init_device)
+    if isinstance(source, Path):
+        source = str(source)
+    if not isinstance(source, str | dict | PreTrainedConfig | PreTrainedModel):
+        raise UserError(
+            f"foundation: found a {type(source).__name__}; expected a Hub id, a folder, a config or a model of "
+            "transformers"
+        )
     if isinstance(source, (str, dict)):
         require_sub_configs(source)
     if isinstance(source, PreTrainedModel) and is_spread(source):
@@ -62,10 +71,10 @@ def build_foundation_model(
 
 
 def build_omni_model(
-    config_path: str | None = None,
-    weights_path: str | None = None,
+    config_path: str | Path | None = None,
+    weights_path: str | Path | None = None,
     *,
-    foundation: Source | None = None,
+    foundation: Source | Path | None = None,
     encoders: dict[str, Any] | None = None,
     decoders: dict[str, Any] | None = None,
     init_device: str = "cpu",
@@ -93,6 +102,7 @@ def build_omni_model(
     if (config_path or weights_path) and (foundation is not None or encoders or decoders):
         raise UserError("give either a checkpoint (config_path, weights_path) or parts (foundation, ...), not both")
     if config_path or weights_path:
+        require_device(init_device)
         return _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
     if foundation is None:
         raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
@@ -114,7 +124,7 @@ def build_omni_model(
 
 
 def _from_checkpoint(
-    config_path: str | None, weights_path: str | None, init_device: str, torch_dtype: torch.dtype | None
+    config_path: str | Path | None, weights_path: str | Path | None, init_device: str, torch_dtype: torch.dtype | None
 ) -> OmniModel:
     folder = config_path or weights_path
     try:
@@ -125,7 +135,7 @@ def _from_checkpoint(
     if config is None:
         raise UserError(f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}")
     if weights_path and init_device != "meta":
-        return OmniModel.from_pretrained(weights_path, dtype=torch_dtype, config=config).to(init_device)
+        return OmniModel.from_pretrained(str(weights_path), dtype=torch_dtype, config=config).to(init_device)
     with _on(init_device):
         model = OmniModel(config)
     dtype = torch_dtype or torch.float32
@@ -136,6 +146,20 @@ def _from_checkpoint(
     if weights_path:
         load_adapters(model, weights_path)
     return model if init_device == "meta" else model.to(init_device)
+
+
+def require_device(device: str) -> None:
+    """A device on which weights can be made.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    try:
+        known = torch.device(device).type in ("cpu", "cuda", "meta")
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        raise UserError(f"init_device: found {device!r}; expected cpu, cuda or meta")
 
 
 def _on(device: str) -> Any:

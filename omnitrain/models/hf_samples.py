@@ -25,13 +25,15 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         index: position of the sample, and its id.
 
     Raises:
-        UserError: a required argument is missing, labels are not the ids, media without placeholders, media that
-            the model does not read, or media of modalities that share a placeholder.
+        UserError: a required argument is missing, no tokens, labels are not the ids, media without placeholders, media
+            that the model does not read, or media of modalities that share a placeholder.
     """
     for name in ("input_ids", "labels"):
         if name not in arguments:
             raise UserError(f"sample {index} has no {name!r}; it has {sorted(arguments)}")
     ids, labels = (np.asarray(arguments[name]).reshape(-1).astype(np.int64) for name in ("input_ids", "labels"))
+    if not ids.size:
+        raise UserError(f"sample {index} has no tokens; leave it out")
     trained = labels != IGNORED
     if labels.shape != ids.shape or (labels[trained] != ids[trained]).any():
         raise UserError(f"sample {index}: labels are the input ids where they count, and {IGNORED} elsewhere")

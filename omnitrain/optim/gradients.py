@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from omnitrain.errors import UserError
+
 # Where a gradient's elements are: the mesh and its dims that shard it. None: all of them are on every rank.
 _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
     """Euclidean norm of all gradients together, each element counted once however it is sharded or replicated.
 
     The same on every rank. All ranks must pass the same parameters in the same order; it does not matter on which of
@@ -29,7 +31,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
         ValueError: a gradient is a partial sum, whose norm is not known before it is reduced.
     """
     norms: dict[_Sharding, list[torch.Tensor]] = {}
-    for parameter in parameters:
+    for parameter in _listed(parameters):
         if parameter.requires_grad:
             owner = parameter if parameter.grad is None else parameter.grad
             local = [] if parameter.grad is None else [_local(parameter.grad)]
@@ -41,7 +43,9 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     return torch.stack([square.to(device) for square in squares]).sum().sqrt().float()
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+def clip_gradients(
+    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None
+) -> torch.Tensor:
     """Scale all gradients so that their global norm is ``max_norm`` at most.
 
     Args:
@@ -50,8 +54,13 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float | N
 
     Returns:
         The norm before clipping, scalar fp32.
+
+    Raises:
+        UserError: a norm that would turn gradients around, or make them zero.
     """
-    owners = list(parameters)
+    if max_norm is not None and not max_norm > 0:
+        raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure alone")
+    owners = _listed(parameters)
     norm = gradient_norm(owners)
     if max_norm is not None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -63,6 +72,11 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float | N
         for device, gradients in by_device.items():
             torch._foreach_mul_(gradients, factor.to(device))
     return norm
+
+
+def _listed(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> list[torch.nn.Parameter]:
+    """A parameter by itself is one, as in torch's functions, and not its rows."""
+    return [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
 
 
 def _sharding(tensor: torch.Tensor) -> _Sharding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.build import build_omni_model
+from omnitrain.models.build import build_omni_model, require_device
 from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.omni import OmniModel
@@ -49,7 +50,7 @@ from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 def build_parallelize_model(
     model: PreTrainedModel,
-    weights_path: str | None = None,
+    weights_path: str | Path | None = None,
     parallel_state: ParallelState | None = None,
     parallel_plan: ParallelPlan | None = None,
     enable_full_shard: bool = True,
@@ -65,9 +66,9 @@ def build_parallelize_model(
 
     Args:
         model: an :class:`OmniModel`, or a HF model, which becomes the foundation of one.
-        weights_path: checkpoint of ``model`` and of its LoRA adapters, all or error, which rank 0 reads; None: the
-            model has its weights, on rank 0 at least. Ranks on which it is on the meta device get theirs from rank 0,
-            unit by unit.
+        weights_path: folder or Hub id of a checkpoint of ``model`` and of its LoRA adapters, all or error, which rank 0
+            reads; None: the model has its weights, on rank 0 at least. Ranks on which it is on the meta device get
+            theirs from rank 0, unit by unit.
         parallel_state: None: that of :func:`init_parallel_state`.
         parallel_plan: None: every component lies as the state says.
         enable_full_shard: parameters are sharded again between forward and backward; False: kept, for less
@@ -88,10 +89,18 @@ def build_parallelize_model(
             and the model is as it was.
         WeightsError: the checkpoint does not fit; nothing is loaded.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model: found a {type(model).__name__}; expected an OmniModel or a model of transformers")
-    if not isinstance(parallel_plan, ParallelPlan | None):
-        raise UserError(f"parallel_plan: found a {type(parallel_plan).__name__}; expected a ParallelPlan")
+    _require_kinds(
+        model=(model, PreTrainedModel, "an OmniModel or a model of transformers"),
+        weights_path=(weights_path, str | Path | None, "a folder or a Hub id"),
+        parallel_state=(parallel_state, ParallelState | None, "what init_parallel_state returns"),
+        parallel_plan=(parallel_plan, ParallelPlan | None, "a ParallelPlan"),
+        enable_full_shard=(enable_full_shard, bool, "True or False"),
+        enable_mixed_precision=(enable_mixed_precision, bool | None, "True (bf16), False or None; a plan names others"),
+        enable_gradient_checkpointing=(enable_gradient_checkpointing, bool, "True or False"),
+        enable_fsdp_offload=(enable_fsdp_offload, bool, "True or False"),
+    )
+    require_device(init_device or "cpu")
+    weights_path = None if weights_path is None else str(weights_path)
     state = parallel_state or get_parallel_state()
     omni = _as_omni(model)
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
@@ -136,6 +145,14 @@ def build_parallelize_model(
     components = _applied(omni, plans, meshes, units, activations, towers, done)
     remember_layout(omni, AppliedLayout(state, components))
     return omni
+
+
+def _require_kinds(**arguments: tuple[object, Any, str]) -> None:
+    """Name -> value, the types it may have, and what they are."""
+    for name, (value, kinds, expected) in arguments.items():
+        if not isinstance(value, kinds):
+            what = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+            raise UserError(f"{name}: found {what}; expected {expected}")
 
 
 def _as_omni(model: PreTrainedModel) -> OmniModel:

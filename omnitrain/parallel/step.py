@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.data.pack import Pack
+from omnitrain.errors import UserError
 from omnitrain.models.calls import MediaCall
 from omnitrain.models.encoding import Share
 from omnitrain.models.omni import OmniModel
@@ -25,6 +26,7 @@ from omnitrain.parallel.sequence import part_of
 from omnitrain.parallel.stall_report import Phase
 from omnitrain.parallel.tensor.gradients import add_up_over_tp
 from omnitrain.plan import PlannedComponent, StepPlan
+from omnitrain.recipe.suggest import hint
 
 Observe = Callable[[Pack, OmniOutput], Any]
 Around = Callable[[Pack, Share], AbstractContextManager[Any]]
@@ -66,8 +68,18 @@ def accumulate_gradients(
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
+
+    Raises:
+        UserError: packs that were not planned; the weight of a loss that the model does not have.
     """
+    if not isinstance(batch, StepBatch):
+        raise UserError(
+            f"batch: found a {type(batch).__name__}; expected what the model's step_planner makes of this rank's "
+            "packs: accumulate_gradients(model, plan_step(packs))"
+        )
     weights, counts = loss_weights or {}, batch.plan.loss_counts
+    for name in weights.keys() - counts.keys():
+        raise UserError(f"loss_weights: the model has no loss {name!r}; {hint(name, counts)}")
     total = torch.zeros((), device=model.device)
     share = loss_share(model)
     if routers is not None:

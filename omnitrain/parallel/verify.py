@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,17 +24,22 @@ from omnitrain.models.hf_samples import to_samples
 from omnitrain.models.lora import Adapters, add_lora
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.experts import Recording
-from omnitrain.parallel.interactive import pickled
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.parallel.outcome import STEPS, Outcome, micro_batches, train
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.shrink import described, num_parameters, twin_of
 from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.verify_arguments import (
+    Factory,
+    made_by,
+    require_arguments,
+    require_losses,
+    require_same_sums,
+    weight_sums,
+)
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
-
-Factory = Callable[[], PreTrainedModel] | str
 
 _NOISE_FACTOR = 20.0
 _NO_DIGITS = 0.1  # of its size: a gradient that moves so much when weights move to their neighbours is rounding
@@ -167,9 +170,9 @@ def verify(
     :attr:`VerifyReport.size` says what was used.
 
     Args:
-        model_factory: makes the model: a picklable function, one that a notebook defines, or ``"module:function"``,
-            that returns a HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed
-            0, and must make the same model. On the meta device it has no weights: they are drawn.
+        model_factory: makes the model, the same at every call: a picklable function, one that a notebook defines, or
+            ``"module:function"``, that returns a HF model or an :class:`OmniModel`. Torch's generator is seeded for it.
+            On the meta device the model has no weights: they are drawn.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
             its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
@@ -183,16 +186,15 @@ def verify(
         memory: bytes that it may take; None: what is available.
 
     Raises:
-        UserError: no samples or layouts, no such factory or layout, a factory that cannot be sent to another process
-            or makes another model each time, or a model that is too large even when it is cut.
+        UserError: no samples or layouts, nothing to predict, no such factory or layout, an argument of another type, a
+            factory that cannot be sent to another process or makes other weights at each call, or a model that is too
+            large even when it is cut.
     """
+    require_arguments(model_factory, samples, layouts, nproc, tolerance)
     cases = [_case(layout, nproc) for layout in layouts]
-    if not cases:
-        raise UserError("no layout to verify; give some, such as dp2")
-    _require_picklable(model_factory)
     own = pool or RankPool(nproc, preload=("omnitrain.parallel.verify",))
     try:
-        full = _called(model_factory)
+        full = made_by(model_factory)
         if not samples:
             raise UserError("no samples to verify with; give at least one")
         if twin := twin_of(full, nproc, memory):
@@ -201,6 +203,7 @@ def verify(
         size = described(model, full)
         del full
         batch = to_samples(model.runner.native, samples)
+        require_losses(batch)
         reference = cache(partial(_in_one_process, model_factory, batch))
         rows = []
         for case in cases:
@@ -229,16 +232,6 @@ def _shown(plan: ParallelPlan) -> str:
     parts |= {name: {"globs": len(parts[name])} for name in ("tp_plan", "ep_plan") if name in parts}
     shown = {name: ", ".join(f"{key}={value}" for key, value in own.items()) for name, own in parts.items() if own}
     return " ".join(f"{name}({fields})" for name, fields in shown.items()) or "plan()"
-
-
-def _require_picklable(factory: Factory) -> None:
-    try:
-        pickled(factory)
-    except Exception as error:  # each kind of object refuses in its own way
-        raise UserError(
-            f"the model factory cannot be sent to other processes ({error}); expected a function at a module's top "
-            "level, a functools.partial of one, or its name as 'module:function'"
-        ) from None
 
 
 def _row(
@@ -270,6 +263,11 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
     if missing := outcome.gradients.keys() ^ reference.gradients.keys():
         reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
         return VerifyRow(layout, "different", reason, loss_error)
+    if reference.gradients.keys() <= rounding.empty:
+        reason = (
+            "these samples give nothing that trains under this layout a gradient beyond rounding: nothing is compared"
+        )
+        return VerifyRow(layout, "refused", reason, loss_error)
     gradients = _worst(_errors(outcome.gradients, reference.gradients, rounding), rounding.gradients, tolerance)
     weights = _worst(_errors(outcome.weights, reference.weights, rounding), rounding.weights, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
@@ -304,12 +302,7 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
 
 
 def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: float) -> tuple[str, float, float]:
-    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst.
-
-    Where all are zero up to rounding, which is compared elsewhere, none is named.
-    """
-    if not errors:
-        return "", 0.0, tolerance
+    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst."""
     allowed = {name: max(tolerance, _NOISE_FACTOR * noise[name]) for name in errors}
     name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name] / allowed[name]))
     return name, errors[name], allowed[name]
@@ -339,7 +332,7 @@ def _in_one_process(
     second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
     little as the weights. Experts are chosen once.
     """
-    first: dict[str, bytes] = {}
+    made: list[Tensor] = []
 
     def trained(
         change: Callable[[OmniModel], OmniModel],
@@ -347,20 +340,13 @@ def _in_one_process(
         routing: tuple[Recording, ...] | None = None,
     ) -> Outcome:
         model = _built(factory)
-        for name, parameter in model.named_parameters():
-            digest = hashlib.blake2b(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()
-            if first.setdefault(name, digest) != digest:
-                raise UserError(
-                    f"the model factory makes another model each time ({name} differs); seed what it draws from "
-                    "(torch's own generator is seeded before each call)"
-                )
+        made.append(weight_sums(model))
+        require_same_sums(made)
         freeze(model, sorted(frozen))
         add_lora(model, dict(adapters))
         return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
 
     reference = trained(lambda model: model, batch)
-    if not reference.gradients:
-        raise UserError("nothing of the model trains: its factory or the plan freezes everything; there is no gradient")
     turned = trained(lambda model: model, batch[::-1], reference.routing)
     moved = trained(_moved, batch, reference.routing)
     change = _errors(moved.gradients, reference.gradients)
@@ -384,26 +370,11 @@ def _moved(model: OmniModel) -> OmniModel:
 
 
 def _built(factory: Factory) -> OmniModel:
-    return _omni(_called(factory))
+    return _omni(made_by(factory))
 
 
 def _omni(model: PreTrainedModel) -> OmniModel:
     return (model if isinstance(model, OmniModel) else build_omni_model(foundation=model)).train()
-
-
-def _called(factory: Factory) -> PreTrainedModel:
-    make = _named(factory) if isinstance(factory, str) else factory
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # what it draws is the same in every call, and on every rank
-        return make()
-
-
-def _named(factory: str) -> Callable[[], PreTrainedModel]:
-    module, _, name = factory.partition(":")
-    try:
-        return cast(Callable[[], PreTrainedModel], getattr(importlib.import_module(module), name))
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"no model factory {factory!r}: {error}") from None
 
 
 def _train_on_rank(

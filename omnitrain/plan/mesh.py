@@ -12,6 +12,7 @@ from omnitrain.errors import UserError
 
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "ep_fsdp", "ep", "tp")
+_INFERRED = ("dp", "dp_replicate", "dp_shard")
 _RECIPE_KEYS = {"sp": "ulysses"}  # the axis is that of sequence parallelism, the key says by which method
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
@@ -151,7 +152,9 @@ def fit_mesh(
     given |= {"cp": cp, "sp": sp, "tp": tp, "ep": ep}
     key = {axis: keys.get(axis, axis) for axis in given}
     problems = [
-        f"{key[axis]} is {n}; a degree is a whole number from 1" for axis, n in given.items() if not _is_degree(n)
+        f"{key[axis]} is {n!r}; a degree is a whole number from 1"
+        for axis, n in given.items()
+        if not (_is_degree(n) or (n is None and axis in _INFERRED))
     ]
     if not problems:
         model = {"pp": pp, "cp": cp, "sp": sp, "tp": tp}
@@ -172,7 +175,7 @@ def fit_mesh(
 
 
 def _is_degree(value: int | None) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _model_problems(world_size: int, degrees: Mapping[str, int]) -> list[str]:

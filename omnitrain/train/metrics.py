@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -111,7 +112,9 @@ class MetricsFile:
         self._path, self._trackers = path, list(trackers)
         whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
         kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(unfinished, path)  # a kill in between leaves all lines
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line.

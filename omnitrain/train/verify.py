@@ -1,10 +1,11 @@
-"""``omnitrain verify``: the layouts of a recipe's model against one process, on the recipe's own data."""
+"""``verify`` of a recipe's model: on samples of the caller's, or (``omnitrain verify``) on the recipe's own data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from omnitrain.data.loader import StepLoader, build_dataloader
 from omnitrain.data.sample import Sample
@@ -13,11 +14,56 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.memory import available_memory
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.shrink import fits
-from omnitrain.parallel.verify import VerifyReport, verify
+from omnitrain.parallel.verify import VerifyReport
+from omnitrain.parallel.verify import verify as verify_model
+from omnitrain.parallel.verify_arguments import Factory, require_ranks
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.layout import parse_layout
+from omnitrain.recipe.layout import Layout, parse_layout
+from omnitrain.recipe.parallel import ParallelPlan
 from omnitrain.train.display import quiet_libraries
 from omnitrain.train.setup import build_from_recipe
+
+
+def verify(
+    model_factory: Factory | Recipe,
+    samples: Sequence[Any],
+    layouts: Sequence[str | Layout | ParallelPlan],
+    *,
+    nproc: int = 4,
+    tolerance: float = 1e-5,
+    timeout_s: float = 600.0,
+    pool: RankPool | None = None,
+    memory: float | None = None,
+) -> VerifyReport:
+    """Train one global batch under each layout and compare with one process.
+
+    Args:
+        model_factory: a recipe, whose model is meant, its own data and plan left out; or what
+            :func:`omnitrain.parallel.verify.verify` takes.
+        samples: as there, and so are all others.
+        layouts: see there.
+        nproc: see there.
+        tolerance: see there.
+        timeout_s: see there.
+        pool: see there.
+        memory: see there.
+
+    Raises:
+        UserError: see there; whatever does not fit together in the recipe.
+    """
+    if isinstance(model_factory, Recipe):
+        require_ranks(nproc)
+        model_factory = _factory(model_factory, model_of(model_factory, "meta"), nproc, memory)
+    return verify_model(
+        model_factory,
+        samples,
+        layouts,
+        nproc=nproc,
+        tolerance=tolerance,
+        timeout_s=timeout_s,
+        pool=pool,
+        memory=memory,
+    )
 
 
 def verify_recipe(
@@ -47,8 +93,8 @@ def verify_recipe(
     shapes, processor = build_from_recipe(recipe, "meta")
     samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
     memory = available_memory() if memory is None else memory
-    factory = partial(model_of, recipe, "cpu" if fits(shapes, nproc, memory) else "meta")
-    return verify(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)
+    factory = _factory(recipe, shapes, nproc, memory)
+    return verify_model(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)
 
 
 def model_of(recipe: Recipe, device: str) -> OmniModel:
@@ -58,6 +104,11 @@ def model_of(recipe: Recipe, device: str) -> OmniModel:
     """
     quiet_libraries()
     return build_from_recipe(recipe, device)[0]
+
+
+def _factory(recipe: Recipe, shapes: OmniModel, nproc: int, memory: float | None) -> Factory:
+    """Makes the recipe's model; on the device ``meta``, as ``shapes`` is, if it is too large for ``nproc`` ranks."""
+    return partial(model_of, recipe, "cpu" if fits(shapes, nproc, memory) else "meta")
 
 
 def first_usable(loader: StepLoader, number: int) -> list[Sample]:

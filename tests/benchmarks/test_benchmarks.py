@@ -92,6 +92,22 @@ def test_a_side_begins_when_the_model_of_the_one_before_is_gone(gpu, monkeypatch
     assert found["then"].tokens_per_second == [1.0]
 
 
+def test_a_wrong_exchange_of_experts_takes_no_figures_with_it(gpu, monkeypatch, capsys):
+    def wrong(*_):
+        raise AssertionError("step 3: NaN")
+
+    gpu_moe = gpu("moe")
+    monkeypatch.setattr(gpu_moe, "check_late_rows", wrong)
+    monkeypatch.setattr(gpu_moe, "measured_one_by_one", lambda device, sides: [(side, None) for side in sides])
+    monkeypatch.setattr(gpu_moe, "loss_error", lambda found: 0.0)
+    monkeypatch.setattr(gpu_moe, "_result", lambda found, limit, more: more)
+    device = torch.device("cpu")
+    given = Namespace(tiny=True, device=device, loopback=5, layers=1, tokens=128, rounds=1, steps=1, eager=False)
+    figures = gpu_moe.measure(given)
+    assert (figures["loopback_steps"], figures["failed_sides"]) == (0.0, 1.0)
+    assert "loopback failed" in capsys.readouterr().out
+
+
 def test_a_plan_of_every_variant_can_be_made_on_a_gpu(gpu):
     gpu_moe = gpu("moe")
     given = Namespace(device=torch.device("cuda"), eager=False)
@@ -99,6 +115,24 @@ def test_a_plan_of_every_variant_can_be_made_on_a_gpu(gpu):
     made = {name: ParallelPlan(components={"foundation": plan}) for name, plan in plans.items()}
     assert {name for name, plan in made.items() if plan.of("foundation").compile} == {"permutation", "loss"}
     assert [name for name, plan in made.items() if plan.of("foundation").recompute == "full"] == ["recompute"]
+
+
+def test_hf_has_its_grouped_products_in_bf16_too(gpu, monkeypatch):
+    multiply, seen = torch.nn.functional.grouped_mm, set()
+
+    def noted(rows, weights, **options):
+        seen.add((rows.dtype, weights.dtype))
+        return multiply(rows, weights, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", noted)
+    experts = importlib.import_module("expert_loopback").experts_of_a_layer(torch.device("cpu"), torch.float32)
+    hidden, index, weights = torch.randn(5, 64), torch.tensor([[0, 7]] * 5), torch.rand(5, 2)
+    found = gpu("moe").grouped_mm_in_bf16(experts, hidden, index, weights)
+    torch.testing.assert_close(found, experts(hidden, index, weights), rtol=0.05, atol=0.05)
+    seen.discard((torch.float32, torch.float32))  # of ours
+    assert seen == {(torch.bfloat16, torch.bfloat16)} and found.dtype == torch.float32
+    found.sum().backward()
+    assert {parameter.grad.dtype for parameter in experts.parameters()} == {torch.float32}
 
 
 def test_a_side_that_fails_is_named_and_takes_no_other_with_it(gpu, capsys):

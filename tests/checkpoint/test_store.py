@@ -1,5 +1,6 @@
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,34 @@ def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
         store.save(step, write(str(step)))
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000020"]
     assert (store.latest() / "state.txt").read_text() == "20"
+
+
+def test_what_a_user_puts_beside_them_is_no_checkpoint_and_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, write("1"))
+    (tmp_path / "step-00000001-best").mkdir()
+    (tmp_path / "step-00000009.tar").write_text("of another one")
+    assert store.newest().name == "step-00000001"
+    store.save(2, write("2"))
+    store.save(2, write("again"))
+    names = ["step-00000001-best", "step-00000002", "step-00000009.tar"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (store.latest() / "state.txt").read_text() == "again"
+
+
+def test_one_that_its_run_removes_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, write("1"))
+
+    def meanwhile(file: Path) -> str:
+        shutil.rmtree(file.parent)
+        return "other"
+
+    monkeypatch.setattr("omnitrain.checkpoint.store._checksum", meanwhile)
+    with pytest.raises(UserError, match="step-00000001 was removed while it was read: its run goes on"):
+        store.latest()
 
 
 def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:

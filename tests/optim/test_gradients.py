@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from omnitrain.errors import UserError
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients, gradient_norm
 from omnitrain.recipe import Optimizer
@@ -27,6 +28,16 @@ def test_clipping_scales_to_the_bound_and_returns_the_norm_before() -> None:
     assert clip_gradients(owners, 1.0).item() == 5.0
     assert abs(gradient_norm(owners).item() - 1.0) < 1e-6
     assert clip_gradients(owners, 10.0).item() == gradient_norm(owners).item()
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_a_bound_that_would_turn_or_end_gradients_is_refused(bound: float) -> None:
+    with pytest.raises(UserError, match=r"max_norm: found .*; expected a norm above 0"):
+        clip_gradients(parameters(), bound)
+
+
+def test_one_parameter_by_itself_is_one_parameter() -> None:
+    assert clip_gradients(parameters()[0], None).item() == gradient_norm(parameters()[0]).item() == 3.0
 
 
 def test_nothing_else_clips() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -113,6 +114,19 @@ def qwen3_omni_moe_thinker() -> PreTrainedModel:
 def qwen3() -> PreTrainedModel:
     """Norms of queries and keys, head by head."""
     return _family("qwen3")
+
+
+def drawn_of_torch() -> PreTrainedModel:
+    """As its class draws it, from wherever torch's generator stands."""
+    config = FAMILIES["qwen3"]()
+    return foundation_class(config)(config)
+
+
+def drawn_of_numpy() -> PreTrainedModel:
+    """Another one at each call."""
+    model = qwen3()
+    model.lm_head.weight.data += float(np.random.default_rng().random())
+    return model
 
 
 def qwen3_with_dropout() -> PreTrainedModel:

@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 import omnitrain as ot
 from omnitrain.data.pack import Pack
 from omnitrain.models.build import build_omni_model
+from omnitrain.models.hf_samples import to_samples
+from omnitrain.models.native import discover
 from omnitrain.parallel.activations import ActivationOffload
 from tests.parallel import factories
 from tests.parallel.laid_out import gradients, laid_out, total
 from tests.parallel.test_experts import samples_of
+from tests.peaks import peak_bytes
 
 OURS = {"expert_rows": 1_000_000}  # the products of omnitrain, all at once
 LAYERS, HIDDEN, INNER, TOP_K, ITEMSIZE = 2, 64, 32, 2, 4
@@ -66,6 +69,30 @@ def test_named_tensors_wait_in_host_memory() -> None:
         offload = ot.layout_of(omni).components["foundation"].activations
         assert offload.num_bytes == LAYERS * tokens * sum(rows_of[name] for name in names) * HIDDEN * ITEMSIZE
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def peak_of_a_step(plan: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes at once in a step of six layers, the second one; and those of a row of all of its tokens."""
+    torch.manual_seed(0)
+    model = factories.qwen3_moe_with(num_hidden_layers=6)
+    ids = torch.randint(3, 180, (1, 300))
+    pack = Pack.from_samples(to_samples(discover(model), [{"input_ids": ids, "labels": ids}]))
+    omni = laid_out({**OURS, **plan}, model=build_omni_model(foundation=model).train(), enable_full_shard=False)
+    for _ in range(2):
+        omni.zero_grad()
+        peak = peak_bytes(lambda: total(omni(pack)).backward())
+    return peak, 6 * ids.numel() * HIDDEN * ITEMSIZE
+
+
+def test_the_peak_falls_by_what_waits_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is numpy's here, which is not seen among torch's tensors."""
+    monkeypatch.setattr(ActivationOffload, "out", lambda _, tensor: tensor.detach().numpy().copy())
+    monkeypatch.setattr(ActivationOffload, "back", lambda _, host: (torch.from_numpy(host).clone(), None))
+    for beside in ({}, {"recompute": "parts"}):
+        plain, of_rows = peak_of_a_step(beside)
+        for names, rows in ((["dispatched_rows"], TOP_K), (["mlp_input"], 1), (["dispatched_rows", "mlp_input"], 3)):
+            peak, _ = peak_of_a_step({**beside, "offloaded_tensors": names})
+            assert plain - peak == pytest.approx(rows * of_rows, rel=0.1), (names, beside)
 
 
 def test_weights_that_a_part_of_a_block_gathers_for_its_call_stay_on_the_device() -> None:

@@ -99,6 +99,12 @@ def test_towers_with_code_of_their_own_around_them_train_sharded(
         assert np.allclose(found, expected, rtol=1e-4)
 
 
+def test_the_weight_of_a_loss_that_is_not_there_is_told() -> None:
+    model = build_omni_model(foundation=qwen3_of_four_heads())
+    with pytest.raises(UserError, match="loss_weights: the model has no loss 'txt'; did you mean `text`"):
+        ot.accumulate_gradients(model, ot.step_planner(model)(packs()), loss_weights={"txt": 0.0})
+
+
 def losses_and_norms(table: list[list[list[list[int]]]]) -> list[tuple[float, float]]:
     """Of the steps of ``table[rank][step][pack]``, samples by number; a rank whose own have ended passes no packs."""
     model = laid_out() if dist.is_initialized() else any_to_any().train()

@@ -355,7 +355,19 @@ def test_a_ring_is_refused_to_a_model_that_drops_attention_before_it_runs() -> N
 
 
 def test_a_plan_or_a_model_of_another_kind_is_told_before_anything_is_done(model: ot.OmniModel) -> None:
-    with pytest.raises(UserError, match="parallel_plan: found a dict; expected a ParallelPlan"):
-        ot.build_parallelize_model(model, parallel_plan={"default": {"recompute": "full"}})
     with pytest.raises(UserError, match="model: found a Linear; expected an OmniModel or a model of transformers"):
         ot.build_parallelize_model(torch.nn.Linear(2, 2))
+    for argument, found, message in (
+        ("parallel_plan", {"default": {"recompute": "full"}}, "found a dict; expected a ParallelPlan"),
+        ("parallel_state", {"tp": 1}, "found a dict; expected what init_parallel_state returns"),
+        ("weights_path", 3, "found 3; expected a folder or a Hub id"),
+        ("enable_mixed_precision", "float16", r"found 'float16'; expected True \(bf16\), False or None"),
+        ("enable_gradient_checkpointing", None, "found None; expected True or False"),
+        ("init_device", "gpu", "found 'gpu'; expected cpu, cuda or meta"),
+    ):
+        with pytest.raises(UserError, match=f"{argument}: {message}"):
+            ot.build_parallelize_model(model, **{argument: found})
+    with pytest.raises(UserError, match="foundation: found a int; expected a Hub id, a folder"):
+        ot.build_omni_model(foundation=3)
+    with pytest.raises(UserError, match="batch: found a list; expected what the model's step_planner makes"):
+        ot.accumulate_gradients(model, [])

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import probe_samples
@@ -19,7 +18,7 @@ from omnitrain.parallel.outcome import Outcome
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.verify import _compared, _in_one_process, _Rounding, verify
 from omnitrain.recipe.layout import parse_layout
-from omnitrain.recipe.parallel import ParallelPlan
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
 from tests.tiny import tiny_processor, tiny_samples
 
@@ -151,10 +150,53 @@ def test_media_that_the_model_does_not_read_are_refused() -> None:
         verify("tests.parallel.factories:qwen3_vl", samples, ["dp2"])
 
 
-@pytest.mark.parametrize(("samples", "layouts", "message"), [([], ["dp2"], "no samples"), ([None], [], "no layout")])
+@pytest.mark.parametrize(("samples", "layouts", "message"), [([], ["dp2"], "no samples"), ([{}], [], "no layout")])
 def test_nothing_to_verify_is_no_proof(samples: list, layouts: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         verify("tests.parallel.factories:any_to_any", samples, layouts)
+
+
+def test_samples_without_a_token_to_predict_prove_nothing(ranks: RankPool) -> None:
+    ignored = {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([5, -100])}
+    with pytest.raises(UserError, match="none of the samples has a token to predict"):
+        verify("tests.parallel.factories:qwen3", [ignored], ["dp2"])
+    frozen = ParallelPlan(default=ComponentPlan(freeze=True, dp_shard=2))
+    (row,) = verify("tests.parallel.factories:qwen3", hf_samples("qwen3")[:2], [frozen], pool=ranks).rows
+    assert row.status == "refused" and "nothing is compared" in row.reason
+
+
+def test_a_model_drawn_without_a_seed_is_one_model(ranks: RankPool) -> None:
+    check(ranks, "drawn_of_torch", hf_samples("qwen3"), ["dp2"])
+    with pytest.raises(UserError, match="makes other weights at each call"):
+        verify("tests.parallel.factories:drawn_of_numpy", hf_samples("qwen3"), ["dp2"], pool=ranks)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layouts": "dp2"}, "layouts: found a str; expected a list"),
+        ({"layouts": ParallelPlan()}, "layouts: found a ParallelPlan; expected a list"),
+        ({"layouts": [2]}, "layouts: found a int at place 0"),
+        ({"samples": {"input_ids": [1]}}, "samples: found a dict; expected a list"),
+        ({"samples": [None]}, "samples: found a NoneType at place 0"),
+        ({"samples": [{"input_ids": [], "labels": []}]}, "sample 0 has no tokens"),
+        ({"nproc": "2"}, "nproc: found '2'; expected a number of ranks"),
+        ({"nproc": 0}, "nproc: found 0"),
+        ({"tolerance": 0.0}, "tolerance: found 0.0; expected a relative error above 0"),
+        ({"tolerance": float("nan")}, "tolerance: found nan"),
+        ({"model_factory": 3}, "model_factory: found a int; expected a function"),
+        ({"model_factory": dict}, "the model factory returned a dict; expected a model"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_named(changed: dict[str, Any], message: str) -> None:
+    arguments = {"model_factory": "tests.parallel.factories:qwen3", "samples": [], "layouts": ["dp2"]}
+    with pytest.raises(UserError, match=message):
+        verify(**arguments | changed)
+
+
+def test_a_model_in_the_place_of_its_factory_is_refused() -> None:
+    with pytest.raises(UserError, match="found a OmniModel; expected a function that makes the model"):
+        verify(factories.any_to_any(), [], ["dp2"])
 
 
 def test_a_word_that_no_layout_has_is_named() -> None:
@@ -187,30 +229,6 @@ def test_a_factory_of_a_notebook_is_verified_as_it_is() -> None:
         [sys.executable, "-"], input=textwrap.dedent(program), cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert ended.stdout == "equal\n", ended.stderr
-
-
-def drawn_anew() -> PreTrainedModel:
-    model = factories.qwen3()
-    model.lm_head.weight.data.mul_(random.random())
-    return model
-
-
-def all_frozen() -> PreTrainedModel:
-    return factories.qwen3().requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    ("factory", "problem"),
-    [
-        (drawn_anew, r"makes another model each time \(foundation.lm_head.weight differs\)"),
-        (all_frozen, "nothing of the model trains"),
-    ],
-)
-def test_a_factory_whose_models_cannot_be_compared_is_refused(
-    ranks: RankPool, factory: Callable[[], PreTrainedModel], problem: str
-) -> None:
-    with pytest.raises(UserError, match=problem):
-        verify(factory, hf_samples("qwen3")[:2], ["dp2"], pool=ranks)
 
 
 def rounding() -> _Rounding:

@@ -44,6 +44,7 @@ def test_degrees_left_out_are_inferred(world_size: int, degrees: dict[str, int |
         ({"dp_shard": 2, "dp_replicate": 2}, "2 x 2 and must be 8: one of 8 x 1, 4 x 2, 2 x 4, 1 x 8"),
         ({"ep": 3}, "ep is 3 and must divide dp_shard x cp x ulysses = 8; 1, 2, 4, 8 would fit"),
         ({"ep": 8, "tp": 2}, "ep is 8 and must divide dp_shard x cp x ulysses = 4; 1, 2, 4 would fit"),
+        ({"tp": "2", "ep": None}, "tp is '2'; a degree .* 1\nep is None; a degree"),
         ({"sp": 0, "dp": -1, "tp": 2.0}, "dp is -1; a degree .* 1\nulysses is 0; a degree .* 1\ntp is 2.0; a degree"),
     ],
 )

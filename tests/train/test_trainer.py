@@ -338,6 +338,18 @@ def test_a_run_with_dropout_resumes_exactly(tmp_path: Path, device: str) -> None
     assert losses(tmp_path / "run") == whole
 
 
+def test_a_run_of_rounded_weights_goes_on_without_a_plan_from_what_was_rounded(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, steps=2)
+    rounded = Trainer(load(recipe, "parallel.default={precision: {param: bfloat16}, optimizer_offload: true}"))
+    rounded.fit()
+    resumed = Trainer(load(recipe), resume=True)
+    copies, weights = (
+        [weight for group in optimizer.param_groups for weight in group["params"]]
+        for optimizer in (rounded.optimizer.inner, resumed.optimizer)
+    )
+    assert len(weights) > 80 and all(torch.equal(a.to_local(), b) for a, b in zip(copies, weights, strict=True))
+
+
 def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         Trainer(load(tiny_recipe(tmp_path)), resume=True)
@@ -448,6 +460,9 @@ def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(
     assert [folder.exists() for folder in left] == [False, True]
 
 
+FROZEN = "parallel.components.image_encoder.freeze=true"
+
+
 def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_left_as_it_was(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     plan = "parallel.components.foundation.lora={targets: [q_proj, v_proj], rank: 4}"
@@ -469,9 +484,11 @@ def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_le
     with pytest.raises(
         UserError, match=r"\d+ in all, such as .*; go on with the `freeze` and `lora` that the run was begun"
     ):
-        Trainer(
-            load(recipe, "parallel.components.foundation.freeze=true", f"output_dir={tmp_path / 'half'}"), resume=True
-        )
+        Trainer(half.model_copy(update={"parallel": load(recipe, plan, FROZEN).parallel}), resume=True)
+    with pytest.raises(
+        UserError, match=r"begun with another recipe:\n  parallel.components.foundation.lora.alpha: was"
+    ):
+        Trainer(load(recipe, f"output_dir={tmp_path / 'half'}"), resume=True)
     saved = dict(models[0].foundation.named_parameters())
     assert len(before) > 8 and all(torch.equal(weight.to_local(), saved[name]) for name, weight in before.items())
     loaded = build_omni_model(weights_path=str(finished))

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.shrink import needed_memory, num_parameters
 from omnitrain.recipe import Recipe
-from omnitrain.train.verify import model_of, verify_recipe
+from omnitrain.train.verify import model_of, verify, verify_recipe
 from tests.tiny import tiny_recipe
 
 
@@ -14,6 +16,12 @@ def test_a_recipe_is_verified_on_its_own_model_and_data(tmp_path: Path, ranks: R
     (row,) = report.rows
     assert row.status == "equal" and report.ok, row.reason
     assert row.loss_error < 1e-6 and row.collectives > 0
+
+
+def test_a_recipe_stands_for_its_model(tmp_path: Path, ranks: RankPool) -> None:
+    recipe, ids = Recipe.load(str(tiny_recipe(tmp_path))), torch.arange(7)
+    (row,) = verify(recipe, [{"input_ids": ids, "labels": ids}], ["dp2"], pool=ranks).rows
+    assert row.status == "equal", row.reason
 
 
 def test_a_recipe_too_large_for_the_machine_is_shrunk_in_depth_and_rows(tmp_path: Path, ranks: RankPool) -> None:
