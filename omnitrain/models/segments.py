@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from omnitrain.errors import UserError
 from omnitrain.models.by_heads import by_heads
 from omnitrain.ops.attention import MaskSpec, RowPart, packed, packed_row
+from omnitrain.ops.attention.packing import check_recomputation, relies_on_context
 from omnitrain.ops.forwards import Forward, set_forward
 
 
@@ -42,9 +42,9 @@ def _segmented_forward(kind: type[nn.Module]) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         row = packed_row()
         if row is None:
-            _check_recomputation(self)
+            check_recomputation(self)
             return alone(self, *args, **kwargs)
-        _ran_packed.add(self)
+        relies_on_context(self)
         if row.part is not None and (shared := by_heads(alone)) is not None:
             return shared(self, *args, **kwargs)
         if row.part is not None:
@@ -58,21 +58,6 @@ def _segmented_forward(kind: type[nn.Module]) -> Forward:
         return whole if row.part is None else keep_rows(whole, row.part)
 
     return forward
-
-
-# Modules whose last forward was over a packed row.
-_ran_packed: WeakSet[nn.Module] = WeakSet()
-
-
-def _check_recomputation(module: nn.Module) -> None:
-    """Refuse to recompute a packed row as one sample."""
-    if torch._C._current_graph_task_id() == -1:  # not inside a backward
-        _ran_packed.discard(module)
-    elif module in _ran_packed:
-        raise UserError(
-            f"{type(module).__name__} is recomputed outside of packed(...), by which it knew where samples begin: "
-            "enter it around the backward, too"
-        )
 
 
 def row_dim(shape: Sequence[int], length: int) -> int | None:
