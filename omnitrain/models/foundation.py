@@ -28,6 +28,7 @@ from omnitrain.models.segments import run_by_segment
 from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.device import moved
+from omnitrain.ops.forwards import own_forward
 from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
 Head = Callable[[Tensor, nn.Module], Tensor]
@@ -335,25 +336,8 @@ def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Itera
     own = vars(module).get("forward")
 
     def replaced(value: Tensor) -> Tensor:
-        with _own_forward(module, own):
+        with own_forward(module, own):
             return forward(value)
 
-    with _own_forward(module, replaced):
+    with own_forward(module, replaced):
         yield
-
-
-@contextmanager
-def _own_forward(module: Any, forward: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """While open, the instance has this forward; None: that of its class."""
-    before = vars(module).get("forward")
-    _set_forward(module, forward)
-    try:
-        yield
-    finally:
-        _set_forward(module, before)
-
-
-def _set_forward(module: Any, forward: Callable[[Tensor], Tensor] | None) -> None:
-    vars(module).pop("forward", None)
-    if forward is not None:
-        module.forward = forward

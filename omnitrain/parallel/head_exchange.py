@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from omnitrain.errors import UserError
-from omnitrain.ops.collectives import gathered_objects
+from omnitrain.ops.collectives import both_ways, gathered_objects
 from omnitrain.parallel.state import get_parallel_state
 
 # The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
@@ -126,7 +124,7 @@ def rows_to_heads(
     Returns:
         Per tensor ``[all rows, own heads, width]``.
     """
-    return _RowsToHeads.apply(spans, rows, group, *tensors)
+    return both_ways(*_gather_and_scatter(spans, rows, group), *tensors)
 
 
 def heads_to_rows(
@@ -143,35 +141,17 @@ def heads_to_rows(
     Returns:
         Per tensor ``[own rows, heads, width]``.
     """
-    return _HeadsToRows.apply(spans, rows, group, *tensors)
+    return both_ways(*_gather_and_scatter(spans, rows, group)[::-1], *tensors)
 
 
-class _RowsToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.way = spans, rows, group
-        return start_gather(tensors, spans, rows, group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *start_scatter(gradients, *ctx.way)()
-
-
-class _HeadsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.way = spans, rows, group
-        return start_scatter(tensors, spans, rows, group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *start_gather(gradients, *ctx.way)()
+def _gather_and_scatter(
+    spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
+    """Each other's transposes."""
+    return (
+        lambda *tensors: start_gather(tensors, spans, rows, group)(),
+        lambda *tensors: start_scatter(tensors, spans, rows, group)(),
+    )
 
 
 def start_gather(

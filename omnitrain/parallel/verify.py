@@ -302,7 +302,7 @@ def _size(tensor: Tensor) -> float:
 
 
 def _in_one_process(
-    factory: Factory, batch: list[Sample], frozen: frozenset[str], adapters: tuple[tuple[str, Adapters], ...]
+    factory: Factory, batch: list[Sample], frozen: frozenset[str], adapters: tuple[tuple[str, Adapters], ...] = ()
 ) -> tuple[Outcome, _Rounding]:
     """The reference, every sample in a pack of its own, and what rounding leaves open in it.
 

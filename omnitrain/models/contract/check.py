@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.contract.cache import contract_path, read_contract, write_contract
+from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.contract.left_out import left_out_modules
 from omnitrain.models.contract.measure import (
@@ -42,7 +42,7 @@ def contract_of(model: PreTrainedModel) -> Contract:
         UserError: it cannot be trained here; names every check that refused it and what was measured.
     """
     path = contract_path(type(model), model.config)
-    if (known := read_contract(path)) is not None:
+    if (known := kept(path, Contract.from_json)) is not None:
         return known
     contract = check_contract(type(model), model.config)
     if contract.refusals:
@@ -50,7 +50,7 @@ def contract_of(model: PreTrainedModel) -> Contract:
         raise UserError(
             f"model.foundation: {type(model).__name__} cannot be trained with this config: {'; '.join(facts)}"
         )
-    write_contract(path, contract)
+    keep(path, contract)
     return contract
 
 

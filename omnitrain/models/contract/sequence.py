@@ -7,9 +7,8 @@ must be those of the whole row: a model that counts its tokens, or looks at its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def kept_or_checked(path: Path, check: Callable[[], SequenceContract]) -> Sequen
     found = kept(path, lambda values: SequenceContract(values["problem"], tuple(values["heads"])))
     if found is None:
         found = check()
-        keep(path, json.dumps(asdict(found)))
+        keep(path, found)
     return found
 
 

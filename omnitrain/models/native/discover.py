@@ -16,7 +16,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.native.failure import raise_if_ours
 from omnitrain.models.native.placeholders import TokenExtras, extra_arguments, marks, video_marks
 from omnitrain.models.native.port import NativePort, method_name
-from omnitrain.models.native.positions import PositionFunction, config_json, own_function
+from omnitrain.models.native.positions import PositionFunction, own_function
 from omnitrain.models.native.probe import MAIN_ARGUMENTS
 from omnitrain.models.native.search import find_port
 from omnitrain.models.native.text_run import (
@@ -124,7 +124,7 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: 
     start = int(given.min()) if isinstance(given, Tensor) else _counted_from(model)
     if own_function(model) is None:
         return PositionFunction(type(model), None, start=start)
-    function = PositionFunction(type(model), config_json(model.config), start=start)
+    function = PositionFunction(type(model), model.config.to_json_string(use_diff=False), start=start)
     axes = given.size(0) if isinstance(given, Tensor) and given.ndim == 3 else 0
     for modality in MODALITIES:
         port = ports.get(modality)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -110,11 +110,6 @@ def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
         )
         for choice in ((bins,) if bins is not None else dict.fromkeys((*_CUSTOMARY_BINS, *_numbers(nodes[:-1]))))
     ]
-
-
-def with_unit(sizes: VisionSizes, factor: int) -> VisionSizes:
-    """The same tower, its images ``factor`` times as many patches along a side."""
-    return replace(sizes, unit=sizes.unit * factor)
 
 
 def _named_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:

@@ -102,11 +102,6 @@ def own_function(model: PreTrainedModel) -> Any:
     return None
 
 
-def config_json(config: PreTrainedConfig) -> str:
-    """A config as JSON text, from which it can be built again."""
-    return config.to_json_string(use_diff=False)
-
-
 @functools.lru_cache(maxsize=4)
 def _function(model: Any, config: str) -> Any:
     values = json.loads(config)

@@ -19,7 +19,6 @@ from omnitrain.models.native.geometry import (
     audio_sizes,
     high_resolution_sizes,
     vision_sizes,
-    with_unit,
 )
 
 MAIN_ARGUMENTS = {
@@ -129,8 +128,8 @@ def _sizes(config: PreTrainedConfig, modality: str, layout: str) -> Iterator[Pro
         yield from (replace(start, audio=sizes) for sizes in audio)
         return
     for grid_frames in (2, 1) if modality == "video" else (1,):
-        for factor in (1,) if layout in _FIXED_SIDE else (1, 2, 4):
-            yield replace(start, vision=with_unit(vision, factor), grid_frames=grid_frames)
+        for factor in (1,) if layout in _FIXED_SIDE else (1, 2, 4):  # times as many patches along a side
+            yield replace(start, vision=replace(vision, unit=factor * vision.unit), grid_frames=grid_frames)
 
 
 def _layouts_for(modality: str, main: str, names: tuple[str, ...]) -> list[str]:
