@@ -24,6 +24,7 @@ from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.foundation import EncodedMedia
 from omnitrain.ops.attention import MaskSpec, PackedRow
 from omnitrain.ops.attention.call import Call
+from omnitrain.ops.collectives import both_ways
 from omnitrain.parallel.async_projections import RowExchange, Rows
 from omnitrain.parallel.driven_attention import Input, Manner, run_driven
 from omnitrain.parallel.head_exchange import Arrival, HeadSpans
@@ -134,20 +135,13 @@ class _Noting:
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         self.calls.append(call)
-        query, key, value = (_Exchanged.apply(state) for state in (call.query, call.key, call.value))
+        query, key, value = (both_ways(Tensor.clone, _as_exchanged, x) for x in (call.query, call.key, call.value))
         return compute(replace(call, query=query, key=key, value=value, mask=call.mask.whole))
 
 
-class _Exchanged(torch.autograd.Function):
-    """Gradients are laid out as they come back from an exchange: the order in which they are added up follows."""
-
-    @staticmethod
-    def forward(ctx: Any, state: Tensor) -> Tensor:
-        return state.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+def _as_exchanged(gradient: Tensor) -> Tensor:
+    """Laid out as it comes back from an exchange: the order in which gradients are added up follows."""
+    return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
