@@ -136,8 +136,12 @@ def own_calls(model: Any, pack: Pack, name: str) -> list[MediaCall]:
 
 
 def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
-    """A decoder's head called without targets. ``hidden``: ``[1, T, hidden]``, any; returns a scalar."""
-    return decoder.lm_head(hidden[0, :1].detach(), torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
+    """A decoder's head called without targets. ``hidden``: ``[1, T, hidden]``, any; returns a scalar.
+
+    It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
+    """
+    states = hidden[0, :1].detach().requires_grad_()
+    return decoder.lm_head(states, torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
 
 
 def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:

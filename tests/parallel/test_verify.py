@@ -22,7 +22,7 @@ from omnitrain.parallel.verify import _compared, _in_one_process, _Rounding, ver
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
-from tests.tiny import tiny_processor, tiny_samples
+from tests.tiny import TASKS, tiny_processor, tiny_samples
 
 ROOT = Path(__file__).parents[2]
 DATA_PARALLEL = ["dp2", "dp4", "hsdp2x2", "replicate2", "dp2.accum2.recompute"]
@@ -78,6 +78,18 @@ def hf_samples(name: str) -> list[dict[str, torch.Tensor]]:
 def test_every_data_parallel_layout_trains_the_any_to_any_model_as_one_process_does(ranks: RankPool) -> None:
     samples = tiny_samples(tiny_processor(factories.any_to_any()), 9)  # more than one rank has no image, no sound, ...
     check(ranks, "any_to_any", samples, ["dp4.accum2.recompute", "hsdp2x2", "replicate2", "dp2.offload"])
+
+
+def test_ranks_without_targets_keep_step_with_a_frozen_decoder(ranks: RankPool) -> None:
+    """Its head is in the backward of ranks with targets, on the way to what trains: there its weights are gathered."""
+    every = tiny_samples(tiny_processor(factories.any_to_any()), len(TASKS))
+    apart = [every[TASKS.index(task)] for task in ("text", "image_to_speech", "text_to_image")]
+    frozen = (["image_decoder"], ["audio_decoder", "image_decoder", "image_encoder"])
+    plans = [
+        ParallelPlan(default=ComponentPlan(dp_shard=2), components={name: ComponentPlan(freeze=True) for name in names})
+        for names in frozen
+    ]
+    check(ranks, "any_to_any", apart, plans)
 
 
 def test_ranks_with_text_alone_take_part_in_a_deepstack_tower(ranks: RankPool) -> None:
