@@ -132,17 +132,18 @@ class CheckpointStore:
         return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
 
 
-def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
+def verify(checkpoint: Path, peers: Peers = ALONE, unread: str | None = None) -> None:
     """Compare a checkpoint's files with its manifest.
 
     Args:
         checkpoint: its folder.
         peers: ranks that share the work; all of them call this.
+        unread: a folder in it, of which nothing will be read: its files are not compared.
 
     Raises:
         UserError: names every file that is missing or differs.
     """
-    damaged = peers.gather(agreed(peers, lambda: _damaged(checkpoint, peers)))
+    damaged = peers.gather(agreed(peers, lambda: _damaged(checkpoint, peers, unread)))
     if names := sorted(name for part in damaged for name in part):
         if not checkpoint.is_dir():
             raise UserError(
@@ -152,24 +153,27 @@ def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
         raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
 
 
-def _damaged(checkpoint: Path, peers: Peers) -> list[str]:
+def require_as_saved(checkpoint: Path, unread: str | None = None) -> None:
+    """:func:`verify`, if the checkpoint has a manifest: a model that was saved by itself has none."""
+    if (checkpoint / _MANIFEST).is_file():
+        verify(checkpoint, unread=unread)
+
+
+def _damaged(checkpoint: Path, peers: Peers, unread: str | None) -> list[str]:
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {checkpoint} is damaged: {error}; remove the folder") from None
+    names = sorted(name for name in manifest if Path(name).parts[0] != unread)
     return [
         name
-        for name in _share(sorted(manifest), peers)
+        for name in _share(names, peers)
         if not (checkpoint / name).is_file() or _checksum(checkpoint / name) != manifest[name]
     ]
 
 
-def newest_checkpoint(path: str | Path, *, checked: bool = True) -> Path:
-    """``path`` itself if it is a checkpoint, else the newest one of the run in it.
-
-    Args:
-        path: folder.
-        checked: compare it with its manifest, if it has one.
+def newest_checkpoint(path: str | Path) -> Path:
+    """``path`` itself if it is a checkpoint, else the newest one of the run in it. Its files are not compared.
 
     Raises:
         UserError: neither.
@@ -179,8 +183,6 @@ def newest_checkpoint(path: str | Path, *, checked: bool = True) -> Path:
         if not (path / "checkpoints").is_dir():
             raise UserError(f"{path} is neither a saved omni model (config.json) nor a run folder with checkpoints")
         path = CheckpointStore(path / "checkpoints", keep=1).newest()
-    if checked and (path / _MANIFEST).is_file():
-        verify(path)
     return path
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint
+from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.peers import GlooPeers
@@ -123,6 +123,22 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     file.write_text("goof") if damage == "flip" else file.unlink()
     with pytest.raises(UserError, match=r"damaged: \['state\.txt'\]"):
         CheckpointStore(tmp_path, keep=1).latest()
+
+
+def test_a_folder_that_will_not_be_read_is_not_compared(tmp_path: Path) -> None:
+    def write_two(folder: Path) -> None:
+        for name in ("weights", "optimizer"):
+            (folder / name).mkdir()
+            (folder / name / "file").write_text("good")
+
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(1, write_two)
+    (checkpoint / "optimizer" / "file").write_text("goof")
+    require_as_saved(checkpoint, unread="optimizer")
+    with pytest.raises(UserError, match=r"damaged: \['optimizer/file'\]"):
+        require_as_saved(checkpoint)
+    (checkpoint / "weights" / "file").unlink()
+    with pytest.raises(UserError, match=r"damaged: \['weights/file'\]"):
+        require_as_saved(checkpoint, unread="optimizer")
 
 
 def test_nothing_to_resume_says_where_it_looked(tmp_path: Path) -> None:
