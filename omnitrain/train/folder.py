@@ -19,7 +19,7 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import Peers, agreed
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.display import console
-from omnitrain.train.folder_lock import FolderLock, require_free
+from omnitrain.train.folder_lock import LOCK_FILE, FolderLock, require_free
 from omnitrain.train.resume import require_same_run
 
 
@@ -171,8 +171,8 @@ def _existing(folder: Path) -> Path:
 
 
 def _require_writable(folder: Path) -> None:
-    files = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-    if files and not (folder / "recipe.yaml").is_file():
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if files - {LOCK_FILE} and not (folder / "recipe.yaml").is_file():
         raise UserError(f"output_dir: {str(folder)!r} holds files and no run (no recipe.yaml); name a new folder")
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from omnitrain.errors import UserError
 
-_FILE = ".lock"  # stays; what counts is who holds it
+LOCK_FILE = ".lock"  # stays; what counts is who holds it
 
 
 class FolderLock:
@@ -28,7 +28,7 @@ class FolderLock:
         Raises:
             UserError: another process holds it.
         """
-        stream = (folder / _FILE).open("a+")
+        stream = (folder / LOCK_FILE).open("a+")
         try:
             _lock(stream, fcntl.LOCK_EX, folder)
         except UserError:
@@ -53,8 +53,8 @@ def require_free(folder: Path) -> None:
     Raises:
         UserError: another process holds it.
     """
-    if (folder / _FILE).is_file():
-        with (folder / _FILE).open() as stream:
+    if (folder / LOCK_FILE).is_file():
+        with (folder / LOCK_FILE).open() as stream:
             _lock(stream, fcntl.LOCK_SH, folder)
 
 

@@ -129,6 +129,8 @@ class Trainer:
         )
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
+        if self.ranks.loss_peers.rank == 0:
+            self.meter.continue_from(state.losses)
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
 
@@ -347,6 +349,7 @@ class Trainer:
                 self.loader.order.lengths,
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
+                self.meter.totals(self.ranks.loss_peers),
             )
             save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state)
         self.last_checkpoint = target

@@ -30,6 +30,7 @@ from omnitrain.train.answer import answer
 from omnitrain.train.display import console
 from omnitrain.train.evaluate import Answered
 from omnitrain.train.save import checkpoint_bytes
+from omnitrain.train.trackers import numbers_in
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
 
@@ -90,6 +91,18 @@ def test_a_run_that_ctrl_c_cut_resumes_as_if_never_cut(tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     whole = weights(tmp_path / "whole")
     assert all(torch.equal(weight, whole[name]) for name, weight in weights(tmp_path / "run").items())
+
+
+def test_a_line_over_steps_before_and_behind_a_resume_counts_all_of_them(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path, steps=4, save_every=2, log_every=4))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    shutil.rmtree(Trainer(recipe).fit().checkpoint)
+    whole = json.loads(metrics.read_text())
+    Trainer(recipe, resume=True).fit()
+    resumed = json.loads(metrics.read_text())
+    for key in ("heads", "sources"):
+        assert dict(numbers_in(resumed[key])) == pytest.approx(dict(numbers_in(whole[key])), rel=1e-12)
+    assert len(whole["sources"]) == 7
 
 
 def test_the_saved_recipe_runs_again_as_it_is(tmp_path: Path) -> None:
