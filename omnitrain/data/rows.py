@@ -13,7 +13,7 @@ import datasets
 from omnitrain.data.arrow_table import ArrowTable
 from omnitrain.data.json_lines import JsonLines
 from omnitrain.data.turns import as_messages
-from omnitrain.errors import DataError
+from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import DataSource
 from omnitrain.recipe.suggest import nearest
 
@@ -67,7 +67,9 @@ class Row:
         try:
             return Path(path).read_bytes()
         except OSError as error:
-            raise ValueError(f"{modality} {position + 1} cannot be read from its file: {error}") from error
+            raise ValueError(
+                f"{modality} {position + 1} cannot be read from its file: {error}{_begins_in(Path(path))}"
+            ) from error
 
 
 class Table(Protocol):
@@ -162,7 +164,12 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
 
     Raises:
         DataError: all that is wrong with any of them, a line each.
+        UserError: they are no data sources.
     """
+    if [one for one in sources if not isinstance(one, DataSource)]:  # of a string, its letters
+        raise UserError(
+            f"sources: found {sources!r}; expected a list of DataSource, such as [DataSource(path='rows.jsonl')]"
+        )
     opened, problems = [], []
     for source, name in zip(sources, _names(sources), strict=True):
         try:
@@ -195,6 +202,11 @@ def _open(source: DataSource) -> Table:
     path, marked = Path(source.path), frozenset(source.media_markers)
     files = _files(source.path)
     is_lines = bool(files) and _is_lines(files[0])
+    if files and files[0].endswith(".json"):
+        raise DataError(
+            f"data: {source.path!r}: found a .json file; expected parquet or JSON Lines (.jsonl), a row per line; make "
+            f"lines of a list by jq -c '.[]' {files[0]} > {files[0]}l, or rename a file of lines"
+        )
     try:
         if is_lines:
             return JsonLines(files, source.columns, marked=marked)
@@ -272,6 +284,8 @@ def _missing_columns(found: list[str], source: DataSource) -> list[str]:
         name = getattr(source.columns, field)
         if name not in found:
             close = nearest(name, found)
+            if field == "messages":  # as LLaVA and ShareGPT call them
+                close = next((column for column in found if column.startswith("conversation")), close)
             hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
             problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
     named = [getattr(source.columns, field) for field in type(source.columns).model_fields]
@@ -282,6 +296,12 @@ def _missing_columns(found: list[str], source: DataSource) -> list[str]:
 
 def _text(value: Any, default: str) -> str:
     return default if value is None else str(value)
+
+
+def _begins_in(path: Path) -> str:
+    if path.is_absolute():
+        return ""
+    return f" in {Path.cwd()}; `media_folder` of a data source says where the paths of its media begin"
 
 
 def _located(file: Any, folder: Path) -> Any:

@@ -283,10 +283,12 @@ def _with_stand_ins(messages: list[Message], parts: Sequence[MediaPart], media: 
 
 def _miscounted(token: str, found: int, expected: int) -> str:
     shown = "a stand-in for media" if token == _ATTACHED else repr(token)
-    return (
-        f"the chat template's text shows {shown} {found} times, the messages show {expected} such media; "
-        "either their text spells it out or the template leaves media out"
+    why = (
+        "their text spells it out; where that stands for a medium, set `media_markers` of the data source"
+        if found > expected
+        else "the template leaves media out"
     )
+    return f"the chat template's text shows {shown} {found} times, the messages show {expected} such media: {why}"
 
 
 def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> str:

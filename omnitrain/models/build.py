@@ -108,6 +108,9 @@ def build_omni_model(
         return _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
     if foundation is None:
         raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
+    for kind, given in (("encoders", encoders), ("decoders", decoders)):
+        if not isinstance(given, dict | None):
+            raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its parts")
     base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
     hidden_size = base.get_input_embeddings().weight.size(1)
     dtype = torch_dtype or base.dtype
@@ -128,14 +131,7 @@ def build_omni_model(
 def _from_checkpoint(
     config_path: str | Path | None, weights_path: str | Path | None, init_device: str, torch_dtype: torch.dtype | None
 ) -> OmniModel:
-    folder = config_path or weights_path
-    try:
-        found = OmniConfig.get_config_dict(folder)[0].get("model_type")
-        config = OmniConfig.from_pretrained(folder) if found == OmniConfig.model_type else None
-    except (OSError, ValueError) as error:
-        raise UserError(f"no omni model at {folder!r}: {str(error).splitlines()[0]}") from None
-    if config is None:
-        raise UserError(f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}")
+    config = omni_config_at(config_path or weights_path or "")
     if weights_path and init_device != "meta":
         return OmniModel.from_pretrained(str(weights_path), dtype=torch_dtype, config=config).to(init_device)
     with _on(init_device):
@@ -148,6 +144,28 @@ def _from_checkpoint(
     if weights_path:
         load_adapters(model, weights_path)
     return model if init_device == "meta" else model.to(init_device)
+
+
+def omni_config_at(folder: str | Path) -> OmniConfig:
+    """The config of a saved omni model.
+
+    Args:
+        folder: or Hub id.
+
+    Raises:
+        UserError: there is none, or that of another model.
+    """
+    try:
+        found = OmniConfig.get_config_dict(folder)[0].get("model_type")
+        config = OmniConfig.from_pretrained(folder) if found == OmniConfig.model_type else None
+    except (OSError, ValueError) as error:
+        raise UserError(f"no omni model at {folder!r}: {str(error).splitlines()[0]}") from None
+    if config is None:
+        raise UserError(
+            f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}; a HF model "
+            "is given as the foundation"
+        )
+    return config
 
 
 def require_device(device: str) -> None:

@@ -31,10 +31,15 @@ def as_config(values: dict[str, Any]) -> PreTrainedConfig:
     """The HF config of a plain dict with ``model_type``.
 
     Raises:
-        UserError: nobody registered that model type.
+        UserError: there is no ``model_type``, or nobody registered it.
     """
     rest = dict(values)
-    model_type = rest.pop("model_type")
+    model_type = rest.pop("model_type", None)
+    if model_type is None:
+        raise UserError(
+            f"a config needs `model_type`, found the keys {sorted(rest)}; give the keys of one HF config, or the "
+            "folder or Hub id of a model as a string"
+        )
     if model_type not in CONFIG_MAPPING:
         raise UserError(
             f"model_type {model_type!r} is unknown to transformers; if it is a class of your own, import the module "

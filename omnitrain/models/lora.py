@@ -204,10 +204,17 @@ def merge_lora(model: OmniModel, dtype: torch.dtype | None = None) -> None:
             in fp32 and rounded once.
 
     Raises:
-        UserError: the model is laid out over ranks.
+        UserError: the model is laid out over ranks, or none of ours.
     """
+    if not hasattr(model, "renamed"):
+        raise UserError(
+            f"merge_lora: found a {type(model).__name__}; expected an OmniModel, as build_omni_model returns it"
+        )
     if is_spread(model):
-        raise UserError("merge_lora: the model is laid out over ranks; save it, and merge what from_pretrained gives")
+        raise UserError(
+            "merge_lora: the model is laid out over ranks; save it, and merge what build_omni_model(weights_path=...) "
+            "makes of the folder"
+        )
     for adapters in adapters_of(model).values():
         for name in adapters.linears:
             layer = model.get_submodule(name)

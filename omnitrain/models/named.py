@@ -27,10 +27,19 @@ def parameters_named(model: OmniModel, name: str, key: str) -> list[nn.Parameter
     matched = list(components[name].values() if name in components else _below(modules, name))
     if not matched:
         candidates = sorted({*components, *(path for path in modules if path.count(".") <= name.count("."))})
-        close = nearest(name, candidates)
+        close = _same_tail(modules, name) or nearest(name, candidates)
         hint = f"did you mean {close!r}?" if close else f"components: {sorted(components)}"
         raise UserError(f"{key}: {name!r} matches no parameter; {hint}")
     return matched
+
+
+def _same_tail(modules: dict[str, nn.Module], name: str) -> str | None:
+    """The shortest path that ends as ``name`` does: users know HF's names, which are further below here."""
+    parts = name.split(".")
+    tails = [".".join(parts[cut:]) for cut in range(len(parts)) if not parts[cut].isdigit()]
+    paths = [path for path, module in modules.items() if any(True for _ in module.parameters())]
+    found = (min(same, key=len) for tail in tails if (same := [path for path in paths if path.endswith(f".{tail}")]))
+    return next(found, None)
 
 
 def _below(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Parameter]:

@@ -27,6 +27,11 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     Raises:
         RecipeError: no such recipe, YAML that cannot be read, or every problem of the tree and the overrides at once.
     """
+    if not isinstance(overrides, list | tuple | None):
+        raise RecipeError(
+            f"overrides: found a {type(overrides).__name__}; expected a list of key.sub=value, such as "
+            "['train.steps=20']"
+        )
     file = find_recipe(path)
     tree = _read_mapping(file)
     problems = apply_overrides(tree, overrides or [])

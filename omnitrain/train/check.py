@@ -70,7 +70,12 @@ def check_recipe(recipe: Recipe) -> list[str]:
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     attempt(lambda: require_trackers(recipe))
-    return list(dict.fromkeys(problems))
+    return _each_once(problems)
+
+
+def _each_once(problems: list[str]) -> list[str]:
+    """Without those that another one tells together with their key."""
+    return [one for one in dict.fromkeys(problems) if not any(other.endswith(f": {one}") for other in problems)]
 
 
 def check_model(path: str) -> None:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.errors import UserError
+from omnitrain.models.build import omni_config_at
 from omnitrain.models.hf import config_at, foundation_class, foundation_config, load_strictly, model_class
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Model
@@ -40,7 +41,8 @@ def weights_problems(recipe: Model) -> list[str]:
     for key, path in _weight_folders(recipe):
         try:
             if key == "model.checkpoint":
-                load_strictly(OmniModel, str(newest_checkpoint(path)), device_map="meta")
+                folder = str(newest_checkpoint(path))
+                load_strictly(OmniModel, folder, device_map="meta", config=omni_config_at(folder))
             else:
                 config, class_of = config_at(path), model_class
                 if key == "model.foundation":

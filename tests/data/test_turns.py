@@ -105,3 +105,16 @@ def test_a_speaker_that_nobody_knows_is_named_with_its_row() -> None:
     row = Row("r1", "rows", as_messages([{"from": "bing", "value": "hello"}], marked=()), {}, {})
     with pytest.raises(UserError, match="row 'r1' of 'rows': message role 'bing': expected system, user or assistant"):
         tiny_processor(tiny_model()).sample(row)
+
+
+def test_what_llava_data_lack_in_a_recipe_is_told(tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text(json.dumps(turns("hello", image="a.png")) + "\n")
+    with pytest.raises(DataError, match=r"set `columns\.messages: conversations`"):
+        open_sources([DataSource(path=str(lines))])
+    with pytest.raises(ValueError, match=r"'a.png' in .*; `media_folder` of a data source says"):
+        opened(lines)[0].media_bytes("image", 0)
+    with pytest.raises(DataError, match=r"found a \.json file; .*jq -c '\.\[\]'"):
+        open_sources([DataSource(path=str(lines.rename(tmp_path / "rows.json")))])
+    with pytest.raises(UserError, match=r"sources: found 'rows\.jsonl'; expected a list of DataSource"):
+        open_sources("rows.jsonl")  # type: ignore[arg-type]

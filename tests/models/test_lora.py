@@ -253,3 +253,8 @@ def test_a_merged_matrix_is_rounded_once() -> None:
     merge_lora(exact)
     for name in adapted().renamed:
         assert torch.equal(rounded.get_parameter(name), exact.get_parameter(name).to(torch.bfloat16))
+
+
+def test_merging_a_plain_model_of_transformers_is_refused() -> None:
+    with pytest.raises(UserError, match=r"merge_lora: found a \w+ForCausalLM; expected an OmniModel"):
+        merge_lora(omni().foundation)  # type: ignore[arg-type]

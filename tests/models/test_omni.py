@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,7 +206,12 @@ def test_what_is_frozen_keeps_the_statistics_of_its_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("image_encodr", "image_encoder"), ("image_encoder.towr", "image_encoder.tower")]
+    ("name", "hint"),
+    [
+        ("image_encodr", "image_encoder"),
+        ("image_encoder.towr", "image_encoder.tower"),
+        ("model.layers.0", "foundation.model.layers.0"),  # as HF names it
+    ],
 )
 def test_freezing_nothing_is_an_error_with_a_suggestion(model: OmniModel, name: str, hint: str) -> None:
     with pytest.raises(UserError, match=f"{name}' matches no parameter; did you mean '{hint}'"):
@@ -289,3 +295,15 @@ def test_media_tokenizers_stay_fp32_in_a_model_built_from_a_saved_config_alone(
     for name, parameter in model.named_parameters():
         assert parameter.dtype == (torch.float32 if ".tokenizer." in name else torch.bfloat16)
         assert parameter.device.type == init_device
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ({"foundation": {"path": "somewhere"}}, r"needs `model_type`, found the keys \['path'\]"),
+        ({"foundation": FOUNDATION, "encoders": [{"tower": "somewhere"}]}, "encoders: found a list; expected a dict"),
+    ],
+)
+def test_parts_of_a_wrong_shape_are_refused_with_what_was_found(parts: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        build_omni_model(**parts)

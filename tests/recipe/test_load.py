@@ -131,3 +131,10 @@ def test_keys_that_do_not_go_together_are_one_line_at_their_node(recipe_file: Pa
 def test_numbers_are_finite(recipe_file: Path) -> None:
     lines = refusal(recipe_file, ["train.optimizer.learning_rates={foundation: .inf}"])[1:]
     assert lines == ["  train.optimizer.learning_rates.foundation: found inf; expected a finite number; change it"]
+
+
+def test_a_single_word_in_the_place_of_a_list_is_shown_as_one(recipe_file: Path) -> None:
+    with pytest.raises(RecipeError, match=r"train\.track\.to: found 'wandb'; expected a list, such as \[wandb\]"):
+        load_recipe(recipe_file, ["train.track.to=wandb"])
+    with pytest.raises(RecipeError, match=r"overrides: found a str; expected a list of key\.sub=value"):
+        load_recipe(recipe_file, "train.steps=3")  # type: ignore[arg-type]

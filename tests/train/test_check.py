@@ -161,3 +161,11 @@ def test_check_finds_a_device_that_is_not_there_and_a_folder_that_is_taken(tmp_p
     (tmp_path / "full" / "notes.txt").touch()
     problems = check_recipe(load(tiny_recipe(tmp_path), "train.device=tpu", f"output_dir={tmp_path / 'full'}"))
     assert [problem.split(":")[0] for problem in problems] == ["train.device", "output_dir"]
+
+
+def test_a_hf_model_named_as_a_checkpoint_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    recipe = load(tiny_recipe(tmp_path), f"model={{checkpoint: {tmp_path / 'hf'}}}")
+    (problem,) = [found for found in check_recipe(recipe) if "omni model" in found or "config" in found]
+    assert problem.startswith("model.checkpoint: ") and "is of type 'llama', not 'omnitrain'; a HF model" in problem
