@@ -47,7 +47,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.ops.experts import ExpertWeights, set_experts
-from omnitrain.ops.experts.grouped import grouped_experts
+from omnitrain.ops.experts.grouped import ProductMemory, grouped_experts
 from omnitrain.ops.experts.spans import NOT_RECORDED
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.expert_exchange import GroupLink, Link, RankDispatcher
@@ -198,7 +198,8 @@ class Layer:
         legs = self.legs_of_chunks
         chunks = ExpertWeights.of(self.ours).in_chunks([leg.pieces for leg in legs], None)
         rows = [torch.ones(sum(leg.received), self.sizes.hidden, requires_grad=True) for leg in legs]
-        results = [grouped_experts(own, of, leg.ends) for own, of, leg in zip(chunks, rows, legs, strict=True)]
+        memory = ProductMemory()
+        results = [grouped_experts(own, of, leg.ends, memory) for own, of, leg in zip(chunks, rows, legs, strict=True)]
         torch.autograd.grad(results, [*rows, *self.ours.parameters()], [torch.ones_like(own) for own in results])
 
     @property

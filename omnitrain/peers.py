@@ -161,9 +161,15 @@ def agreed(peers: Peers, make: Callable[[], T]) -> T:
     return made[0]
 
 
+def parameters_at_rest(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> parameter as an optimizer has it: what a forward gathered, and no backward let go, is sharded again."""
+    model.state_dict(keep_vars=True)  # FSDP2 does it before
+    return dict(model.named_parameters())
+
+
 def is_spread(model: nn.Module) -> bool:
     """Whether ``model``, or one around it, was laid out over ranks; one rank counts, too."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(isinstance(parameter, DTensor) for parameter in parameters_at_rest(model).values())
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from omnitrain.peers import ALONE, Peers, agreed
 T = TypeVar("T")
 
 _MANIFEST = "manifest.json"
+_OF_A_DISK = (OSError, SafetensorError, RuntimeError)  # of a full one, torch.save makes the last
+_STEP = re.compile(r"step-\d{8}")
 
 
 class CheckpointStore:
@@ -59,7 +62,7 @@ class CheckpointStore:
             names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))  # a share may be slow to list some
             checksums = peers.gather(on_all(lambda: _settled(_share(sorted(names), peers), temporary)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
-        except TrainingError:
+        except Exception:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -68,8 +71,11 @@ class CheckpointStore:
     def _told(self, work: Callable[[], T], final: Path) -> T:
         try:
             return work()
-        except (OSError, SafetensorError, RuntimeError) as error:  # of a full disk, torch.save makes the last
-            reason = f"{str(error).splitlines()[0]}; {_free_mib(self.folder):,} MiB are free there"
+        except Exception as error:
+            if not isinstance(error, _OF_A_DISK) and type(error) is not Exception:  # tokenizers have none of their own
+                raise
+            told = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = f"{told}; {_free_mib(self.folder):,} MiB are free there"
             raise TrainingError(f"{final} cannot be written ({reason}); checkpoints saved before are intact") from error
 
     def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:
@@ -78,11 +84,10 @@ class CheckpointStore:
         folders = [path for path in temporary.rglob("*") if path.is_dir()]
         for path in (temporary / _MANIFEST, *folders, temporary):  # a folder holds the names of its files
             _sync(path)
-        shutil.rmtree(final, ignore_errors=True)
+        replaced = [_put_aside(final)] if final.exists() else []
         temporary.rename(final)
         _sync(self.folder)
-        for old in self._steps()[: -self.keep]:
-            leaving = old.rename(self._unfinished(old))  # what interrupts its removal leaves no half of a checkpoint
+        for leaving in (*replaced, *(_put_aside(old) for old in self._steps()[: -self.keep])):
             shutil.rmtree(leaving, ignore_errors=True)
 
     def _unfinished(self, final: Path) -> Path:
@@ -91,7 +96,10 @@ class CheckpointStore:
     def clear_unfinished(self) -> None:
         """Remove what unfinished saves and removals left behind. Only the run that owns the folder may call it."""
         for unfinished in self.folder.glob(".step-*.partial"):
-            shutil.rmtree(unfinished)
+            if unfinished.is_symlink():  # to a checkpoint that a user has moved: it stays where it is
+                unfinished.unlink()
+            else:
+                shutil.rmtree(unfinished)
 
     def folder_of(self, step: int) -> Path:
         """Where the checkpoint of ``step`` lies once it is committed."""
@@ -120,42 +128,52 @@ class CheckpointStore:
         return steps[-1]
 
     def _steps(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
+        """Not what a user has put beside them, such as a copy of one under another name."""
+        return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
 
 
-def verify(checkpoint: Path, peers: Peers = ALONE) -> None:
+def verify(checkpoint: Path, peers: Peers = ALONE, unread: str | None = None) -> None:
     """Compare a checkpoint's files with its manifest.
 
     Args:
         checkpoint: its folder.
         peers: ranks that share the work; all of them call this.
+        unread: a folder in it, of which nothing will be read: its files are not compared.
 
     Raises:
         UserError: names every file that is missing or differs.
     """
-    damaged = peers.gather(agreed(peers, lambda: _damaged(checkpoint, peers)))
+    damaged = peers.gather(agreed(peers, lambda: _damaged(checkpoint, peers, unread)))
     if names := sorted(name for part in damaged for name in part):
+        if not checkpoint.is_dir():
+            raise UserError(
+                f"checkpoint {checkpoint} was removed while it was read: its run goes on, and keeps as many as "
+                "train.keep_checkpoints says; read the newest one again, or a copy"
+            )
         raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
 
 
-def _damaged(checkpoint: Path, peers: Peers) -> list[str]:
+def require_as_saved(checkpoint: Path, unread: str | None = None) -> None:
+    """:func:`verify`, if the checkpoint has a manifest: a model that was saved by itself has none."""
+    if (checkpoint / _MANIFEST).is_file():
+        verify(checkpoint, unread=unread)
+
+
+def _damaged(checkpoint: Path, peers: Peers, unread: str | None) -> list[str]:
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {checkpoint} is damaged: {error}; remove the folder") from None
+    names = sorted(name for name in manifest if Path(name).parts[0] != unread)
     return [
         name
-        for name in _share(sorted(manifest), peers)
+        for name in _share(names, peers)
         if not (checkpoint / name).is_file() or _checksum(checkpoint / name) != manifest[name]
     ]
 
 
-def newest_checkpoint(path: str | Path, *, checked: bool = True) -> Path:
-    """``path`` itself if it is a checkpoint, else the newest one of the run in it.
-
-    Args:
-        path: folder.
-        checked: compare it with its manifest, if it has one.
+def newest_checkpoint(path: str | Path) -> Path:
+    """``path`` itself if it is a checkpoint, else the newest one of the run in it. Its files are not compared.
 
     Raises:
         UserError: neither.
@@ -165,9 +183,12 @@ def newest_checkpoint(path: str | Path, *, checked: bool = True) -> Path:
         if not (path / "checkpoints").is_dir():
             raise UserError(f"{path} is neither a saved omni model (config.json) nor a run folder with checkpoints")
         path = CheckpointStore(path / "checkpoints", keep=1).newest()
-    if checked and (path / _MANIFEST).is_file():
-        verify(path)
     return path
+
+
+def _put_aside(checkpoint: Path) -> Path:
+    """What interrupts its removal leaves no half of a checkpoint."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.leaving.partial"))
 
 
 def _make_empty(folder: Path) -> None:

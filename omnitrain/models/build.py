@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -211,9 +213,11 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         "hidden_size": hidden_size,
     }
     if is_audio:
-        audio = AudioEncoderConfig(**shared, processor=_extractor_settings(spec, tower))
-        return AudioEncoder(audio, tower).to(dtype)
-    vision = VisionEncoderConfig(**shared, processor=_image_settings(spec, tower), max_frames=spec.max_frames)
+        extractor = _settings(spec, AutoFeatureExtractor.from_pretrained, partial(_extractor_for, tower.config))
+        return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
+    load = partial(AutoImageProcessor.from_pretrained, backend="pil")
+    processor = _settings(spec, load, partial(_image_processor_for, tower.config))
+    vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames)
     return VisionEncoder(vision, tower).to(dtype)
 
 
@@ -228,39 +232,31 @@ def _hears(name: str, spec: Encoder) -> bool:
     raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision tower nor a spectrogram encoder")
 
 
-def _image_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]:
-    """Image processor settings: named, saved beside the tower, or derived from the tower's config."""
+def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A processor's: of the one that is named, or saved beside the tower; else derived, with those that are given."""
     given = {} if spec.processor is None else spec.processor
     folder = given if isinstance(given, str) else None if given else spec.tower.path
-    if isinstance(given, str) or folder is not None:
-        return _settings_of(AutoImageProcessor.from_pretrained(folder, backend="pil"))
-    config = tower.config
+    if folder is not None:
+        return {k: v for k, v in json.loads(load(folder).to_json_string()).items() if k != "processor_class"}
+    assert isinstance(given, dict)  # or its folder was taken
+    return derive() | given
+
+
+def _image_processor_for(config: PreTrainedConfig) -> dict[str, Any]:
     if hasattr(config, "spatial_merge_size"):
-        derived: dict[str, Any] = {
+        return {
             "image_processor_type": "Qwen2VLImageProcessor",
             "patch_size": config.patch_size,
             "temporal_patch_size": config.temporal_patch_size,
             "merge_size": config.spatial_merge_size,
         }
-    else:
-        side = {"height": config.image_size, "width": config.image_size}
-        half = [0.5, 0.5, 0.5]
-        derived = {"image_processor_type": "SiglipImageProcessor", "size": side, "image_mean": half, "image_std": half}
-    return derived | given
+    side = {"height": config.image_size, "width": config.image_size}
+    half = [0.5, 0.5, 0.5]
+    return {"image_processor_type": "SiglipImageProcessor", "size": side, "image_mean": half, "image_std": half}
 
 
-def _extractor_settings(spec: Encoder, tower: PreTrainedModel) -> dict[str, Any]:
-    """Feature extractor settings: named, saved beside the tower, or Whisper's with the tower's number of mel bins."""
-    given = {} if spec.processor is None else spec.processor
-    folder = given if isinstance(given, str) else None if given else spec.tower.path
-    if isinstance(given, str) or folder is not None:
-        return _settings_of(AutoFeatureExtractor.from_pretrained(folder))
-    derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": tower.config.num_mel_bins}
-    return derived | given
-
-
-def _settings_of(processor: Any) -> dict[str, Any]:
-    return {k: v for k, v in json.loads(processor.to_json_string()).items() if k != "processor_class"}
+def _extractor_for(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
 
 
 def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -111,3 +111,9 @@ class DecoderMixin:
 def to_tensors(features: Features) -> TensorFeatures:
     """Features of the data side as tensors."""
     return {name: torch.from_numpy(array) for name, array in features.items()}
+
+
+def one_item(adapter: ComponentAdapter, modality: str, media: Any) -> tuple[TensorFeatures, tuple[int, ...]]:
+    """A prepared item, as components take it: ``(features, num_tokens)``."""
+    features, number = adapter.prepare(modality, media)
+    return to_tensors(features), (number,)

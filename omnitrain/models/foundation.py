@@ -28,6 +28,7 @@ from omnitrain.models.segments import run_by_segment
 from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.device import moved
+from omnitrain.ops.forwards import own_forward
 from omnitrain.ops.unread_rows import ReadRows, reading, skip_unread_rows
 
 Head = Callable[[Tensor, nn.Module], Tensor]
@@ -70,18 +71,16 @@ class FoundationRunner:
         loss_backend: of :func:`linear_cross_entropy`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, contract: Contract | None = None, *, native: Discovery | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
         """Attach to ``model``.
 
         Args:
             model: the HF model; its attention, and the classes that the contract names, are replaced.
-            contract: None: everything works (what the check starts from).
+            contract: by which it is run.
             native: what :func:`discover` found in it, where that is known.
         """
         self.model = model
-        self.contract = contract or Contract()
+        self.contract = contract
         self.native: Discovery = native or discover(model)  # with the model's own attention still
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -241,14 +240,14 @@ class FoundationRunner:
         embedding: Any = self.model.get_input_embeddings()
         nothing = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         row = PackedRow(borders)
-        handle = first_block(self.model).register_forward_pre_hook(_stop, prepend=True)
-        try:
-            with _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))):
-                arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
-                with inside(row), suppress(StopRunError):
-                    self.model.forward(input_ids=pack.input_ids, **arguments)
-        finally:
-            handle.remove()
+        arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
+        with (
+            first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
+            _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))),
+            inside(row),
+            suppress(StopRunError),
+        ):
+            self.model.forward(input_ids=pack.input_ids, **arguments)
         return row.masks
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None) -> Any:
@@ -337,25 +336,8 @@ def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Itera
     own = vars(module).get("forward")
 
     def replaced(value: Tensor) -> Tensor:
-        with _own_forward(module, own):
+        with own_forward(module, own):
             return forward(value)
 
-    with _own_forward(module, replaced):
+    with own_forward(module, replaced):
         yield
-
-
-@contextmanager
-def _own_forward(module: Any, forward: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
-    """While open, the instance has this forward; None: that of its class."""
-    before = vars(module).get("forward")
-    _set_forward(module, forward)
-    try:
-        yield
-    finally:
-        _set_forward(module, before)
-
-
-def _set_forward(module: Any, forward: Callable[[Tensor], Tensor] | None) -> None:
-    vars(module).pop("forward", None)
-    if forward is not None:
-        module.forward = forward

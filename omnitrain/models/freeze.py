@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from omnitrain.models.named import parameters_named
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.statistics import rest_frozen_statistics
 
 
 def freeze(model: OmniModel, names: Sequence[str]) -> None:
-    """Take parameters out of training. LoRA adapters beside them go on to train.
+    """Take parameters out of training, and statistics beside them. LoRA adapters beside them go on to train.
 
     Args:
         model: changed in place.
@@ -22,3 +23,4 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
     for name in names:
         for parameter in parameters_named(model, name, "model.freeze"):
             parameter.requires_grad_(parameter in adapters)
+    rest_frozen_statistics(model)

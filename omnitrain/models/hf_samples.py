@@ -14,8 +14,6 @@ from omnitrain.errors import UserError
 from omnitrain.models.native import Discovery
 from omnitrain.models.native.placeholders import MODALITY_CODES
 
-_IDLE = "idle"  # source and id of samples that stand in for none; data may have the same
-
 
 def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> Sample:
     """One sample.
@@ -60,13 +58,6 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         index=index,
         token_inputs=token_inputs,
     )
-
-
-def idle_sample(native: Discovery, token: int, num_tokens: int = 2) -> Sample:
-    """Ordinary tokens that nothing is learnt from, for a rank that has no data."""
-    ids, trained = np.full(num_tokens, token, dtype=np.int64), np.zeros(num_tokens, dtype=bool)
-    extras = native.extras(ids, trained)
-    return Sample(_IDLE, _IDLE, ids, trained, native.positions(ids, {}, extras), index=-1, token_inputs=extras)
 
 
 def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share, num_calls
-from omnitrain.models.hf_samples import idle_sample
 from omnitrain.models.native import special_ids
 from omnitrain.peers import Peers
+
+_IDLE = "idle"  # source and id of samples that stand in for none; data may have the same
 
 
 def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[Pack, Share]]:
@@ -38,11 +41,14 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
-    """Ordinary tokens, for a rank that has no sample.
+    """Ordinary tokens that nothing is learnt from, for a rank that has no sample.
 
     Args:
         model: an :class:`omnitrain.models.omni.OmniModel`.
         num_tokens: how many.
     """
-    special = special_ids(model.foundation.config)
-    return idle_sample(model.runner.native, next(token for token in count() if token not in special), num_tokens)
+    native, special = model.runner.native, special_ids(model.foundation.config)
+    ids = np.full(num_tokens, next(token for token in count() if token not in special), dtype=np.int64)
+    trained = np.zeros(num_tokens, dtype=bool)
+    extras = native.extras(ids, trained)
+    return Sample(_IDLE, _IDLE, ids, trained, native.positions(ids, {}, extras), index=-1, token_inputs=extras)

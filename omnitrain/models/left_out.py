@@ -7,7 +7,6 @@ computes nothing, and gives gradients of zeros.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
 from omnitrain.models.contract.findings import LeftOut
+from omnitrain.recipe.globs import any_layer
 
 _ATTRIBUTE = "_calls_what_is_left_out"
 
@@ -38,11 +38,6 @@ def call_what_is_left_out(model: nn.Module, found: Sequence[LeftOut]) -> None:
         if not hasattr(modules[parent], _ATTRIBUTE):
             ordered = [(modules[name], kind) for _, name, kind in sorted(children, key=lambda child: child[0])]
             setattr(modules[parent], _ATTRIBUTE, _Calls(modules[parent], ordered))
-
-
-def any_layer(name: str) -> str:
-    """The name of a module with ``*`` for its place in module lists."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def parent_of(name: str, kind: LeftOut) -> str:

@@ -29,6 +29,7 @@ from omnitrain.models.native import config_nodes, native_inputs
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.own_configs import take_own_configs
 from omnitrain.models.part import filled_up, here
+from omnitrain.models.statistics import rest_frozen_statistics
 from omnitrain.models.weight_files import save_whole
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 from omnitrain.ops.device import moved
@@ -150,9 +151,10 @@ class OmniModel(PreTrainedModel):
             self._save_spread(Path(save_directory), unknown | ({"push_to_hub"} if kwargs.get("push_to_hub") else set()))
         elif kwargs.get("is_main_process", True):
             weights, adapters = split_weights(self, self.state_dict())
-            super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
+            # First, for a folder with a base's weights is taken for a model that is complete.
             remove_adapters(Path(save_directory))
             save_adapters(self, Path(save_directory), adapters)
+            super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
 
     def _save_spread(self, folder: Path, unknown: set[str]) -> None:
         if unknown:
@@ -257,6 +259,12 @@ class OmniModel(PreTrainedModel):
         readers = {name: encoder.adapter() for name, encoder in self.encoders.items()}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
+    def train(self, mode: bool = True) -> OmniModel:
+        """What is frozen keeps the statistics of its batches (:func:`rest_frozen_statistics`)."""
+        super().train(mode)
+        rest_frozen_statistics(self)
+        return self
+
     def forward(self, pack: Pack, share: Share | None = None) -> OmniOutput:
         """Losses of one packed micro-batch.
 
@@ -299,7 +307,7 @@ class OmniModel(PreTrainedModel):
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
     config = as_config(values)
-    for _, node in config_nodes(config):
+    for node in config_nodes(config):
         node.dtype = None  # the one that is asked for holds for all parts, not what each was saved in
     return class_of(config)(config)
 

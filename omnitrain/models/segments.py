@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from itertools import pairwise
-from types import MethodType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +17,8 @@ from torch import Tensor, nn
 from omnitrain.errors import UserError
 from omnitrain.models.by_heads import by_heads
 from omnitrain.ops.attention import MaskSpec, RowPart, packed, packed_row
+from omnitrain.ops.attention.packing import check_recomputation, relies_on_context
+from omnitrain.ops.forwards import Forward, set_forward
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
@@ -32,20 +32,19 @@ def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
     """
     for module in model.modules():
         if type(module).__name__ in class_names:
-            # A bound method: a deep copy of the module gets one that is bound to the copy.
-            module.forward = MethodType(_segmented_forward(type(module)), module)
+            set_forward(module, _segmented_forward(type(module)))
 
 
-def _segmented_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    alone: Callable[..., Any] = kind.forward
+def _segmented_forward(kind: type[nn.Module]) -> Forward:
+    alone: Forward = kind.forward
 
     @wraps(alone)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         row = packed_row()
         if row is None:
-            _check_recomputation(self)
+            check_recomputation(self)
             return alone(self, *args, **kwargs)
-        _ran_packed.add(self)
+        relies_on_context(self)
         if row.part is not None and (shared := by_heads(alone)) is not None:
             return shared(self, *args, **kwargs)
         if row.part is not None:
@@ -59,21 +58,6 @@ def _segmented_forward(kind: type[nn.Module]) -> Callable[..., Any]:
         return whole if row.part is None else keep_rows(whole, row.part)
 
     return forward
-
-
-# Modules whose last forward was over a packed row.
-_ran_packed: WeakSet[nn.Module] = WeakSet()
-
-
-def _check_recomputation(module: nn.Module) -> None:
-    """Refuse to recompute a packed row as one sample."""
-    if torch._C._current_graph_task_id() == -1:  # not inside a backward
-        _ran_packed.discard(module)
-    elif module in _ran_packed:
-        raise UserError(
-            f"{type(module).__name__} is recomputed outside of packed(...), by which it knew where samples begin: "
-            "enter it around the backward, too"
-        )
 
 
 def row_dim(shape: Sequence[int], length: int) -> int | None:
@@ -97,11 +81,9 @@ def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
             return value[..., start:stop, start:stop]
         dim = row_dim(value.shape, length)
         return value if dim is None else value.narrow(dim, start, stop - start)
-    if isinstance(value, (list, tuple)):
-        return type(value)(cut_rows(item, length, start, stop) for item in value)
     if isinstance(value, dict):
-        return {key: cut_rows(item, length, start, stop) for key, item in value.items() if key not in _PACKING}
-    return value
+        value = {key: item for key, item in value.items() if key not in _PACKING}
+    return each(value, lambda item: cut_rows(item, length, start, stop))
 
 
 def gathered_whole(value: Any, part: RowPart) -> Any:
@@ -113,7 +95,7 @@ def gathered_whole(value: Any, part: RowPart) -> Any:
             raise UserError("a mask of the tokens of one rank says nothing of the others: no ranks can share a row")
         dim = row_dim(value.shape, part.rows.numel())
         return value if dim is None else part.gather(value, dim)
-    return _each(value, lambda item: gathered_whole(item, part))
+    return each(value, lambda item: gathered_whole(item, part))
 
 
 def keep_rows(value: Any, part: RowPart) -> Any:
@@ -121,10 +103,11 @@ def keep_rows(value: Any, part: RowPart) -> Any:
     if isinstance(value, Tensor):
         dim = row_dim(value.shape, part.num_tokens)
         return value if dim is None else value.index_select(dim, part.rows)
-    return _each(value, lambda item: keep_rows(item, part))
+    return each(value, lambda item: keep_rows(item, part))
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """What ``change`` makes of each item of a list, tuple or dict; anything else as it is."""
     if isinstance(value, (list, tuple)):
         return type(value)(change(item) for item in value)
     if isinstance(value, dict):

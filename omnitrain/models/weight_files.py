@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from omnitrain.models.omni import OmniModel
 
 FILE_BYTES = 5 * 2**30
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -42,9 +43,9 @@ def save_whole(model: OmniModel, folder: Path, peers: Peers, file_bytes: int = F
     Raises:
         Exception: on all ranks, what one of them met in writing.
     """
-    agreed(peers, lambda: _begin(model, folder) if peers.rank == 0 else None)
     values = model.state_dict(keep_vars=True)
     added = model.adapter_names
+    _save_rest(model, folder, {name: value for name, value in values.items() if name in added}, peers)
     files = _divided({name: value for name, value in values.items() if name not in added}, file_bytes)
     file_of: dict[str, str] = {}
     for begin in range(0, len(files), peers.size):
@@ -55,11 +56,16 @@ def save_whole(model: OmniModel, folder: Path, peers: Peers, file_bytes: int = F
         written = agreed(peers, partial(_write, model, own, folder / mine))
         for names, file in peers.gather((written, mine)):
             file_of |= dict.fromkeys(names, file)
-    adapters = whole_tensors({name: value for name, value in values.items() if name in added}, keep=peers.rank == 0)
-    agreed(peers, lambda: _end(model, folder, file_of, adapters) if peers.rank == 0 else None)
+    agreed(peers, lambda: _end(folder, file_of) if peers.rank == 0 else None)
 
 
-def _begin(model: OmniModel, folder: Path) -> None:
+def _save_rest(model: OmniModel, folder: Path, adapters: Mapping[str, Tensor], peers: Peers) -> None:
+    """All but the base's weights, without which nobody takes the folder for a model that is complete."""
+    whole = whole_tensors(adapters, keep=peers.rank == 0)
+    agreed(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
+
+
+def _begin(model: OmniModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:
     shows_progress = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # of no tensors
     try:
@@ -67,10 +73,11 @@ def _begin(model: OmniModel, folder: Path) -> None:
     finally:
         if shows_progress:
             hf_logging.enable_progress_bar()
-    stem = SAFE_WEIGHTS_NAME.partition(".")[0]
-    for old in folder.glob(f"{stem}*.safetensors*"):
-        old.unlink()
+    for old in folder.iterdir():
+        if _WEIGHTS.fullmatch(old.name):
+            old.unlink()
     remove_adapters(folder)
+    save_adapters(model, folder, adapters)
 
 
 def _divided(values: Mapping[str, Tensor], file_bytes: int) -> list[list[str]]:
@@ -107,9 +114,8 @@ def _write(model: OmniModel, weights: dict[str, Tensor], file: Path) -> list[str
     return list(converted)
 
 
-def _end(model: OmniModel, folder: Path, file_of: Mapping[str, str], adapters: Mapping[str, Tensor]) -> None:
+def _end(folder: Path, file_of: Mapping[str, str]) -> None:
     if len(set(file_of.values())) > 1:
         total = sum((folder / file).stat().st_size for file in set(file_of.values()))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
-    save_adapters(model, folder, adapters)

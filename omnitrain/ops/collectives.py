@@ -6,13 +6,16 @@ of something that several hold alike is its own part, and the parts of all of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+T = TypeVar("T")
 
 # torch 2.13 has other names for them.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -21,7 +24,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, on each of them. Gradients are added up in the same way."""
-    return _AddUp.apply(tensor, group)
+    summed = partial(_summed, group=group)
+    return both_ways(summed, summed, tensor)
 
 
 def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -29,12 +33,12 @@ def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     For a function with collectives inside, whose backward on each rank takes the gradient of what all ranks return.
     """
-    return _AddUpGradients.apply(tensor, group)
+    return both_ways(lambda own: own.view_as(own), partial(_summed, group=group), tensor)
 
 
 def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[..., n]`` of each rank side by side: ``[..., ranks * n]``, on each of them."""
-    return _GatherColumns.apply(tensor, group)
+    return both_ways(partial(_gathered_columns, group=group), partial(_summed_columns, group=group), tensor)
 
 
 def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -51,8 +55,8 @@ def gather_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) ->
         counts: rows of each rank.
         group: all of its ranks call this, forward and backward.
     """
-    rows: Tensor = _GatherRows.apply(own, list(counts), group)
-    return rows
+    gather = partial(_gathered_rows, counts=counts, group=group)
+    return both_ways(gather, partial(_summed_rows, counts=counts, group=group), own)
 
 
 def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -61,8 +65,15 @@ def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup)
     Returns:
         ``[counts of this rank, ...]``, added up in fp32.
     """
-    rows: Tensor = _ScatterRows.apply(whole, list(counts), group)
-    return rows
+    gather = partial(_gathered_rows, counts=counts, group=group)
+    return both_ways(partial(_summed_rows, counts=counts, group=group), gather, whole)
+
+
+def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of the group has, rank by rank, pickled on its way; None: of all ranks."""
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, own, group=group)
+    return everywhere
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -72,64 +83,33 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts
 
 
-class _AddUp(torch.autograd.Function):
+def both_ways(forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
+    """``forth`` of tensors, of whose result's gradients ``back`` makes theirs."""
+    return _BothWays.apply(forth, back, *tensors)
+
+
+class _BothWays(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-class _AddUpGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-class _GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(tensor, group).movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        parts = gradient.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0).contiguous()
-        own = torch.empty_like(parts[0])
-        _reduce_scatter(own.view(-1), parts.view(-1), group=ctx.group)
-        return own, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.counts, ctx.group = counts, group
-        return _gathered_rows(own, counts, group)
+    def forward(ctx: Any, forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.back = back
+        return forth(*tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _summed_rows(gradient, ctx.counts, ctx.group), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.back(*gradients)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
 
 
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.counts, ctx.group = counts, group
-        return _summed_rows(whole, counts, group)
+def _gathered_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return gathered(own, group).movedim(0, -2).flatten(-2)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered_rows(gradient, ctx.counts, ctx.group), None, None
+
+def _summed_columns(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = whole.unflatten(-1, (group.size(), -1)).movedim(-2, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    _reduce_scatter(own.view(-1), parts.view(-1), group=group)
+    return own
 
 
 def _gathered_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -138,10 +118,10 @@ def _gathered_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup)
     return torch.cat([rows[:count] for rows, count in zip(gathered(padded, group), counts, strict=True)])
 
 
-def _summed_rows(whole: Tensor, counts: list[int], group: dist.ProcessGroup) -> Tensor:
+def _summed_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     ranks, own = len(counts), counts[group.rank()]
     parts = whole.new_empty(ranks * own, *whole.shape[1:])
-    dist.all_to_all_single(parts, whole.contiguous(), [own] * ranks, counts, group=group)
+    dist.all_to_all_single(parts, whole.contiguous(), [own] * ranks, list(counts), group=group)
     wide = torch.promote_types(whole.dtype, torch.float32)
     return parts.view(ranks, own, *whole.shape[1:]).sum(0, dtype=wide).to(whole.dtype)
 

@@ -91,9 +91,8 @@ def compile_blocks(
 ) -> CompiledBlocks:
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
-    Blocks are the items of the module lists that transformers can recompute (``GradientCheckpointingLayer``). All sizes
-    are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to stay out.
-    So a block is two graphs, and blocks that are alike share them.
+    All sizes are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to
+    stay out. So a block is two graphs, and blocks that are alike share them.
 
     Args:
         model: on any device.
@@ -104,7 +103,7 @@ def compile_blocks(
     Raises:
         UserError: ``model`` has no such blocks, or this machine no C++ compiler.
     """
-    blocks = {name: block for name, block in model.named_modules() if _is_block(model, name, block)}
+    blocks = dict(blocks_in(model))
     if not blocks:
         raise UserError(f"{type(model).__name__} has no list of blocks that torch.compile could take one by one")
     if backend == "inductor" and (lack := compiler_missing(device)) is not None:
@@ -116,9 +115,13 @@ def compile_blocks(
     return CompiledBlocks(blocks, max_recompiles)
 
 
-def _is_block(model: nn.Module, name: str, module: nn.Module) -> bool:
-    parent = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(module, GradientCheckpointingLayer) and isinstance(parent, nn.ModuleList)
+def blocks_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of all blocks of ``model``: the items of module lists that transformers can recompute."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        is_listed = isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)
+        if is_listed and isinstance(module, GradientCheckpointingLayer):
+            yield name, module
 
 
 def compiler_missing(device: torch.device) -> str | None:

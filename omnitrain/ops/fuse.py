@@ -1,7 +1,6 @@
 """Putting other implementations of an operation into a model, from outside.
 
-Modules are recognised by what they compute, never by their names. Only the ``forward`` of the instance is replaced:
-classes, parameters and the keys of the state dict stay.
+Modules are recognised by what they compute, never by their names.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,12 +15,11 @@ from torch import nn
 
 from omnitrain.errors import UserError
 from omnitrain.ops.backends import Backend, choose
+from omnitrain.ops.forwards import Forward, set_forward
 from omnitrain.ops.patch_embed import PATCH_EMBED, is_patch_embedding
 from omnitrain.ops.rms_norm import RMS_NORM, rms_norm_form
 from omnitrain.ops.rotary import ROTARY, rotary_forward
 from omnitrain.ops.swiglu import SWIGLU, is_swiglu, swiglu_forward
-
-Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,6 @@ def _fuse(model: nn.Module, name: str, wanted: str, device: torch.device) -> Fus
     for module in model.modules():
         forward = _OPERATIONS[name].forward_of(module, backend.run)
         if forward is not None:
-            # A bound method: a deep copy of the module gets one that is bound to the copy.
-            module.forward = MethodType(forward, module)
+            set_forward(module, forward)
             done.classes[type(module).__name__] += 1
     return done

@@ -68,25 +68,15 @@ class _Tables:
         )
         return cls(*per_head)
 
-    def turned(self, x_BTHD: torch.Tensor) -> torch.Tensor:
-        """:func:`rotary`, in the same order of operations."""
-        cos, sin = self._of(x_BTHD)
-        half, across = cos.size(-1) // 2, torch.empty_like(x_BTHD)
-        torch.mul(x_BTHD[..., half:], sin[..., :half], out=across[..., :half])
-        torch.mul(x_BTHD[..., :half], sin[..., half:], out=across[..., half:])
+    def turned(self, x_BTHD: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """:func:`rotary`, in the same order of operations; ``back``: its transpose."""
+        heads, half = x_BTHD.size(2), self.cos.size(-1) // 2
+        cos, sin = self.cos[:, :, :heads], self.sin[:, :, :heads]
+        of_second, of_first = sin.split(half, dim=-1)[:: -1 if back else 1]
+        across = torch.empty_like(x_BTHD)
+        torch.mul(x_BTHD[..., half:], of_second, out=across[..., :half])
+        torch.mul(x_BTHD[..., :half], of_first, out=across[..., half:])
         return (x_BTHD * cos).add_(across)
-
-    def turned_back(self, x_BTHD: torch.Tensor) -> torch.Tensor:
-        """The transpose of :meth:`turned`."""
-        cos, sin = self._of(x_BTHD)
-        half, across = cos.size(-1) // 2, torch.empty_like(x_BTHD)
-        torch.mul(x_BTHD[..., half:], sin[..., half:], out=across[..., :half])
-        torch.mul(x_BTHD[..., :half], sin[..., :half], out=across[..., half:])
-        return (x_BTHD * cos).add_(across)
-
-    def _of(self, x_BTHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        heads = x_BTHD.size(2)
-        return self.cos[:, :, :heads], self.sin[:, :, :heads]
 
 
 # Of the cosines of a forward, which all of its layers share; gone when these are.
@@ -120,7 +110,7 @@ class _FusedRotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        back = (ctx.tables.turned_back(gradient.transpose(1, 2)).transpose(1, 2) for gradient in gradients)
+        back = (ctx.tables.turned(gradient.transpose(1, 2), back=True).transpose(1, 2) for gradient in gradients)
         return (*back, None)
 
 

@@ -48,7 +48,8 @@ def _behaves_as_swiglu(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     shapes = {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6)}
     weights = {f"{name}.weight": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    biases = {f"{part}.bias": torch.randn(shapes[part][0], generator=generator) for part in _biased(module)}
+    biased = [part for part in _PARTS if module.get_submodule(part).bias is not None]
+    biases = {f"{part}.bias": torch.randn(shapes[part][0], generator=generator) for part in biased}
     x = torch.randn(3, 4, generator=generator)
     try:
         theirs = functional_call(module, weights | biases, (x,))
@@ -56,10 +57,6 @@ def _behaves_as_swiglu(module: nn.Module) -> bool:
         return False
     ours = functional_call(_Reference(module), {f"mlp.{k}": v for k, v in (weights | biases).items()}, (x,))
     return isinstance(theirs, torch.Tensor) and torch.equal(theirs, ours)
-
-
-def _biased(module: nn.Module) -> list[str]:
-    return [part for part in _PARTS if module.get_submodule(part).bias is not None]
 
 
 class _Reference(nn.Module):

@@ -8,11 +8,10 @@ the others: it would change neither a loss nor a gradient.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from omnitrain.ops.backends import Backend
+from omnitrain.ops.forwards import Forward, forward_of, set_forward
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +95,7 @@ def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
     for name, module in zip(names, modules, strict=True):
         if isinstance(module, nn.Linear) and "." in name:
             _last_to_mix.add(submodule(model, name.rpartition(".")[0]))
-        forward = vars(module).get("forward")  # that of an operation put in from outside
-        module.forward = MethodType(
-            _on_read_rows(type(module).forward if forward is None else forward.__func__), module
-        )
+        set_forward(module, _on_read_rows(forward_of(module)))
     return Counter(type(module).__name__ for module in modules)
 
 
@@ -119,7 +116,7 @@ def submodule(model: nn.Module, name: str) -> nn.Module:
     return module
 
 
-def _on_read_rows(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_read_rows(plain: Forward) -> Forward:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         read = None if torch.compiler.is_compiling() else _read.get()
         if read is None or type(x) is not torch.Tensor or x.ndim < 3 or x.shape[:2] != (1, read.length):

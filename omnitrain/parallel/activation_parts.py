@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from omnitrain.ops.experts import backend_of, experts_in, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts import experts_in, set_experts
 from omnitrain.parallel.activations import ActivationOffload, around_calls
 from omnitrain.parallel.recompute import recompute_modules
 from omnitrain.parallel.routers import find_router
@@ -37,7 +37,6 @@ def recompute_parts(model: nn.Module, blocks: Sequence[str], parts: Sequence[Rec
                 recompute_modules(router[:1])
             if "expert_activation" in parts:
                 set_experts(experts, recomputes_activation=True)
-                use_omnitrain_experts(experts, backend_of(experts))
 
 
 def attention_modules(block: nn.Module) -> Iterator[nn.Module]:
@@ -58,7 +57,6 @@ def offload_tensors(
         for path, experts in experts_in(block):
             if "dispatched_rows" in tensors:
                 set_experts(experts, saving=offload.saving_only)
-                use_omnitrain_experts(experts, backend_of(experts))
             if "mlp_input" in tensors:
                 around_calls(block.get_submodule(path.rpartition(".")[0]), partial(_of_input, offload))
 

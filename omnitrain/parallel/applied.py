@@ -14,6 +14,7 @@ from omnitrain.models.shared_tower import SharedTower
 from omnitrain.ops.compile import CompiledBlocks
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.async_ulysses import DrivenModules
+from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.tokens import DividedTokens
 from omnitrain.recipe.parallel import ComponentPlan
@@ -62,36 +63,6 @@ class AppliedComponent:
         return self.plan.dp_shard or 1
 
 
-@dataclass(frozen=True)
-class LayoutRow:
-    """A component in the table that start-up prints.
-
-    Attributes:
-        name: of the component.
-        mode: ``fsdp2``, ``hsdp`` or ``replicate``.
-        mesh: copies x ranks of each, those that share its matrices, and those that share its experts, where there are
-            some.
-        units: number of modules that gather and reduce together.
-        parameters: elements, of which ``trainable`` train.
-        trainable: elements.
-        dtypes: of parameters, computation and gradient sums.
-        recompute: what is computed again.
-        offload: what lives in host memory.
-        sequence: how ranks share a sequence.
-    """
-
-    name: str
-    mode: str
-    mesh: str
-    units: int
-    parameters: int
-    trainable: int
-    dtypes: str
-    recompute: str
-    offload: str
-    sequence: str
-
-
 @dataclass(frozen=True, eq=False)
 class AppliedLayout:
     """The layout of a model.
@@ -104,10 +75,12 @@ class AppliedLayout:
     state: ParallelState
     components: Mapping[str, AppliedComponent]
 
-    def table(self, model: OmniModel) -> list[LayoutRow]:
-        """One row per component."""
+    def table(self, model: OmniModel) -> LayoutTable:
+        """One row per component, to be printed."""
         own = dict(model.named_parameters())
-        return [_row(component, [own[name] for name in component.parameters]) for component in self.components.values()]
+        return LayoutTable(
+            _row(component, [own[name] for name in component.parameters]) for component in self.components.values()
+        )
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Trained parameters whose optimizer state lives in host memory."""

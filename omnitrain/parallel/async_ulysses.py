@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.drive_trial import Manners, kind_of, manners_of
 from omnitrain.parallel.driven_attention import Manner, drive, why_not_driven
 
@@ -44,9 +44,7 @@ def drive_foundation(model: OmniModel, sp: int) -> DrivenModules:
     classes = {name for name, _ in manners}
     modules = [module for module in foundation.modules() if type(module).__name__ in classes]
     found = [_manner(module, manners, sp) for module in modules]
-    reasons_here = [reason if isinstance(reason, str) else None for reason in found]
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, reasons_here)
+    of_ranks = gathered_objects([reason if isinstance(reason, str) else None for reason in found])
     plain: Counter[str] = Counter()
     for module, manner, reasons in zip(modules, found, zip(*of_ranks, strict=True), strict=True):
         if reason := next(filter(None, reasons), None):  # of any rank: they must not differ

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from omnitrain.ops.collectives import both_ways
 from omnitrain.ops.experts import LayerSpans, Piece, Routes, combine_rows, is_replaying, sort_by_expert, take_rows
 
 
@@ -105,7 +105,7 @@ class _Trip:
     def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
         self._call = _Call(buffer, index, num_experts)
         self._dtype = weights.dtype
-        self._tokens, self._weights = _Dispatch.apply(self._call, tokens, weights.float())
+        self._tokens, self._weights = both_ways(self._call.there, self._call.back, tokens, weights.float())
         self._routes = self._call.routes()
         self.rows_to_others = self._call.rows_to_others
         self.pieces: Sequence[Sequence[Piece]] = [[Piece(0, len(self._routes.ends), 0, self._call.num_rows)]]
@@ -116,7 +116,7 @@ class _Trip:
     def send_back(self, chunk: int, results: Tensor) -> None:
         padded = torch.nn.functional.pad(results, (0, 0, 0, len(self._routes.token_of_row) - len(results)))
         weighed = combine_rows(padded, self._weights.to(self._dtype), self._routes)
-        self._results: Tensor = _Combine.apply(self._call, weighed)
+        self._results: Tensor = both_ways(self._call.added_up, self._call.there_again, weighed)
 
     def combine(self) -> Tensor:
         return self._results
@@ -155,10 +155,17 @@ class _Call:
         received: Tensor = self.buffer.dispatch(tokens.contiguous(), handle=self._handle)[0]
         return received
 
-    def back(self, rows: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def back(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the ranks that a token was sent to, of what they have of it."""
-        combined, its_weights, _ = self.buffer.combine(rows.contiguous(), self._handle, topk_weights=weights)
+        combined, its_weights, _ = self.buffer.combine(
+            rows.contiguous(), self._handle, topk_weights=weights.contiguous()
+        )
         return combined, its_weights
+
+    def added_up(self, rows: Tensor) -> Tensor:
+        """:meth:`back`, of rows alone."""
+        combined: Tensor = self.buffer.combine(rows.contiguous(), self._handle, topk_weights=None)[0]
+        return combined
 
     def routes(self) -> Routes:
         """Received tokens to rows of experts here. One more row stands for the experts elsewhere, and is nobody's."""
@@ -168,27 +175,3 @@ class _Call:
             return Routes(routes.token_of_row, routes.row_of_slot, routes.ends[:-1])
         token = torch.cat([routes.token_of_row[: self.num_rows], routes.token_of_row.new_zeros(1)])
         return Routes(token, routes.row_of_slot.clamp(max=self.num_rows), routes.ends[:-1])
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.call = call
-        return call.there(tokens, weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_tokens: Tensor, of_weights: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        return None, *ctx.call.back(of_tokens, of_weights.contiguous())
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, rows: Tensor) -> Tensor:
-        ctx.call = call
-        return call.back(rows)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.call.there_again(gradient)

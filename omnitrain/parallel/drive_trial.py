@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,12 +20,11 @@ from transformers import PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.findings import Contract
-from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.trial import Failure, Trial, attempt
-from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.foundation import EncodedMedia
 from omnitrain.ops.attention import MaskSpec, PackedRow
 from omnitrain.ops.attention.call import Call
+from omnitrain.ops.collectives import both_ways
 from omnitrain.parallel.async_projections import RowExchange, Rows
 from omnitrain.parallel.driven_attention import Input, Manner, run_driven
 from omnitrain.parallel.head_exchange import Arrival, HeadSpans
@@ -54,8 +54,7 @@ def manners_of(model: PreTrainedModel, contract: Contract) -> Manners:
         Kinds of the modules that are handed a mask of the packed row; others are not listed.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        trial = Trial(build_twin(type(model), twin_config(model.config)))
-        trial.use(**vars(contract))
+        trial = Trial.by(model, contract)
         found = attempt(lambda: _attention_calls(trial))
         if isinstance(found, Failure):
             return {}
@@ -76,8 +75,7 @@ def _manner(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | st
 
 def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArguments]]:
     """The innermost modules that are handed the mask of a packed row, one of each kind, with their arguments."""
-    texts = [probe.sample for probe in probe_samples(trial.plain, trial.native) if not probe.modalities]
-    pack = Pack.from_samples(texts[:1] * (_SAMPLES if trial.contract.packs else 1))
+    pack = Pack.from_samples(trial.texts[:1] * (_SAMPLES if trial.contract.packs else 1))
     calls: dict[nn.Module, inspect.BoundArguments] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -85,12 +83,10 @@ def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArgumen
         if any(isinstance(value, MaskSpec) for value in (*bound.args, *bound.kwargs.values())):
             calls[module] = bound
 
-    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in trial.ours.modules()]
-    try:
+    with ExitStack() as hooks:
+        for module in trial.ours.modules():
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         trial.logits(pack, EncodedMedia(), PackedRow(tuple(pack.cu_seqlens.tolist())))
-    finally:
-        for handle in handles:
-            handle.remove()
     innermost = [m for m in calls if not any(inner in calls for inner in m.modules() if inner is not m)]
     return list({kind_of(module): (module, calls[module]) for module in innermost}.values())
 
@@ -139,20 +135,13 @@ class _Noting:
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         self.calls.append(call)
-        query, key, value = (_Exchanged.apply(state) for state in (call.query, call.key, call.value))
+        query, key, value = (both_ways(Tensor.clone, _as_exchanged, x) for x in (call.query, call.key, call.value))
         return compute(replace(call, query=query, key=key, value=value, mask=call.mask.whole))
 
 
-class _Exchanged(torch.autograd.Function):
-    """Gradients are laid out as they come back from an exchange: the order in which they are added up follows."""
-
-    @staticmethod
-    def forward(ctx: Any, state: Tensor) -> Tensor:
-        return state.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+def _as_exchanged(gradient: Tensor) -> Tensor:
+    """Laid out as it comes back from an exchange: the order in which gradients are added up follows."""
+    return gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
@@ -169,12 +158,10 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
     for name, value in own.arguments.items():
         if isinstance(value, MaskSpec):
             own.arguments[name] = value.on(_Noting(value.borders[-1], calls))
-    handles = [part.register_forward_hook(note) for part in names]
-    try:
+    with ExitStack() as hooks:
+        for part in names:
+            hooks.enter_context(part.register_forward_hook(note))
         output = _first(module.forward(*own.args, **own.kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
     if len(calls) != 1 or not called:
         raise _NotDrivenError(f"it attends {len(calls)} times, and has {len(called)} layers")
     hidden = [name for name, value in own.arguments.items() if value is called[0].given]

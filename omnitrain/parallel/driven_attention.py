@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omnitrain.models.segments import row_dim
+from omnitrain.models.native.touch import leaves
+from omnitrain.models.segments import each, row_dim
 from omnitrain.ops.attention import MaskSpec
 from omnitrain.ops.attention.call import Call
+from omnitrain.ops.forwards import forward_of, own_forward, set_forward
 from omnitrain.parallel.async_projections import Projection, RowExchange, project_and_gather, scatter_and_project
 from omnitrain.parallel.ulysses import OwnHeads, UlyssesShard, deal_heads
 
@@ -90,8 +92,7 @@ class OwnHeadsShard:
 def drive(module: nn.Module, manner: Manner) -> None:
     """Make ``module`` run by :func:`run_driven` wherever its mask says that ranks exchange rows for heads."""
     signature = inspect.signature(module.forward)
-    own = vars(module).get("forward")  # that of an operation put in from outside
-    function = type(module).forward if own is None else own.__func__
+    function = forward_of(module)
 
     @torch.compiler.disable  # what is on its way between ranks cannot be traced
     @wraps(type(module).forward)
@@ -104,7 +105,7 @@ def drive(module: nn.Module, manner: Manner) -> None:
         arguments = signature.bind(*args, **kwargs)
         return run_driven(self, plain, manner, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
 
-    module.forward = MethodType(forward, module)
+    set_forward(module, forward)
 
 
 def run_driven(
@@ -144,9 +145,7 @@ def run_driven(
         if isinstance(value, Tensor):
             dim = row_dim(value.shape, hidden.size(1))
             return value if dim is None else gather_tables(value, dim)
-        if isinstance(value, dict):
-            return {key: whole(item) for key, item in value.items()}
-        return type(value)(map(whole, value)) if isinstance(value, (tuple, list)) else value
+        return each(value, whole)
 
     run = _Run(module, manner, heads, exchange, hidden[0])
     args, kwargs = (whole(list(arguments.args)), whole(arguments.kwargs))
@@ -191,18 +190,10 @@ class _Run:
         forwards: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(self._norms, _as_it_is)
         forwards |= {i.linear: self._hand_out(i.linear) for i in self._manner.inputs}
         forwards[self._manner.output] = self._output
-        attributes = {name: vars(self._module.get_submodule(name)) for name in forwards}
-        before = {name: own.get("forward") for name, own in attributes.items()}
-        try:
-            for name, own in attributes.items():
-                own["forward"] = forwards[name]
+        with ExitStack() as stack:
+            for name, forward in forwards.items():
+                stack.enter_context(own_forward(self._module.get_submodule(name), forward))
             yield
-        finally:
-            for name, own in attributes.items():
-                if before[name] is None:
-                    del own["forward"]
-                else:
-                    own["forward"] = before[name]
 
     def _hand_out(self, name: str) -> Callable[[Tensor], Tensor]:
         def forward(stand_in: Tensor) -> Tensor:
@@ -241,11 +232,6 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _shard_in(value: Any) -> UlyssesShard | None:
-    if isinstance(value, MaskSpec):
-        return value.shard if isinstance(value.shard, UlyssesShard) else None
-    if isinstance(value, dict):
-        return _shard_in(list(value.values()))
-    if isinstance(value, (tuple, list)):
-        return next((shard for item in value if (shard := _shard_in(item)) is not None), None)
-    return None
+def _shard_in(arguments: Any) -> UlyssesShard | None:
+    shards = (value.shard for value in leaves(arguments) if isinstance(value, MaskSpec))
+    return next((shard for shard in shards if isinstance(shard, UlyssesShard)), None)

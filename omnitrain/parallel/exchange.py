@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.device import moved
-from omnitrain.parallel.routing import Leg, RoutingTable, rank_routing
+from omnitrain.parallel.routing import Leg, rank_routing
+from omnitrain.plan import Routes
 
 
 class Exchange:
@@ -30,7 +31,7 @@ class Exchange:
     at least, even on outputs of zero rows (``outputs[0].sum() * 0`` is enough).
 
     Args:
-        routes: who sends what to whom.
+        routes: by global ranks, the same on all of them; a consumer gets its items in the order of its entries.
         group: of the ranks that take part; None: all. Entries between other ranks are left out.
         made: items that this rank makes, in the order of their rows in its tensors; None: ascending.
         replicas: groups of global ranks that compute the same with an item, such as ``shape.groups("tp")``.
@@ -43,7 +44,7 @@ class Exchange:
 
     def __init__(
         self,
-        routes: RoutingTable,
+        routes: Routes,
         group: dist.ProcessGroup | None = None,
         *,
         made: Sequence[int] | None = None,

@@ -21,16 +21,15 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.left_out import any_layer
 from omnitrain.models.omni import OmniModel
-from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of, use_omnitrain_experts
+from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_of
 from omnitrain.ops.experts.declared import names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.deepep import DeepEpDispatcher, open_deepep
 from omnitrain.parallel.expert_exchange import GroupLink, RankDispatcher
 from omnitrain.parallel.shard import device_of
 from omnitrain.parallel.shared_experts import Early, shared_experts
 from omnitrain.parallel.token_shares import ShareOfTokens
-from omnitrain.recipe.globs import matches
+from omnitrain.recipe.globs import any_layer, matches
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 _SPREADS = "ep_dispatch_experts"  # the style in plans of transformers
@@ -127,9 +126,7 @@ def _named(layers: Sequence[ExpertLayer]) -> str:
 def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None) -> None:
     """Let the experts of ``layers`` compute so many rows at a time."""
     for layer in layers:
-        module = model.get_submodule(layer.name)
-        set_experts(module, row_budget=rows)
-        use_omnitrain_experts(module, layer.backend)
+        set_experts(model.get_submodule(layer.name), row_budget=rows)
 
 
 def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, plan: ComponentPlan) -> str:
@@ -161,7 +158,6 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
             above = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(above, module, device_of(mesh))) is not None:
                 set_experts(module, meanwhile=Early(above, shared).compute)
-        use_omnitrain_experts(module, layer.backend)
     return "torch" if buffer is None else "deepep"
 
 
@@ -184,7 +180,6 @@ def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: Devic
     for layer in layers if tp_mesh.size() > 1 else ():
         module = model.get_submodule(layer.name)
         set_experts(module, dispatcher=ShareOfTokens(settings_of(module).dispatcher, tp_mesh.get_group()))
-        use_omnitrain_experts(module, layer.backend)
 
 
 def _chunks(plan: ComponentPlan, num_experts: int) -> int:

@@ -47,16 +47,13 @@ def _parts(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[
 
 
 def _follow(module: nn.Module, name: str, note: Callable[[str], object]) -> Iterator[RemovableHandle]:
-    def begin(module: nn.Module, args: Any) -> None:
-        note(name)
-
-    def begin_backward(gradient: torch.Tensor) -> None:
+    def begin(*_: Any) -> None:  # of a forward, or of the backward behind it
         note(name)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
         if made:
-            register_multi_grad_hook(made, begin_backward, mode="any")
+            register_multi_grad_hook(made, begin, mode="any")
 
     yield module.register_forward_pre_hook(begin)
     yield module.register_forward_hook(end)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import swap_tensors
 
-from omnitrain.errors import UserError
+from omnitrain.ops.collectives import gathered_objects
 
 SOURCE = 0  # the rank that has them
-_SHOWN = 3
 
 
 class HandedOut:
@@ -36,7 +34,7 @@ class HandedOut:
         self._model, self._device = model, device
         self._whole: dict[str, Tensor] = {}
         # Those of rank 0: a model that was built without weights does not know in which its file has them.
-        dtypes = _gathered({name: parameter.dtype for name, parameter in model.named_parameters()})[SOURCE]
+        dtypes = gathered_objects({name: parameter.dtype for name, parameter in model.named_parameters()})[SOURCE]
         _take_buffers(model)
         for name, parameter in model.named_parameters():
             bare = torch.empty_like(parameter, device="meta", dtype=dtypes[name])
@@ -72,23 +70,7 @@ class HandedOut:
 
 def ranks_without_weights(model: nn.Module) -> list[bool]:
     """Of each rank whether its model is on the meta device; all of them call this."""
-    return _gathered(any(parameter.is_meta for parameter in model.parameters()))
-
-
-def require_same_parameters(model: nn.Module) -> None:
-    """Before rank 0 hands them out; all ranks call this.
-
-    Raises:
-        UserError: on all ranks, with the names of some that differ from those of rank 0: by name, shape or whether they
-            train.
-    """
-    own = {name: (tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()}
-    everywhere = _gathered(own)
-    if different := sorted({name for found in everywhere for name, _ in found.items() ^ everywhere[SOURCE].items()}):
-        raise UserError(
-            f"{len(different)} parameters are not those of rank 0, such as {', '.join(different[:_SHOWN])}; build the "
-            "same model on every rank"
-        )
+    return gathered_objects(any(parameter.is_meta for parameter in model.parameters()))
 
 
 def _take_buffers(model: nn.Module) -> None:
@@ -106,9 +88,3 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         for name, value in (*module._buffers.items(), *vars(module).items()):
             if isinstance(value, Tensor):
                 yield path, name, value
-
-
-def _gathered(own: Any) -> list[Any]:
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return everywhere

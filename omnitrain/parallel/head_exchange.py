@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from omnitrain.errors import UserError
+from omnitrain.ops.collectives import both_ways, gathered_objects
 from omnitrain.parallel.state import get_parallel_state
 
 # The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
@@ -55,7 +54,7 @@ def gather_seq_scatter_heads(
     """
     group = get_parallel_state().sp_group if group is None else group
     x_THW = _rows_first(x, seq_dim, head_dim)
-    rows = _gathered_lengths(len(x_THW), group) if lengths is None else lengths
+    rows = gathered_objects(len(x_THW), group) if lengths is None else lengths
     (gathered,) = rows_to_heads([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
     return _as_before(gathered, x, seq_dim, head_dim)
 
@@ -125,7 +124,7 @@ def rows_to_heads(
     Returns:
         Per tensor ``[all rows, own heads, width]``.
     """
-    return _RowsToHeads.apply(spans, rows, group, *tensors)
+    return both_ways(*_gather_and_scatter(spans, rows, group), *tensors)
 
 
 def heads_to_rows(
@@ -142,35 +141,17 @@ def heads_to_rows(
     Returns:
         Per tensor ``[own rows, heads, width]``.
     """
-    return _HeadsToRows.apply(spans, rows, group, *tensors)
+    return both_ways(*_gather_and_scatter(spans, rows, group)[::-1], *tensors)
 
 
-class _RowsToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.way = spans, rows, group
-        return start_gather(tensors, spans, rows, group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *start_scatter(gradients, *ctx.way)()
-
-
-class _HeadsToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.way = spans, rows, group
-        return start_scatter(tensors, spans, rows, group)()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *start_gather(gradients, *ctx.way)()
+def _gather_and_scatter(
+    spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
+    """Each other's transposes."""
+    return (
+        lambda *tensors: start_gather(tensors, spans, rows, group)(),
+        lambda *tensors: start_scatter(tensors, spans, rows, group)(),
+    )
 
 
 def start_gather(
@@ -277,9 +258,3 @@ def _as_before(x_THW: Tensor, like: Tensor, seq_dim: int, head_dim: int) -> Tens
     """The inverse of :func:`_rows_first`, with the rows and heads that there are now."""
     others = like.movedim((seq_dim, head_dim), (0, 1)).shape[2:]
     return x_THW.reshape(*x_THW.shape[:2], *others).movedim((0, 1), (seq_dim, head_dim))
-
-
-def _gathered_lengths(own: int, group: dist.ProcessGroup) -> list[int]:
-    lengths: list[Any] = [None] * group.size()
-    dist.all_gather_object(lengths, own, group=group)
-    return [int(length) for length in lengths]

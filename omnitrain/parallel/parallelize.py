@@ -17,14 +17,14 @@ from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.lora import adapters_of, add_lora
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.shared_tower import SharedTower
+from omnitrain.models.statistics import rest_frozen_statistics
 from omnitrain.ops.compile import compile_blocks
 from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
 from omnitrain.parallel.activations import ActivationOffload
 from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember_layout
 from omnitrain.parallel.async_ulysses import drive_foundation
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
-from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights, require_same_parameters
-from omnitrain.parallel.lora import adapters_for
+from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights
 from omnitrain.parallel.recompute import recompute_blocks
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence import part_of_call
@@ -41,8 +41,9 @@ from omnitrain.parallel.weights import (
     by_first,
     load_weights,
     require_equal_weights,
+    require_one_source,
     require_same_adapters,
-    require_weights,
+    require_same_parameters,
 )
 from omnitrain.peers import is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -110,16 +111,9 @@ def build_parallelize_model(
     present = stored | adapters_of(omni)
     if state.world_size > 1:
         require_same_adapters(present)
-    plans = resolve_plans(omni, plan, state, flags, tensors, present)
-    adapters = adapters_for(omni, plan, present)[0]
+    plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     bare = ranks_without_weights(omni)
-    if weights_path is None:
-        require_weights(is_bare=bare[SOURCE])
-    elif adapters_of(omni) and not bare[SOURCE]:
-        raise UserError(
-            "the model has LoRA adapters and its weights, and weights_path would replace both; leave out weights_path, "
-            "or build the model with init_device='meta'"
-        )
+    require_one_source(omni, weights_path, is_bare=bare[SOURCE])
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
@@ -133,6 +127,7 @@ def build_parallelize_model(
 
     _freeze(omni, plans)
     add_lora(omni, adapters)
+    rest_frozen_statistics(omni)
     handed_out = HandedOut(omni, device_of(state.fsdp_mesh)) if hands_out else None
     _set_precision(omni, plans)  # what is handed out is cast on its way, tensor by tensor
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
@@ -146,11 +141,11 @@ def build_parallelize_model(
     activations = _keep_activations(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation, device_of(state.fsdp_mesh)) if plans[FOUNDATION].compile else None
     meshes = _meshes(plans, state)
-    parameters = {name: tuple(own) for name, own in omni.components.items()}
     how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
     shard(omni, units, how, fill=None if handed_out is None else handed_out.fill)
     done = {"compiled": compiled, "driven": driven, "tokens": tokens}
-    remember_layout(omni, _layout(omni, state, plans, meshes, units, parameters, activations, towers, done))
+    components = _applied(omni, plans, meshes, units, activations, towers, done)
+    remember_layout(omni, AppliedLayout(state, components))
     return omni
 
 
@@ -277,35 +272,29 @@ def _sharding(plan: ComponentPlan, mesh: DeviceMesh, expert_mesh: DeviceMesh, fu
     )
 
 
-def _layout(
+def _applied(
     model: OmniModel,
-    state: ParallelState,
     plans: Mapping[str, ComponentPlan],
     meshes: Mapping[str, DeviceMesh],
     units: Mapping[str, ComponentUnits],
-    parameters: Mapping[str, tuple[str, ...]],
     activations: Mapping[str, ActivationOffload],
     towers: Mapping[str, SharedTower],
     of_foundation: Mapping[str, Any],
-) -> AppliedLayout:
-    own = dict(model.named_parameters())
-    return AppliedLayout(
-        state,
-        {
-            name: AppliedComponent(
-                name=name,
-                plan=plan,
-                mesh=meshes[name],
-                units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
-                parameters=parameters[name],
-                is_trained=any(own[path].requires_grad for path in parameters[name]),
-                activations=activations.get(name),
-                tower=towers.get(name),
-                **(of_foundation if name == FOUNDATION else {}),
-            )
-            for name, plan in plans.items()
-        },
-    )
+) -> dict[str, AppliedComponent]:
+    return {
+        name: AppliedComponent(
+            name=name,
+            plan=plans[name],
+            mesh=meshes[name],
+            units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
+            parameters=tuple(own),
+            is_trained=any(parameter.requires_grad for parameter in own.values()),
+            activations=activations.get(name),
+            tower=towers.get(name),
+            **(of_foundation if name == FOUNDATION else {}),
+        )
+        for name, own in model.components.items()
+    }
 
 
 def _with_root(units: tuple[str, ...]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from omnitrain.plan.topology import Place
 from omnitrain.recipe.parallel import FOUNDATION
 
 
-def topology_of(model: OmniModel, places: Mapping[str, Place] | None = None) -> Topology:
+def topology_of(model: OmniModel, places: Mapping[str, Place] | None) -> Topology:
     """What planning must know of a model and of the ranks it lies on.
 
     Ranks are counted among those over which losses add up (:attr:`ParallelState.loss_ranks`): tensor parallel peers

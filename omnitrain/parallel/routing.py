@@ -4,31 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
-
-class RoutingTable(Protocol):
-    """Ways of items, one entry per item and consumer; the same table on all ranks.
-
-    A consumer gets its items in the order of its entries.
-
-    Attributes:
-        item: ``[n]`` int64, any numbers.
-        producer: ``[n]`` int64, global rank that has the item's rows; the same in all entries of an item.
-        consumer: ``[n]`` int64, global rank that needs them; at most one entry per item and consumer.
-        rows: ``[n]`` int64, from 0; the same in all entries of an item.
-    """
-
-    @property
-    def item(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def producer(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def consumer(self) -> np.ndarray: ...  # noqa: D102
-    @property
-    def rows(self) -> np.ndarray: ...  # noqa: D102
+from omnitrain.plan import Routes
 
 
 @dataclass(frozen=True)
@@ -73,7 +52,7 @@ class RankRouting:
 
 
 def rank_routing(
-    routes: RoutingTable,
+    routes: Routes,
     ranks: Sequence[int],
     rank: int,
     made: Sequence[int] | None = None,
@@ -82,8 +61,8 @@ def rank_routing(
     """What ``rank`` sends and receives.
 
     Args:
-        routes: of any ranks.
-        ranks: global ranks of the group; entries between others are left out.
+        routes: by global ranks, one entry per item and consumer; a consumer gets its items in the order of its entries.
+        ranks: of the group, in order; entries between others are left out.
         rank: global rank, one of them.
         made: items that ``rank`` makes, in the order of their rows; None: ascending.
         replicas: groups of global ranks whose gradients for an item are equal.
@@ -117,9 +96,7 @@ class _Table:
     at_producer: np.ndarray
 
     @classmethod
-    def of_group(
-        cls, routes: RoutingTable, ranks: Sequence[int], replicas: Sequence[Sequence[int]] | np.ndarray
-    ) -> _Table:
+    def of_group(cls, routes: Routes, ranks: Sequence[int], replicas: Sequence[Sequence[int]] | np.ndarray) -> _Table:
         known = [0, *ranks, *(rank for group in replicas for rank in group)]
         highest = max([*known, *routes.producer.tolist(), *routes.consumer.tolist()])
         place = np.full(highest + 1, -1)

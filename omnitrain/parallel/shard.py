@@ -60,7 +60,7 @@ def shard(
     model: OmniModel,
     units: Mapping[str, ComponentUnits],
     how: Mapping[str, Sharding],
-    fill: Callable[[nn.Module], None] | None = None,
+    fill: Callable[[nn.Module], None] | None,
 ) -> None:
     """Shard every component's units over its own mesh, in place; the model is the only root.
 
@@ -158,24 +158,22 @@ def _call_as_one(model: OmniModel, component: str, dtype: torch.dtype) -> None:
     setattr(module, _RUN, _run)
     register_fsdp_forward_method(module, _RUN)
     for method, casts in calls.items():
-        cast = partial(_cast, dtype) if casts else _same
-        setattr(module, method, partial(_call, module, getattr(module, method), cast))
+        setattr(module, method, partial(_call, module, getattr(module, method), dtype if casts else None))
 
 
 def _run(function: Callable[[], Any]) -> Any:
     return function()
 
 
-def _call(module: Any, method: Callable[..., Any], cast: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
-    return getattr(module, _RUN)(lambda: method(*cast(args), **cast(kwargs)))
+def _call(module: Any, method: Callable[..., Any], dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    """The method, with floats among its arguments in ``dtype``; None: as they are."""
 
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-def _cast(dtype: torch.dtype, tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
-
-
-def _same(tree: Any) -> Any:
-    return tree
+    if dtype is not None:
+        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+    return getattr(module, _RUN)(lambda: method(*args, **kwargs))
 
 
 def _give_gradients_a_way(model: OmniModel) -> None:

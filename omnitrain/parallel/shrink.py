@@ -34,15 +34,14 @@ def needed_memory(parameters: int, ranks: int) -> int:
     return 4 * parameters * (_ON_A_RANK * ranks + _IN_THE_COMPARISON)
 
 
-def fits(model: PreTrainedModel, ranks: int, memory: float | None = None) -> bool:
-    """Whether a model can be verified here.
+def fits(model: PreTrainedModel, ranks: int, memory: float | None) -> bool:
+    """Whether a model can be verified in so many bytes; None: as many as are needed.
 
     Args:
         model: on any device, ``meta`` too.
         ranks: that hold a copy each while they build it.
-        memory: bytes; None: what is available, and as much as needed where this machine does not tell.
+        memory: the bytes.
     """
-    memory = available_memory() if memory is None else memory
     return memory is None or needed_memory(num_parameters(model), ranks) <= memory
 
 
@@ -106,23 +105,24 @@ def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> 
     Args:
         model: a HF model, or an :class:`OmniModel`.
         ranks: see :func:`fits`.
-        memory: see :func:`fits`.
+        memory: bytes; None: what is available, and as much as needed where this machine does not tell.
 
     Raises:
         UserError: the twin, too, is too large.
     """
+    memory = available_memory() if memory is None else memory
     if fits(model, ranks, memory):
         return _twin(model, model.config) if model.device.type == "meta" else None
     twin = _twin(model, _small(model))
     with torch.device("meta"):
         shapes = twin.model_class(copy.deepcopy(twin.config))
     if not fits(shapes, ranks, memory):
-        have = available_memory() if memory is None else memory
-        assert have is not None
+        assert memory is not None
         least = needed_memory(num_parameters(shapes), ranks)
         raise UserError(
-            f"the model is too large to be verified here: found {have / _GIB:.1f} GiB, expected {least / _GIB:.1f} GiB "
-            f"for {num_parameters(shapes):,} parameters, its smallest size, on {ranks} ranks; use fewer ranks (nproc)"
+            f"the model is too large to be verified here: found {memory / _GIB:.1f} GiB, expected {least / _GIB:.1f} "
+            f"GiB for {num_parameters(shapes):,} parameters, its smallest size, on {ranks} ranks; use fewer ranks "
+            "(nproc)"
         )
     return twin
 

@@ -195,10 +195,8 @@ def init_parallel_state(
     Raises:
         UserError: degrees that do not fit the ranks, with those that would.
     """
-    degrees = _Degrees(
-        dp_size, dp_replicate_size, dp_shard_size, tp_size, ep_size, pp_size, cp_size, ulysses_size, dp_mode
-    )
-    return _init(degrees, _DEGREE_ARGUMENTS)
+    sizes = {"pp": pp_size, "cp": cp_size, "sp": ulysses_size, "tp": tp_size, "ep": ep_size}
+    return _init(dp_mode, dp_replicate_size, dp_shard_size, dp_size, keys=_DEGREE_ARGUMENTS, **sizes)
 
 
 def init_state_of(plan: ParallelPlan) -> ParallelState:
@@ -208,37 +206,21 @@ def init_state_of(plan: ParallelPlan) -> ParallelState:
         UserError: degrees that do not fit the ranks, with those that would.
     """
     own = plan.of(FOUNDATION)
-    degrees = _Degrees(
-        dp_replicate=own.dp_replicate or (None if own.mode == "replicate" else 1),
-        dp_shard=own.dp_shard,
-        tp=own.tp or 1,
-        ep=own.ep or 1,
-        pp=own.pp or 1,
-        cp=own.cp or 1,
-        sp=own.ulysses or 1,
-        mode=own.mode or "fsdp2",
-    )
-    return _init(degrees, {"sp": "ulysses"})
+    replicate = own.dp_replicate or (None if own.mode == "replicate" else 1)
+    sizes = {"pp": own.pp or 1, "cp": own.cp or 1, "sp": own.ulysses or 1, "tp": own.tp or 1, "ep": own.ep or 1}
+    return _init(own.mode or "fsdp2", replicate, own.dp_shard, keys={"sp": "ulysses"}, **sizes)
 
 
-@dataclass(frozen=True)
-class _Degrees:
-    """Arguments of :func:`init_parallel_state`, by axis."""
-
-    dp: int | None = None
-    dp_replicate: int | None = 1
-    dp_shard: int | None = None
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    cp: int = 1
-    sp: int = 1
-    mode: DpMode = "fsdp2"
-
-
-def _init(degrees: _Degrees, keys: Mapping[str, str]) -> ParallelState:
+def _init(
+    mode: DpMode,
+    replicate: int | None,
+    shard: int | None,
+    dp: int | None = None,
+    *,
+    keys: Mapping[str, str],
+    **sizes: int,
+) -> ParallelState:
     """See :func:`init_parallel_state`; ``keys``: axis -> what the user calls its degree; absent: as the axis."""
-    mode, replicate, shard = degrees.mode, degrees.dp_replicate, degrees.dp_shard
     copies, parts = keys.get("dp_replicate", "dp_replicate"), keys.get("dp_shard", "dp_shard")
     if mode not in get_args(DpMode):
         raise UserError(f"dp_mode is {mode!r}; expected one of {', '.join(get_args(DpMode))}")
@@ -251,18 +233,7 @@ def _init(degrees: _Degrees, keys: Mapping[str, str]) -> ParallelState:
     if mode != "fsdp2" and replicate == 1:
         replicate = None
     _ensure_process_group()
-    shape = fit_mesh(
-        dist.get_world_size(),
-        pp=degrees.pp,
-        dp=degrees.dp,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        cp=degrees.cp,
-        sp=degrees.sp,
-        tp=degrees.tp,
-        ep=degrees.ep,
-        keys=keys,
-    )
+    shape = fit_mesh(dist.get_world_size(), dp=dp, dp_replicate=replicate, dp_shard=shard, keys=keys, **sizes)
     global _default
     _default = _state(shape, mode)
     return _default

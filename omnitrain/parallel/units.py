@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.compile import blocks_in
 from omnitrain.recipe.parallel import FOUNDATION
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -23,7 +23,7 @@ class ComponentUnits:
         fp32: modules that stay fp32 whatever the component computes in, and train.
         experts: the experts of layers that are spread over ranks.
         in_experts: modules inside these that every rank has, such as a norm behind them.
-        blocks: items of the module lists that transformers can recompute.
+        blocks: see :func:`~omnitrain.ops.compile.blocks_in`.
         rest: what has the component's other parameters: an attached component itself, or those modules of the
             foundation that have nothing of another component.
     """
@@ -63,7 +63,7 @@ def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = N
 
 
 def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
-    """Component -> names of its blocks: the items of the module lists that transformers can recompute."""
+    """Component -> names of its blocks (:func:`~omnitrain.ops.compile.blocks_in`)."""
     parameters = _Parameters(model)
     return {name: tuple(parameters.blocks(name)) for name in model.components}
 
@@ -106,7 +106,7 @@ class _Parameters:
         keep = stays_fp32(model)
         self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
 
-    def units_of(self, component: str, experts: Sequence[str] = ()) -> ComponentUnits:
+    def units_of(self, component: str, experts: Sequence[str]) -> ComponentUnits:
         """The component's units; the foundation's without what is beside its blocks."""
         shared = [f"{name}.{child}" for name in experts for child, _ in self._modules[name].named_children()]
         fp32 = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
@@ -121,11 +121,8 @@ class _Parameters:
             rest=tuple(name for name in rest if name not in inner),
         )
 
-    def blocks(self, component: str) -> Iterator[str]:
-        for name, module in self._modules.items():
-            listed = isinstance(self._modules.get(name.rpartition(".")[0]), nn.ModuleList)
-            if listed and isinstance(module, GradientCheckpointingLayer) and self._is_unit(module, component):
-                yield name
+    def blocks(self, component: str) -> list[str]:
+        return [name for name, block in blocks_in(self._model) if self._is_unit(block, component)]
 
     def only_own_left(self, module: nn.Module, component: str, units: set[str]) -> bool:
         """Whether what is beside ``units`` belongs to the component, and no module elsewhere ties it."""

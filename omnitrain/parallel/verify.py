@@ -74,9 +74,9 @@ class VerifyRow:
     near_ties: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """What :func:`verify` found.
+    """What :func:`verify` found; shown as a table.
 
     Attributes:
         rows: one per layout.
@@ -93,7 +93,7 @@ class VerifyReport:
         """Every layout is equal, or refused with a reason."""
         return all(row.status == "equal" or (row.status == "refused" and row.reason) for row in self.rows)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         table = Table("layout", "status", "loss", "gradients", "worst", "weights", "collectives", "reason")
         for row in self.rows:
             errors = [f"{value:.1e}" for value in (row.loss_error, row.grad_error, row.weight_error)]
@@ -163,31 +163,10 @@ def verify(
     pool: RankPool | None = None,
     memory: float | None = None,
 ) -> VerifyReport:
-    """Train one global batch under each layout and compare with one process.
-
-    A model that is too large for this machine is cut in layers, experts and vocabulary rows; hidden widths stay.
-    :attr:`VerifyReport.size` says what was used.
-
-    Args:
-        model_factory: makes the model: a picklable function, one that a notebook defines, or ``"module:function"``,
-            that returns a HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed
-            0, and must make the same model. On the meta device it has no weights: they are drawn.
-        samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
-        layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
-            its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
-            unset are fp32.
-        nproc: ranks that may run at a time.
-        tolerance: relative error that is allowed; where rounding is larger (the reference itself in another order of
-            samples), 20 times that. A gradient that is zero up to rounding has no relative error: it must be as small,
-            within 20 times, as in one process.
-        timeout_s: of one layout, seconds.
-        pool: ranks to run on; None: a pool of its own.
-        memory: bytes that it may take; None: what is available.
+    """What :func:`omnitrain.verify` is for a factory that is no recipe; it has the arguments.
 
     Raises:
-        UserError: no samples or layouts, nothing to predict, no such factory or layout, an argument of another type, a
-            factory that cannot be sent to another process or makes another model each time, or a model that is too
-            large even when it is cut.
+        UserError: see there.
     """
     require_arguments(model_factory, samples, layouts, nproc, tolerance)
     cases = [_case(layout, nproc) for layout in layouts]
@@ -301,12 +280,7 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
 
 
 def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: float) -> tuple[str, float, float]:
-    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst.
-
-    Where all are zero up to rounding, which is compared elsewhere, none is named.
-    """
-    if not errors:
-        return "", 0.0, tolerance
+    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst."""
     allowed = {name: max(tolerance, _NOISE_FACTOR * noise[name]) for name in errors}
     name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name] / allowed[name]))
     return name, errors[name], allowed[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar, cast
 
 import torch
@@ -16,6 +16,7 @@ from omnitrain.models.hf import load_strictly
 from omnitrain.models.lora import Adapters, adapters_of, add_lora
 from omnitrain.models.lora_files import load_adapters, stored_adapters
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.collectives import gathered_objects
 
 T = TypeVar("T")
 
@@ -81,8 +82,7 @@ def require_same_adapters(adapters: dict[str, Adapters]) -> None:
     Raises:
         UserError: on all ranks, where one has others than rank 0.
     """
-    everywhere: list[dict[str, Adapters]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, adapters)
+    everywhere = gathered_objects(adapters)
     for rank, found in enumerate(everywhere):
         if found != everywhere[0]:
             raise UserError(
@@ -95,16 +95,26 @@ def _shown(adapters: Mapping[str, Adapters]) -> str:
     return ", ".join(f"{name} ({own.summary})" for name, own in adapters.items()) or "none"
 
 
-def require_weights(*, is_bare: bool) -> None:
-    """A model that has its weights.
+def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> None:
+    """A model has its weights, or gets them.
+
+    Args:
+        model: with adapters or without.
+        path: of the checkpoint, if any.
+        is_bare: it is on the meta device on the rank that has them, or reads them.
 
     Raises:
-        UserError: ``is_bare``: it is on the meta device on the rank that should have them.
+        UserError: neither; or it has trained adapters, which the checkpoint would replace.
     """
-    if is_bare:
+    if path is None and is_bare:
         raise UserError(
             "the model is on the meta device on rank 0 and weights_path is not given; pass weights_path, or build the "
             "model with init_device='cpu' there"
+        )
+    if path is not None and adapters_of(model) and not is_bare:
+        raise UserError(
+            "the model has LoRA adapters and its weights, and weights_path would replace both; leave out weights_path, "
+            "or build the model with init_device='meta'"
         )
 
 
@@ -114,15 +124,32 @@ def require_equal_weights(model: nn.Module) -> None:
     Raises:
         UserError: on all ranks, with the names of some that differ.
     """
-    mine = {name: _fingerprint(parameter) for name, parameter in model.named_parameters()}
-    everyone: list[dict[str, tuple[float, ...]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    different = sorted({name for other in everyone for name in mine if other.get(name) != everyone[0].get(name)})
-    if different:
-        raise UserError(
-            f"{len(different)} parameters differ between ranks, such as {', '.join(different[:_SHOWN])}; build the "
-            "model from the same weights, or with the same seed, on every rank"
-        )
+    _require_alike(
+        {name: _fingerprint(parameter) for name, parameter in model.named_parameters()},
+        "differ between ranks",
+        "build the model from the same weights, or with the same seed, on every rank",
+    )
+
+
+def require_same_parameters(model: nn.Module) -> None:
+    """Before rank 0 hands them out; all ranks call this.
+
+    Raises:
+        UserError: on all ranks, with the names of some that differ from those of rank 0: by name, shape or whether they
+            train.
+    """
+    _require_alike(
+        {name: (tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()},
+        "are not those of rank 0",
+        "build the same model on every rank",
+    )
+
+
+def _require_alike(parameters: dict[str, Hashable], problem: str, advice: str) -> None:
+    """By what is said of each; all ranks call this."""
+    everywhere = gathered_objects(parameters)
+    if different := sorted({name for found in everywhere for name, _ in found.items() ^ everywhere[0].items()}):
+        raise UserError(f"{len(different)} parameters {problem}, such as {', '.join(different[:_SHOWN])}; {advice}")
 
 
 @torch.no_grad()

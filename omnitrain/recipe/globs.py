@@ -59,7 +59,12 @@ def matches(glob: str, name: str) -> bool:
 
 def unmatched(glob: str, names: Iterable[str]) -> str:
     """What to tell about a glob that matches nothing."""
-    patterns = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
+    patterns = set(map(any_layer, names))
     tails = {pattern.split(".", cut)[-1] for pattern in patterns for cut in range(pattern.count(".") + 1)}
     close = nearest(glob, tails)
     return f"`{glob}` matches no name; {f'did you mean `{close}`?' if close else hint(glob, sorted(patterns)[:8])}"
+
+
+def any_layer(name: str) -> str:
+    """The name of a module or parameter with ``*`` for its place in module lists."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -15,7 +15,6 @@ from transformers.utils import logging as hf_logging
 
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.table import ComponentRow
-from omnitrain.parallel.applied import LayoutRow
 from omnitrain.train.rank import global_rank
 
 _NARROW = 120  # columns where no terminal says how many
@@ -40,30 +39,6 @@ def show_components(rows: list[ComponentRow]) -> None:
     for row in rows:
         trainable = f"{row.trainable:,}" if row.trainable else "frozen"
         table.add_row(row.name, row.class_name, f"{row.parameters:,}", trainable, row.dtype, row.ops)
-    console.print(table)
-
-
-def show_layout(rows: list[LayoutRow]) -> None:
-    """Print what :func:`build_parallelize_model` applied to which component."""
-    heads = (
-        "component",
-        "mode",
-        "mesh",
-        "units",
-        "parameters",
-        "trainable",
-        "dtypes",
-        "recompute",
-        "offload",
-        "sequence",
-    )
-    table = Table(
-        *heads, title="Layout (mesh: copies x shards; dtypes: parameters / compute / sums)", title_justify="left"
-    )
-    for row in rows:
-        trainable = f"{row.trainable:,}" if row.trainable else "frozen"
-        sizes = (str(row.units), f"{row.parameters:,}", trainable)
-        table.add_row(row.name, row.mode, row.mesh, *sizes, row.dtypes, row.recompute, row.offload, row.sequence)
     console.print(table)
 
 

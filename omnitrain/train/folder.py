@@ -15,10 +15,11 @@ from typing import Any
 from omnitrain.checkpoint.shared import require_seen
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.sample import Rejected
-from omnitrain.errors import UserError
+from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import Peers, agreed
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.display import console
+from omnitrain.train.folder_lock import LOCK_FILE, FolderLock, require_free
 from omnitrain.train.resume import require_same_run
 
 
@@ -38,7 +39,16 @@ class RunFolder:
         """
         self.recipe, self.path = recipe, Path(recipe.output_dir)
         self.store = CheckpointStore(self.path / "checkpoints", recipe.train.keep_checkpoints)
+        self._lock = FolderLock()
         _require_writable(self.path)
+
+    def require_free(self) -> None:
+        """No other run writes there; :meth:`open` asks again, but perhaps minutes later.
+
+        Raises:
+            UserError: one does.
+        """
+        require_free(self.path)
 
     def checkpoint_to_resume(self, peers: Peers) -> Path:
         """The newest checkpoint of the run in this folder.
@@ -58,30 +68,48 @@ class RunFolder:
             require_same_run(Recipe.load(str(begun)), self.recipe, self.path)
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
-        """Make the folder. A new run moves an older one aside instead of mixing with it.
+        """Make the folder, which is this process's until :meth:`close`. A new run moves an older one aside.
 
         Args:
             resumed: whether the run that is there goes on.
             checkpoint_bytes: of each checkpoint.
 
         Raises:
-            UserError: the system does not let us, or there is no space for a checkpoint.
+            UserError: another run writes there, the system does not let us, or there is no space for a checkpoint.
         """
         try:
             if resumed:
+                self._lock.take(self.path)
                 self.store.clear_unfinished()  # what a crashed save left takes the space of a checkpoint
             _require_space(self.path, checkpoint_bytes)
-            self._open(resumed)
+            if not resumed:
+                self._make()
+            self.save_recipe(self.recipe)
         except OSError as error:
             raise UserError(f"output_dir: {str(self.path)!r} cannot be written: {error}; name another folder") from None
 
-    def _open(self, resumed: bool) -> None:
-        if not resumed and (self.path / "recipe.yaml").is_file():
-            aside = next(p for n in count(1) if not (p := self.path.with_name(f"{self.path.name}.old{n}")).exists())
-            self.path.rename(aside)
-            console.print(f"{self.path} held an earlier run; it is now {aside}")
+    def _make(self) -> None:
+        if (self.path / "recipe.yaml").is_file():
+            self._lock.take(self.path)
+            self._move_aside()
         self.path.mkdir(parents=True, exist_ok=True)
-        self.save_recipe(self.recipe)
+        self._lock.take(self.path)
+
+    def _move_aside(self) -> None:
+        there = self.path.resolve()  # behind a link, which stays
+        if Path.cwd().is_relative_to(there):
+            raise UserError(
+                f"output_dir: {str(self.path)!r} holds an earlier run, and this command was started inside of it; "
+                "start it from another folder, which lets that run be moved aside"
+            )
+        aside = next(p for n in count(1) if not (p := there.with_name(f"{there.name}.old{n}")).exists())
+        there.rename(aside)
+        there.mkdir()
+        console.print(f"{self.path} held an earlier run; it is now {self.path.with_name(aside.name)}")
+
+    def close(self) -> None:
+        """Another run may write there."""
+        self._lock.release()
 
     def require_shared(self, peers: Peers) -> None:
         """All ranks, which all call this once the folder is open, have the same one.
@@ -103,15 +131,27 @@ class RunFolder:
         save_recipe(recipe, self.path / "recipe.yaml")
 
     def list_rejected(self, rejected: Iterable[Rejected]) -> Path:
-        """Write ``rejected.jsonl``: rows that were skipped, and why."""
-        file = self.path / "rejected.jsonl"
-        file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rejected))
-        return file
+        """Write ``rejected.jsonl``: rows that were skipped, and why.
+
+        Raises:
+            TrainingError: the disk is full, or cannot be written.
+        """
+        return self._written("rejected.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in rejected))
 
     def write_scores(self, scores: dict[str, Any]) -> Path:
-        """Write ``eval.json``."""
-        file = self.path / "eval.json"
-        file.write_text(json.dumps(scores, indent=2) + "\n")
+        """Write ``eval.json``.
+
+        Raises:
+            TrainingError: the disk is full, or cannot be written.
+        """
+        return self._written("eval.json", json.dumps(scores, indent=2) + "\n")
+
+    def _written(self, name: str, text: str) -> Path:
+        file = self.path / name
+        try:
+            file.write_text(text)
+        except OSError as error:
+            raise TrainingError(f"{file} cannot be written ({error.strerror}); checkpoints are intact") from error
         return file
 
 
@@ -131,7 +171,8 @@ def _existing(folder: Path) -> Path:
 
 
 def _require_writable(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "recipe.yaml").is_file():
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if files - {LOCK_FILE} and not (folder / "recipe.yaml").is_file():
         raise UserError(f"output_dir: {str(folder)!r} holds files and no run (no recipe.yaml); name a new folder")
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -20,6 +21,8 @@ from omnitrain.models.outputs import OmniOutput
 from omnitrain.ops.device import moved
 from omnitrain.peers import ALONE, Peers
 from omnitrain.train.trackers import Tracker, numbers_in, tell
+
+Totals = dict[str, dict[str, list[float]]]  # head -> source -> sum of its losses, tokens
 
 
 class LossMeter:
@@ -43,7 +46,7 @@ class LossMeter:
             self._total(name, values).index_add_(0, sources, values)
 
     def _total(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        old = self._totals.get(name, like.new_zeros(0, 2))
+        old = self._totals[name].to(like.device) if name in self._totals else like.new_zeros(0, 2)
         missing = len(self._sources) - len(old)
         self._totals[name] = torch.cat([old, old.new_zeros(missing, 2)]) if missing else old
         return self._totals[name]
@@ -54,9 +57,8 @@ class LossMeter:
         Args:
             peers: ranks whose sums and counts are added, all of which call this and get the same.
         """
-        own = {name: dict(zip(self._sources, totals.tolist(), strict=False)) for name, totals in self._totals.items()}
+        everywhere = peers.gather(self._own())
         self._totals = {}
-        everywhere = peers.gather(own)
         heads: dict[str, Any] = {}
         sources: dict[str, Any] = {}
         for name in sorted({name for totals in everywhere for name in totals}):
@@ -65,6 +67,26 @@ class LossMeter:
             for source in sorted({source for source, (_, count) in rows if count}):
                 sources.setdefault(source, {})[name] = _mean([values for found, values in rows if found == source])
         return {"heads": heads, "sources": sources}
+
+    def totals(self, peers: Peers = ALONE) -> Totals:
+        """What was added since the last reading, over all peers, which all call this: what a continued run needs."""
+        found: Totals = {}
+        for own in peers.gather(self._own()):
+            for name, rows in own.items():
+                for source, row in rows.items():
+                    before = found.setdefault(name, {}).get(source, [0.0, 0.0])
+                    found[name][source] = [a + b for a, b in zip(before, row, strict=True)]
+        return found
+
+    def continue_from(self, totals: Totals) -> None:
+        """Begin with those of an earlier run; on one of the peers."""
+        for name, rows in totals.items():
+            for source, row in rows.items():
+                index = self._sources.setdefault(source, len(self._sources))
+                self._total(name, torch.empty(0, dtype=torch.float64))[index] = torch.tensor(row, dtype=torch.float64)
+
+    def _own(self) -> Totals:
+        return {name: dict(zip(self._sources, totals.tolist(), strict=False)) for name, totals in self._totals.items()}
 
 
 def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:
@@ -111,7 +133,9 @@ class MetricsFile:
         self._path, self._trackers = path, list(trackers)
         whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
         kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(unfinished, path)  # a kill in between leaves all lines
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line.

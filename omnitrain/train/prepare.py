@@ -66,7 +66,8 @@ def _build(recipe: Recipe, checkpoint: Path | None, init_device: str) -> tuple[O
     if checkpoint is None:
         model, processor = build_from_recipe(recipe, init_device)
     else:
-        model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device, checked=False)
+        dtype = torch.float32  # as where it begins; the plan says what becomes of it
+        model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device, None, dtype, checked=False)
     require_heads(recipe, model.decoders)
     _ = model.runner  # checks the contract
     return model.train(), processor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _MAY_CHANGE = (
     "train.trace",
     "train.track",
 )
+_WHAT_TRAINS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
 
 
 def require_same_run(begun: Recipe, now: Recipe, folder: Path) -> None:
@@ -78,7 +80,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in _MAY_CHANGE)
+    return not _WHAT_TRAINS.match(key) and any(key == free or key.startswith(f"{free}.") for free in _MAY_CHANGE)
 
 
 def _shown(values: dict[str, Any], key: str) -> str:

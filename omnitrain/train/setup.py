@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from omnitrain.checkpoint.store import newest_checkpoint
+from omnitrain.checkpoint.store import newest_checkpoint, require_as_saved
 from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.renderer import Renderer
@@ -30,6 +30,7 @@ from omnitrain.ops.unread_rows import UNREAD_ROWS
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Precision, Recipe
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.train.state import OPTIMIZER
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
@@ -81,13 +82,15 @@ def load_checkpoint(
         init_device: ``meta`` makes shapes only.
         chat: replaces the saved chat format.
         torch_dtype: of the weights; None: as saved.
-        checked: compare files with their checksums first, if weights are read.
+        checked: compare files with their checksums first, if weights are read; not those of an optimizer.
 
     Raises:
         UserError: not such a folder.
         WeightsError: tensors missing, left over or misshapen.
     """
-    folder = newest_checkpoint(folder, checked=checked and init_device != "meta")
+    folder = newest_checkpoint(folder)
+    if checked and init_device != "meta":
+        require_as_saved(folder, unread=OPTIMIZER)
     model = build_omni_model(weights_path=str(folder), init_device=init_device, torch_dtype=torch_dtype)
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)

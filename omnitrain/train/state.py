@@ -31,6 +31,7 @@ class TrainingState:
         rows: rows of each training data set.
         expert_shares: layer with experts -> their shares of the last step's tokens.
         expert_chunks: component -> the number that was found to be fastest; None: nothing was measured.
+        losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
     """
 
     step: int = 0
@@ -40,6 +41,7 @@ class TrainingState:
     rows: tuple[int, ...] = ()
     expert_shares: dict[str, list[float]] = field(default_factory=dict)
     expert_chunks: dict[str, int] | None = None
+    losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
 
 def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) -> None:

@@ -116,18 +116,13 @@ class _Session:
 
     def __init__(self, name: str, program: Any, recipe: Recipe, folder: Path) -> None:
         self.name, self._program = name, program
-        file = folder / _ID
-        if not file.is_file():
+        file, settings = folder / _ID, recipe.train.track
+        if not (file.is_file() and file.read_text()):
             file.write_text(uuid.uuid4().hex)
-        own = {"id": file.read_text(), "dir": str(folder)} if name == "wandb" else {}
-        settings = recipe.train.track
-        program.init(
-            project=settings.project,
-            name=settings.name or folder.name,
-            config=recipe.model_dump(mode="json"),
-            resume="allow",
-            **own,
-        )
+        own = {"id": file.read_text(), "name": settings.name or folder.name, "dir": str(folder)}
+        if name != "wandb":  # they know a run by its name: one of that name in another folder would get these values
+            own = {"name": f"{own['name']}-{own['id'][:8]}"}
+        program.init(project=settings.project, config=recipe.model_dump(mode="json"), resume="allow", **own)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._program.log(dict(values), step=step)

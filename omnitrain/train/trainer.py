@@ -31,7 +31,6 @@ from omnitrain.train.display import (
     show_components,
     show_contract,
     show_kept_memory,
-    show_layout,
 )
 from omnitrain.train.evaluate import Evaluator, load_scorer
 from omnitrain.train.experts import ExpertsOfRun
@@ -104,6 +103,7 @@ class Trainer:
         self.device = use_device(recipe.train)
         self.ranks = join_ranks(recipe.parallel, self.device)
         self.folder = RunFolder(recipe)
+        self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
         require_trackers(recipe)
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
@@ -129,6 +129,8 @@ class Trainer:
         )
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
+        if self.ranks.loss_peers.rank == 0:
+            self.meter.continue_from(state.losses)
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
 
@@ -158,6 +160,7 @@ class Trainer:
             self.watch.follow(self.model)
             # Data of no use end the run before it writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
+            closing.callback(self.folder.close)
             if (metrics := self.ranks.first(self._open_folder)) is not None:
                 closing.enter_context(metrics)
             self.folder.require_shared(self.ranks.peers)
@@ -197,7 +200,7 @@ class Trainer:
         show_components(component_rows(self.model, self.ops))
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
-            show_layout(self.layout.table(self.model))
+            console.print(self.layout.table(self.model))
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         if self.device.type == "cuda":
@@ -346,6 +349,7 @@ class Trainer:
                 self.loader.order.lengths,
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
+                self.meter.totals(self.ranks.loss_peers),
             )
             save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state)
         self.last_checkpoint = target

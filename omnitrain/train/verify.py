@@ -37,19 +37,30 @@ def verify(
 ) -> VerifyReport:
     """Train one global batch under each layout and compare with one process.
 
+    A model that is too large for this machine is cut in layers, experts and vocabulary rows; hidden widths stay.
+    :attr:`VerifyReport.size` says what was used.
+
     Args:
-        model_factory: a recipe, whose model is meant, its own data and plan left out; or what
-            :func:`omnitrain.parallel.verify.verify` takes.
-        samples: as there, and so are all others.
-        layouts: see there.
-        nproc: see there.
-        tolerance: see there.
-        timeout_s: see there.
-        pool: see there.
-        memory: see there.
+        model_factory: makes the model: a picklable function, one that a notebook defines, or ``"module:function"``,
+            that returns a HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed
+            0, and must make the same model. On the meta device it has no weights: they are drawn. Or a recipe, whose
+            model is meant; its data and its plan are left out.
+        samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
+        layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
+            its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
+            unset are fp32.
+        nproc: ranks that may run at a time.
+        tolerance: relative error that is allowed; where rounding is larger (the reference itself in another order of
+            samples), 20 times that. A gradient that is zero up to rounding has no relative error: it must be as small,
+            within 20 times, as in one process.
+        timeout_s: of one layout, seconds.
+        pool: ranks to run on; None: a pool of its own.
+        memory: bytes that it may take; None: what is available.
 
     Raises:
-        UserError: see there; whatever does not fit together in the recipe.
+        UserError: no samples or layouts, nothing to predict, no such factory or layout, an argument of another type, a
+            factory that cannot be sent to another process or makes another model each time, a model that is too large
+            even when it is cut, or what does not fit together in a recipe.
     """
     if isinstance(model_factory, Recipe):
         require_ranks(nproc)
@@ -79,7 +90,7 @@ def verify_recipe(
 
     Args:
         recipe: model, data and seed.
-        layouts: see :func:`omnitrain.parallel.verify.verify`.
+        layouts: see :func:`verify`.
         nproc: ranks on this machine.
         num_samples: of the global batch.
         pool: ranks to run on; None: a pool of its own.

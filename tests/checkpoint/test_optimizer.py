@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -203,6 +206,28 @@ def test_weights_that_are_fp32_from_now_on_are_those_that_were_rounded_to_be_sav
     assert all(torch.equal(master, weight) for master, weight in zip(masters, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.Adafactor, lr=0.1),
+    ],
+)
+def test_other_optimizers_go_on_bitwise(tmp_path: Path, make: Callable[..., torch.optim.Optimizer]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Narrow(), torch.randn(4, 5)
+    optimizer = make(model.parameters())
+    train(model, inputs, optimizer, 2)
+    save_optimizer(model, optimizer, tmp_path)
+    resumed = pickle.loads(pickle.dumps(model))
+    after = make(resumed.parameters())
+    load_optimizer(resumed, after, tmp_path)
+    train(model, inputs, optimizer, 1)
+    train(resumed, inputs, after, 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
 class CountingSteps(torch.optim.SGD):
     """Counts in a number that is no tensor."""
 
@@ -229,6 +254,60 @@ def test_the_state_of_other_parameters_is_refused_with_their_names(tmp_path: Pat
     save_optimizer(model, optimizer, tmp_path)
     with pytest.raises(UserError, match=r"state of 4 parameters .*, such as down.bias, down.weight, up.bias; give"):
         load_optimizer(nn.ModuleDict({"inner": model}), optimizer, tmp_path)
+
+
+def test_state_of_another_shape_and_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = Narrow()
+    optimizer = optimizer_of(model)
+    train(model, torch.randn(4, 5), optimizer, 1)
+    save_optimizer(model, optimizer, tmp_path)
+    model.down = nn.Linear(6, 9)
+    with pytest.raises(UserError, match=r"has 4 tensors that do not fit .* down.weight.exp_avg \(7, 6\) for \(9, 6\)"):
+        load_optimizer(model, optimizer_of(model), tmp_path)
+    with pytest.raises(UserError, match=r"2 parameters that are not the model's, .* \(7, 6\), \(7,\); make it of"):
+        save_optimizer(model, optimizer, tmp_path)
+
+
+def test_what_could_not_be_read_again_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    model = Narrow()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.up.weight] = {"past": [torch.ones(6, 5)], "a.b": 1}
+    with pytest.raises(UserError, match=r"SGD cannot be saved: found up.weight.past, a list; up.weight.a.b, a"):
+        save_optimizer(model, optimizer, tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_state_that_replaces_an_earlier_one_is_none_before_it_is_complete(tmp_path: Path) -> None:
+    model = Narrow()
+    optimizer = optimizer_of(model)
+    train(model, torch.randn(4, 5), optimizer, 1)
+    save_optimizer(model, optimizer, tmp_path)
+    with patch.object(dcp.FileSystemWriter, "finish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        save_optimizer(model, optimizer, tmp_path)
+    with pytest.raises(UserError, match="no state of an optimizer"):
+        load_optimizer(model, optimizer, tmp_path)
+
+
+def of_parts_and_behind_an_evaluation(folder: Path) -> str:
+    """State by the part of this rank would be taken for all of it; what a forward gathered is sharded again."""
+    model = fully_shard(Narrow(), reshard_after_forward=False)
+    optimizer = optimizer_of(model)
+    train(model, torch.ones(1, 5), optimizer, 1)
+    with torch.no_grad():
+        model(torch.ones(1, 5))
+    save_optimizer(model, optimizer, folder)
+    load_optimizer(model, optimizer, folder)
+    for state in optimizer.state.values():
+        state["part"] = state["exp_avg"].to_local()
+    with pytest.raises(UserError) as caught:
+        save_optimizer(model, optimizer, folder)
+    return str(caught.value)
+
+
+def test_state_that_does_not_lie_as_its_parameter_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks.run(of_parts_and_behind_an_evaluation, tmp_path, timeout_s=60, world=2)
+    assert "found up.weight.part, a Tensor of (3, 5) for a DTensor; " in first
+    assert "down.weight.part, a Tensor of (3, 6) for a DTensor (4 in all); expected numbers, and" in second
 
 
 def test_a_folder_without_state_is_named(tmp_path: Path) -> None:

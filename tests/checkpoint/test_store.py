@@ -1,12 +1,13 @@
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint
+from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.peers import GlooPeers
@@ -22,6 +23,34 @@ def test_the_newest_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
         store.save(step, write(str(step)))
     assert [folder.name for folder in sorted(tmp_path.iterdir())] == ["step-00000003", "step-00000020"]
     assert (store.latest() / "state.txt").read_text() == "20"
+
+
+def test_what_a_user_puts_beside_them_is_no_checkpoint_and_stays(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, write("1"))
+    (tmp_path / "step-00000001-best").mkdir()
+    (tmp_path / "step-00000009.tar").write_text("of another one")
+    assert store.newest().name == "step-00000001"
+    store.save(2, write("2"))
+    store.save(2, write("again"))
+    names = ["step-00000001-best", "step-00000002", "step-00000009.tar"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (store.latest() / "state.txt").read_text() == "again"
+
+
+def test_one_that_its_run_removes_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, write("1"))
+
+    def meanwhile(file: Path) -> str:
+        shutil.rmtree(file.parent)
+        return "other"
+
+    monkeypatch.setattr("omnitrain.checkpoint.store._checksum", meanwhile)
+    with pytest.raises(UserError, match="step-00000001 was removed while it was read: its run goes on"):
+        store.latest()
 
 
 def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path: Path) -> None:
@@ -42,7 +71,8 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: 
     """Each library that writes a checkpoint's files has an error of its own for it."""
     store = CheckpointStore(tmp_path, keep=2)
     store.save(1, write("good"))
-    for error in (OSError(28, "No space left on device"), SafetensorError("I/O error"), RuntimeError("unexpected pos")):
+    full = "No space left on device"
+    for error in (OSError(28, full), SafetensorError("I/O error"), RuntimeError("unexpected pos"), Exception(full)):
 
         def fail(folder: Path, error: Exception = error) -> None:
             (folder / "half.txt").write_text("half")
@@ -53,6 +83,12 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: 
             store.save(2, fail)
     assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000001"]
     assert (store.latest() / "state.txt").read_text() == "good"
+
+
+def test_a_mistake_in_writing_is_no_full_disk_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        CheckpointStore(tmp_path, keep=2).save(1, lambda folder: {}["weight"])
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_crashes_left_behind_is_cleared(tmp_path: Path) -> None:
@@ -87,6 +123,22 @@ def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     file.write_text("goof") if damage == "flip" else file.unlink()
     with pytest.raises(UserError, match=r"damaged: \['state\.txt'\]"):
         CheckpointStore(tmp_path, keep=1).latest()
+
+
+def test_a_folder_that_will_not_be_read_is_not_compared(tmp_path: Path) -> None:
+    def write_two(folder: Path) -> None:
+        for name in ("weights", "optimizer"):
+            (folder / name).mkdir()
+            (folder / name / "file").write_text("good")
+
+    checkpoint = CheckpointStore(tmp_path, keep=1).save(1, write_two)
+    (checkpoint / "optimizer" / "file").write_text("goof")
+    require_as_saved(checkpoint, unread="optimizer")
+    with pytest.raises(UserError, match=r"damaged: \['optimizer/file'\]"):
+        require_as_saved(checkpoint)
+    (checkpoint / "weights" / "file").unlink()
+    with pytest.raises(UserError, match=r"damaged: \['weights/file'\]"):
+        require_as_saved(checkpoint, unread="optimizer")
 
 
 def test_nothing_to_resume_says_where_it_looked(tmp_path: Path) -> None:

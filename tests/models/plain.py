@@ -125,7 +125,7 @@ def exact_logits(pair: Pair) -> dict[int, Tensor]:
 def _doubled(pair: Pair) -> Iterator[Pair]:
     """The plain model and the samples in fp64. Experts run one by one: torch's grouped matrix product has no fp64."""
     plain = copy.deepcopy(pair.plain).double()
-    for _, node in config_nodes(plain.config):
+    for node in config_nodes(plain.config):
         node._experts_implementation_internal = "eager"
     probes = [replace(probe, arguments=_as_double(probe.arguments)) for probe in pair.probes]
     torch.set_default_dtype(torch.float64)

@@ -6,6 +6,8 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import peft
 import pytest
@@ -18,7 +20,9 @@ from omnitrain.models.freeze import freeze
 from omnitrain.models.lora import adapters_of, add_lora, find_adapters, merge_lora
 from omnitrain.models.lora_files import load_adapters, save_adapters, split_weights
 from omnitrain.models.omni import OmniModel
+from omnitrain.models.weight_files import save_whole
 from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.peers import ALONE
 from omnitrain.recipe.lora import Lora
 from tests.parallel import factories
 
@@ -112,6 +116,21 @@ def test_adapters_of_another_model_do_not_stay_beside_new_weights(tmp_path: Path
     model = omni()
     model.save_pretrained(tmp_path, state_dict=model.state_dict())
     assert not OmniModel.from_pretrained(str(tmp_path)).adapter_names
+
+
+@pytest.mark.parametrize(
+    ("save", "writer"),
+    [
+        (OmniModel.save_pretrained, "transformers.modeling_utils.safe_save_file"),
+        (partial(save_whole, peers=ALONE), "omnitrain.models.weight_files.save_file"),
+    ],
+)
+def test_a_model_saved_by_half_is_not_taken_for_one_without_adapters(tmp_path: Path, save: Any, writer: str) -> None:
+    with patch(writer, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        save(adapted(), tmp_path)
+    assert (tmp_path / "adapters" / "foundation" / "adapter_model.safetensors").is_file()
+    with pytest.raises(UserError, match=r"no file named model\.safetensors"):
+        OmniModel.from_pretrained(str(tmp_path))
 
 
 def test_a_tower_and_a_language_model_have_ranks_of_their_own_in_one_file(tmp_path: Path) -> None:

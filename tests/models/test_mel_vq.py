@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, griffin_lim, linear_magnitude, log_mel
+from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, griffin_lim, linear_magnitude, log_mel, num_codes
 
 CONFIG = MelVQConfig(codebook_size=16)
 
@@ -26,7 +26,7 @@ def test_lengths_agree_from_samples_to_frames_to_codes_to_samples(model, num_sam
     frames = model.log_mel(torch.randn(num_samples) * 0.1)
     codes = model.encode(frames)
     assert frames.shape == (math.ceil(num_samples / 320) * 4, 40) and frames.dtype == torch.float32
-    assert codes.shape == (model.num_codes(num_samples),) and codes.dtype == torch.int64
+    assert codes.shape == (num_codes(num_samples, model.config),) and codes.dtype == torch.int64
     assert model.decode(codes).shape == (len(codes) * 320,)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
@@ -190,6 +191,17 @@ def test_freezing_by_name_freezes_that_and_nothing_else(samples: list[Sample]) -
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved.isdisjoint(frozen) and gradients.keys() == before.keys() - frozen
+
+
+def test_what_is_frozen_keeps_the_statistics_of_its_batches() -> None:
+    model = tiny_model()
+    model.image_encoder.first, model.image_encoder.second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    freeze(model.train(), ["image_encoder.first"])
+    for again in (model, model.train(), model.eval().train()):
+        for norm in (again.image_encoder.first, again.image_encoder.second):
+            norm(torch.arange(8.0).view(2, 4))
+    assert model.image_encoder.first.running_mean.tolist() == [0.0] * 4
+    assert model.image_encoder.second.num_batches_tracked == 3
 
 
 @pytest.mark.parametrize(

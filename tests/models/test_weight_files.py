@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.checkpoint.optimizer import save_optimizer
 from omnitrain.checkpoint.whole import whole_tensors
@@ -81,8 +82,10 @@ def test_ranks_deal_out_the_files_and_write_what_one_process_writes(ranks: RankP
     model.save_pretrained(tmp_path / "one")
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "model-00001-of-00002.safetensors").write_text("of another model")
+    (tmp_path / "many" / "model_ema.safetensors.txt").write_text("of the user")
     shares = ranks.run(saved_by_ranks, tmp_path / "many", timeout_s=60, world=3)
     require_same(tmp_path / "many", tmp_path / "one")
+    assert (tmp_path / "many" / "model_ema.safetensors.txt").is_file()
     assert sum(shares) == sum(value.nbytes for value in set(model.state_dict(keep_vars=True).values()))
     assert min(shares) > 0.1 * sum(shares)
 
@@ -115,6 +118,9 @@ def saved_plainly(folder: Path) -> None:
         model.save_pretrained(folder, True, max_shard_size="1GB")
     with pytest.raises(UserError, match="spread over ranks: found push_to_hub;"):
         model.save_pretrained(folder, push_to_hub=True)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()  # as a forward leaves it that no backward follows
     model.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
 
 

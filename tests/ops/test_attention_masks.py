@@ -146,7 +146,7 @@ def test_the_mask_of_a_packed_row_is_that_of_each_sample_alone(name: str, detect
     assert spec.kind == kind
     assert torch.equal(opened(spec), alone(make))
     for start, stop in itertools.pairwise(spec.borders):
-        part = spec.segment_mask(start, stop, CPU).expand(1, 1, stop - start, stop - start)
+        part = spec.block_mask((start, stop), (start, stop), CPU).expand(1, 1, stop - start, stop - start)
         assert torch.equal(part[0, 0], alone(make)[start:stop, start:stop])
 
 

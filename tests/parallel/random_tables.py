@@ -8,7 +8,7 @@ import numpy as np
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
-from omnitrain.models.hf_samples import idle_sample
+from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.placing import StepBatch
 from omnitrain.parallel.planning import StepPlanner
@@ -50,7 +50,7 @@ def _step(rng: np.random.Generator, by_task: dict[str, list[Sample]], index: int
 
 def step_batch(model: OmniModel, planner: StepPlanner, drawn: Sequence[Sequence[Sample]]) -> StepBatch:
     """The packs of one rank with the plan of all; nothing drawn is an idle pack."""
-    idle = idle_sample(model.runner.native, 9)
+    idle = idle_prompt(model)
     return planner([Pack.from_samples(samples or [idle]) for samples in drawn])
 
 

@@ -1,6 +1,5 @@
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,10 @@ from torch import Tensor
 from omnitrain.parallel.exchange import Exchange
 from omnitrain.parallel.ranks import RankError, RankPool
 from omnitrain.parallel.routing import rank_routing
+from omnitrain.plan import Routes
 from tests.waits import DEVICE, Device
 
 SHAPES = [((3,), torch.float32), ((), torch.int64), ((2, 2), torch.float32), ((5,), torch.bfloat16)]
-
-
-@dataclass(frozen=True)
-class Routes:
-    item: np.ndarray
-    producer: np.ndarray
-    consumer: np.ndarray
-    rows: np.ndarray
 
 
 def routes_of(entries: Sequence[tuple[int, int, int, int]]) -> Routes:

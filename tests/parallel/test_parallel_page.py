@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+import omnitrain as ot
 from omnitrain.parallel.ranks import RankPool
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import pack
@@ -20,12 +21,12 @@ def run_page(folder: Path) -> tuple[list[tuple[str, str, int]], float, int]:
     for script in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(script, str(PAGE), "exec"), names)
     model = any_to_any().train()
-    rows = names["train"](model, [pack("text"), pack("image_to_text")], folder)
+    names["train"](model, [pack("text"), pack("image_to_text")], folder)
     processor, own = tiny_processor(model), range(dist.get_rank() + 1)  # the second rank has one more of each
     prompts = [processor.prompt(tiny_row("image_to_text", seed)) for seed in own]
     losses, answers = names["evaluate"](model, processor, [pack("text") for _ in own], prompts)
     assert len(answers) == len(prompts) and all(answer.tokens for answer in answers)
-    layout = [(row.name, row.mode, row.trainable) for row in rows]
+    layout = [(row.name, row.mode, row.trainable) for row in ot.layout_of(model).table(model)]
     return layout, losses["heads"]["text"]["tokens"], pack("text").loss_counts()["text"]
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import omnitrain as ot
 from omnitrain.parallel.applied import reduce_replicas
+from omnitrain.parallel.layout_table import LayoutTable
 from omnitrain.parallel.ranks import RankPool
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import counted, full, gradients, laid_out, pack, samples, total
@@ -365,18 +366,22 @@ def test_weights_that_differ_between_ranks_are_refused(ranks: RankPool) -> None:
     assert "with the same seed" in messages[0] and messages[0] == messages[1]
 
 
-def shown() -> list[Any]:
+def shown() -> LayoutTable:
     components = {"image_encoder": {"freeze": True, "mode": "replicate"}, "foundation": {"recompute": "full"}}
     model = laid_out(components=components)
     return ot.layout_of(model).table(model)
 
 
 def test_the_table_says_what_was_applied_where(ranks: RankPool) -> None:
-    rows = {row.name: row for row in ranks.run(shown, timeout_s=60, world=2)[0]}
+    table = ranks.run(shown, timeout_s=60, world=2)[0]
+    rows = {row.name: row for row in table}
     foundation, image = rows["foundation"], rows["image_encoder"]
     assert (foundation.mode, foundation.mesh, foundation.units, foundation.recompute) == ("fsdp2", "1 x 2", 3, "full")
     assert (image.mode, image.mesh, image.trainable) == ("replicate", "2 x 1", 0) and image.parameters == 7008
     assert rows["audio_decoder"].offload == "none" and foundation.dtypes == "float32 / float32 / float32"
+    (line,) = (line for line in str(table).splitlines() if "image_encoder" in line)
+    cells = [cell.strip() for cell in line.split("│")[1:-1]]
+    assert cells[:6] == ["image_encoder", "replicate", "2 x 1", "2", "7,008", "frozen"]
 
 
 def compiled(run: bool) -> dict[str, Any]:

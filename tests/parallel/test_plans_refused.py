@@ -13,10 +13,12 @@ import omnitrain as ot
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.findings import LeftOut
+from omnitrain.models.lora import adapters_of
 from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
 from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, spread_by_transformers
 from omnitrain.parallel.resolve import CallFlags, resolve_plans
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.plan import tensor_plan
 from omnitrain.plan.mesh import fit_mesh
 from tests.parallel.factories import (
     any_to_any,
@@ -38,7 +40,8 @@ def model() -> ot.OmniModel:
 
 def resolve(model: ot.OmniModel, plan: ot.ParallelPlan, flags: CallFlags | None = None, **degrees: int) -> Any:
     state = ParallelState(fit_mesh(4, **degrees), 0, "cpu", "fsdp2", {})
-    return resolve_plans(model, plan, state, flags or CallFlags())
+    tensors = tensor_plan(model, plan, state.size("tp"))
+    return resolve_plans(model, plan, state, flags or CallFlags(), tensors, adapters_of(model))[0]
 
 
 def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:

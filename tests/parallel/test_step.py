@@ -12,7 +12,7 @@ import torch
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share, num_calls
-from omnitrain.models.hf_samples import idle_sample
+from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.parallel.meeting import Meeting
@@ -29,7 +29,7 @@ ENCODERS = ("image_encoder", "audio_encoder")
 def gradients_on_ranks(table: Sequence[Sequence[Sequence[Sample]]], place: Place) -> tuple[float, dict, dict]:
     """Of the packs ``table[rank][micro-batch]``: this rank's loss, gradients and items encoded by each rank."""
     rank, model = torch.distributed.get_rank(), tiny_model()
-    idle = idle_sample(model.runner.native, 9)
+    idle = idle_prompt(model)
     packs = [Pack.from_samples(samples or [idle]) for samples in table[rank]]
     batch = step_planner(model, places=dict.fromkeys(ENCODERS, place))(packs)
     loss = accumulate_gradients(model, batch)

@@ -310,6 +310,6 @@ def test_a_gradient_that_is_not_a_number_differs_whatever_the_others_are() -> No
 
 def test_only_gradients_that_are_zero_in_exact_arithmetic_count_as_rounding() -> None:
     batch = tiny_samples(tiny_processor(factories.any_to_any()), 3)
-    _, found = _in_one_process("tests.parallel.factories:any_to_any", batch, frozenset())
+    _, found = _in_one_process("tests.parallel.factories:any_to_any", batch, frozenset(), ())
     assert found.empty == {"image_encoder.tower.encoder.layers.0.self_attn.k_proj.bias"}
     assert max(found.gradients[name] for name in found.gradients.keys() - found.empty) < 1e-6

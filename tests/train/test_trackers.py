@@ -59,6 +59,19 @@ def test_a_session_of_wandb_is_begun_once_and_ended_with_the_scores(
     assert told[4][1]["loss"] == lines[1]["loss"] and told[5][1]["scores/seconds"] > 0
 
 
+def test_runs_of_one_name_have_curves_of_their_own_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on in the run of the name that it is given."""
+    names: list[str] = []
+    works = dict.fromkeys(("log", "finish"), lambda *_, **__: None)
+    program = SimpleNamespace(**works, init=lambda **settings: names.append(settings["name"]))
+    monkeypatch.setitem(sys.modules, "trackio", program)
+    recipe, to = tiny_recipe(tmp_path), "train.track.to=[trackio]"
+    run(recipe, to, "train.steps=1")
+    run(recipe, to, "train.steps=2", resume=True)
+    run(recipe, to, "train.steps=1")
+    assert names[0] == names[1] != names[2] and all(name.startswith("run-") for name in names)
+
+
 def test_a_program_that_is_not_installed_is_named_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

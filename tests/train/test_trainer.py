@@ -30,6 +30,7 @@ from omnitrain.train.answer import answer
 from omnitrain.train.display import console
 from omnitrain.train.evaluate import Answered
 from omnitrain.train.save import checkpoint_bytes
+from omnitrain.train.trackers import numbers_in
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
 
@@ -90,6 +91,18 @@ def test_a_run_that_ctrl_c_cut_resumes_as_if_never_cut(tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     whole = weights(tmp_path / "whole")
     assert all(torch.equal(weight, whole[name]) for name, weight in weights(tmp_path / "run").items())
+
+
+def test_a_line_over_steps_before_and_behind_a_resume_counts_all_of_them(tmp_path: Path) -> None:
+    recipe = load(tiny_recipe(tmp_path, steps=4, save_every=2, log_every=4))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    shutil.rmtree(Trainer(recipe).fit().checkpoint)
+    whole = json.loads(metrics.read_text())
+    Trainer(recipe, resume=True).fit()
+    resumed = json.loads(metrics.read_text())
+    for key in ("heads", "sources"):
+        assert dict(numbers_in(resumed[key])) == pytest.approx(dict(numbers_in(whole[key])), rel=1e-12)
+    assert len(whole["sources"]) == 7
 
 
 def test_the_saved_recipe_runs_again_as_it_is(tmp_path: Path) -> None:
@@ -343,6 +356,18 @@ def test_a_run_with_dropout_resumes_exactly(tmp_path: Path, device: str) -> None
     assert losses(tmp_path / "run") == whole
 
 
+def test_a_run_of_rounded_weights_goes_on_without_a_plan_from_what_was_rounded(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, steps=2)
+    rounded = Trainer(load(recipe, "parallel.default={precision: {param: bfloat16}, optimizer_offload: true}"))
+    rounded.fit()
+    resumed = Trainer(load(recipe), resume=True)
+    copies, weights = (
+        [weight for group in optimizer.param_groups for weight in group["params"]]
+        for optimizer in (rounded.optimizer.inner, resumed.optimizer)
+    )
+    assert len(weights) > 80 and all(torch.equal(a.to_local(), b) for a, b in zip(copies, weights, strict=True))
+
+
 def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to resume"):
         Trainer(load(tiny_recipe(tmp_path)), resume=True)
@@ -453,6 +478,9 @@ def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(
     assert [folder.exists() for folder in left] == [False, True]
 
 
+FROZEN = "parallel.components.image_encoder.freeze=true"
+
+
 def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_left_as_it_was(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     plan = "parallel.components.foundation.lora={targets: [q_proj, v_proj], rank: 4}"
@@ -474,9 +502,11 @@ def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_le
     with pytest.raises(
         UserError, match=r"\d+ in all, such as .*; go on with the `freeze` and `lora` that the run was begun"
     ):
-        Trainer(
-            load(recipe, "parallel.components.foundation.freeze=true", f"output_dir={tmp_path / 'half'}"), resume=True
-        )
+        Trainer(half.model_copy(update={"parallel": load(recipe, plan, FROZEN).parallel}), resume=True)
+    with pytest.raises(
+        UserError, match=r"begun with another recipe:\n  parallel.components.foundation.lora.alpha: was"
+    ):
+        Trainer(load(recipe, f"output_dir={tmp_path / 'half'}"), resume=True)
     saved = dict(models[0].foundation.named_parameters())
     assert len(before) > 8 and all(torch.equal(weight.to_local(), saved[name]) for name, weight in before.items())
     loaded = build_omni_model(weights_path=str(finished))

@@ -6,9 +6,7 @@ import torch
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.trial import Trial
-from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.foundation import FoundationRunner
 from omnitrain.ops.attention import use_omnitrain_attention
 
@@ -32,10 +30,8 @@ def require_attention_backend(runner: FoundationRunner, backend: str, device: to
             f"attention backend {backend!r}: {type(model).__name__} keeps its own attention; set it to auto"
         )
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        trial = Trial(build_twin(type(model), twin_config(model.config)))
-        trial.use(**vars(contract))
-        texts = [probe.sample for probe in probe_samples(trial.plain, trial.native) if not probe.modalities]
+        trial = Trial.by(model, contract)
         use_omnitrain_attention(trial.ours, backend)
         trial.ours.to(device, dtype)
-        pack = Pack.from_samples(texts[:2] if contract.packs else texts[:1]).to(device)
+        pack = Pack.from_samples(trial.texts[: 2 if contract.packs else 1]).to(device)
         trial.runner.text_loss(pack, trial.media(pack))

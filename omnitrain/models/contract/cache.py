@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import lru_cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import omnitrain
-from omnitrain.models.contract.findings import Contract
 from omnitrain.models.native import config_nodes
 
 Found = TypeVar("Found")
@@ -31,7 +31,7 @@ def contract_path(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
     """Where the contract of ``model_class`` on ``config`` is kept, below the user's cache folder."""
     name = f"{model_class.__module__}.{model_class.__qualname__}"
     config = copy.deepcopy(config)
-    for _, node in config_nodes(config):
+    for node in config_nodes(config):
         node.dtype = None  # the twin is fp32 in any case
     identity = [name, _code_beside(model_class), *_installed(), _own_code(), config.to_json_string(use_diff=False)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
@@ -61,16 +61,6 @@ def _own_code() -> str:
     return digest.hexdigest()
 
 
-def read_contract(path: Path) -> Contract | None:
-    """The contract kept at ``path``; None when there is none that can be read."""
-    return kept(path, Contract.from_json)
-
-
-def write_contract(path: Path, contract: Contract) -> None:
-    """Keep ``contract``; where the cache cannot be written to, the next run checks again."""
-    keep(path, json.dumps(contract.to_json(), indent=2))
-
-
 def kept(path: Path, read: Callable[[dict[str, Any]], Found]) -> Found | None:
     """What ``read`` makes of the JSON at ``path``; None when there is none that can be read."""
     try:
@@ -79,12 +69,12 @@ def kept(path: Path, read: Callable[[dict[str, Any]], Found]) -> Found | None:
         return None
 
 
-def keep(path: Path, text: str) -> None:
-    """Keep ``text`` at ``path``, if it can be written to."""
+def keep(path: Path, found: Any) -> None:
+    """Keep a dataclass at ``path`` as JSON; where that cannot be written to, the next run checks again."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text)
+        partial.write_text(json.dumps(asdict(found), indent=2))
         partial.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

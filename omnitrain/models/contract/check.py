@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.contract.cache import contract_path, read_contract, write_contract
+from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.contract.left_out import left_out_modules
 from omnitrain.models.contract.measure import (
@@ -29,7 +29,7 @@ from omnitrain.models.contract.measure import (
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
-from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.contract.twin import build_twin, twin_configs
 from omnitrain.models.kernels import kernels_of, torch_kernels
 
 _MOST_SEGMENTED_CLASSES = 3
@@ -42,7 +42,7 @@ def contract_of(model: PreTrainedModel) -> Contract:
         UserError: it cannot be trained here; names every check that refused it and what was measured.
     """
     path = contract_path(type(model), model.config)
-    if (known := read_contract(path)) is not None:
+    if (known := kept(path, Contract.from_json)) is not None:
         return known
     contract = check_contract(type(model), model.config)
     if contract.refusals:
@@ -50,21 +50,19 @@ def contract_of(model: PreTrainedModel) -> Contract:
         raise UserError(
             f"model.foundation: {type(model).__name__} cannot be trained with this config: {'; '.join(facts)}"
         )
-    write_contract(path, contract)
+    keep(path, contract)
     return contract
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
     """Check ``model_class`` on a small twin of ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
 
-    A config may tie other numbers to what the twin cuts. So where not everything passes, towers are kept whole, and
-    where a model would be refused, MLPs, too.
+    Where not everything passes, towers are kept whole, and where a model would be refused, MLPs, too.
 
     Returns:
         The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
     """
-    twins = [twin_config(config), twin_config(config, cut_towers=False)]
-    twins.append(twin_config(config, cut_towers=False, cut_mlps=False))
+    twins = twin_configs(config)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         for (small, larger), accepted in zip(pairwise(twins), ({"passed"}, {"passed", "fallback"}), strict=True):
             if small.to_dict() == larger.to_dict():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Outcome = Literal["passed", "fallback", "left out", "refused"]
@@ -84,13 +84,9 @@ class Contract:
         """This contract with one more finding, and fields changed by it."""
         return replace(self, findings=(*self.findings, Finding(check, outcome, fact)), **changes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; :meth:`from_json` is the inverse."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Contract:
-        """What :meth:`to_json` wrote."""
+        """The contract of which ``values`` are ``asdict``, lists for tuples."""
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, (list, tuple))}
         lists["findings"] = tuple(Finding(**finding) for finding in values["findings"])
         lists["left_out"] = tuple(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from omnitrain.models.native import raise_if_ours
+from omnitrain.models.native import float_tensors, raise_if_ours
 from omnitrain.models.segments import cut_rows
 
 # Relative to the largest value of a tensor: rounding stays below, what another sample or place does is above.
@@ -65,21 +66,16 @@ class _Watch:
     def calls(self, run: Callable[[], Any], length: int, start: int, stop: int) -> _Calls:
         """``(name, number of the call)`` -> rows from ``start`` to ``stop``, in the order in which calls return."""
         seen: _Calls = {}
-        handles = []
-        for name, module in self.model.named_modules():
-            if name:
-                handles.append(module.register_forward_pre_hook(self._starting(name)))
-                noting = self._noting(name, seen, length, start, stop)
-                handles.append(module.register_forward_hook(noting, with_kwargs=True))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name:
+                    noting = self._noting(name, seen, length, start, stop)
+                    hooks.enter_context(
+                        module.register_forward_pre_hook(lambda *_, name=name: self.running.append(name))
+                    )
+                    hooks.enter_context(module.register_forward_hook(noting, with_kwargs=True))
             run()
-        finally:
-            for handle in handles:
-                handle.remove()
         return seen
-
-    def _starting(self, name: str) -> Callable[..., None]:
-        return lambda module, args: self.running.append(name)
 
     def _noting(self, name: str, seen: _Calls, length: int, start: int, stop: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -92,19 +88,9 @@ class _Watch:
 
 
 def _rows(value: Any, length: int, start: int, stop: int) -> Iterator[Tensor]:
-    for tensor in _tensors(cut_rows(value, length, start, stop)):
-        if tensor.is_floating_point() and stop - start in tensor.shape[1:]:
+    for tensor in float_tensors(cut_rows(value, length, start, stop)):
+        if stop - start in tensor.shape[1:]:
             yield tensor.clone()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _equal(one: list[Tensor], other: list[Tensor]) -> bool:

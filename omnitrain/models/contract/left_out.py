@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.findings import LeftOut
 from omnitrain.models.contract.trial import Case, Trial
-from omnitrain.models.left_out import any_layer
+from omnitrain.recipe.globs import any_layer
 
 # Module -> the arguments of each of its calls in one forward.
 _Calls = dict[str, list[dict[str, Any]]]
@@ -44,19 +45,14 @@ def left_out_modules(trial: Trial) -> tuple[LeftOut, ...]:
 def _calls_of(trial: Trial, case: Case) -> _Calls:
     """In the order of the first call of each module."""
     seen: _Calls = {}
-    handles = [
-        module.register_forward_pre_hook(partial(_note, seen, name), with_kwargs=True)
-        for name, module in trial.ours.named_modules()
-        if next(module.parameters(), None) is not None
-    ]
-    try:
-        pack = Pack.from_samples([case.probe.sample])
-        media = trial.media(pack)
-        seen.clear()
+    pack = Pack.from_samples([case.probe.sample])
+    media = trial.media(pack)
+    with ExitStack() as hooks:
+        for name, module in trial.ours.named_modules():
+            if next(module.parameters(), None) is not None:
+                hook = partial(_note, seen, name)
+                hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         trial.logits(pack, media)
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen
 
 

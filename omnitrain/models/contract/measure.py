@@ -163,7 +163,7 @@ def own_loss_fact(trial: Trial) -> str | None:
         when = f" where {_ROUTER_LOGITS} is set"
     if abs(added) <= _ADDED * tokens:
         return None
-    nodes = [vars(node).items() for _, node in config_nodes(trial.plain.config)]
+    nodes = [vars(node).items() for node in config_nodes(trial.plain.config)]
     weights = {f"{name} {value}" for items in nodes for name, value in items if name.endswith(_LOSS_WEIGHTS) and value}
     by = f" ({', '.join(sorted(weights))})" if weights else ""
     return f"transformers adds {added:.1e} to a sample's loss of {tokens:.2f}{when}{by}"

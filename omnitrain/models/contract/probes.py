@@ -156,7 +156,7 @@ def _named(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> lis
     for stem in _STEMS[modality]:
         for form in forms:
             name = form.format(stem if form.startswith("{") else stem[0])
-            for _, node in config_nodes(config):
+            for node in config_nodes(config):
                 if isinstance(value := getattr(node, name, None), int):
                     return [value]
     return []

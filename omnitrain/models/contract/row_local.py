@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,12 +28,10 @@ def row_local_modules(trial: Trial) -> tuple[str, ...]:
     model = trial.ours
     names = list(_candidates(model))
     calls: dict[str, list[Tensor]] = {name: [] for name in names}
-    handles = [model.get_submodule(name).register_forward_hook(_noting(calls[name])) for name in names]
-    try:
+    with ExitStack() as hooks:
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(_noting(calls[name])))
         hidden = _last_hidden_states(trial)
-    finally:
-        for handle in handles:
-            handle.remove()
     outputs = {
         name: seen[0] for name, seen in calls.items() if len(seen) == 1 and seen[0].shape[:2] == hidden.shape[:2]
     }

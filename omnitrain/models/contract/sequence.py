@@ -7,9 +7,8 @@ must be those of the whole row: a model that counts its tokens, or looks at its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from omnitrain.models.contract.measure import TOLERANCE
 from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.recorded import Recorded, Replayed, worst
 from omnitrain.models.contract.trial import Failure, attempt, relative
-from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.contract.twin import build_twin, twin_configs
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.kernels import torch_kernels
 from omnitrain.models.native import NativeRows, discover
@@ -59,7 +58,7 @@ def kept_or_checked(path: Path, check: Callable[[], SequenceContract]) -> Sequen
     found = kept(path, lambda values: SequenceContract(values["problem"], tuple(values["heads"])))
     if found is None:
         found = check()
-        keep(path, json.dumps(asdict(found)))
+        keep(path, found)
     return found
 
 
@@ -69,8 +68,8 @@ def check_sequence(
     """Check a small twin of ``config``; where that has a problem, one with whole towers and MLPs."""
     if contract.attention == "native":
         return SequenceContract("it keeps its own attention, which sees the tokens of one rank alone")
-    twins = (twin_config(config), twin_config(config, cut_towers=False, cut_mlps=False))
-    return first_without_problem(partial(_measured, model_class, twin, contract) for twin in twins)
+    small, _, whole = twin_configs(config)
+    return first_without_problem(partial(_measured, model_class, twin, contract) for twin in (small, whole))
 
 
 def first_without_problem(measures: Iterable[Callable[[], SequenceContract]]) -> SequenceContract:

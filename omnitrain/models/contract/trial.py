@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.contract.findings import Contract, Outcome
-from omnitrain.models.contract.probes import Probe, ordinary_words, reworded
+from omnitrain.models.contract.probes import Probe, ordinary_words, probe_samples, reworded
+from omnitrain.models.contract.twin import build_twin, twin_config
 from omnitrain.models.foundation import EncodedMedia, FoundationRunner
 from omnitrain.models.native import discover, failure_of_model
 from omnitrain.ops.attention import PackedRow
@@ -73,6 +74,13 @@ class Trial:
         self.contract = Contract()
         self._unused = self._twin_of(self.plain)  # a forward may leave something behind in a model
         self._attach()
+
+    @classmethod
+    def by(cls, model: PreTrainedModel, contract: Contract) -> Trial:
+        """Of a small twin of ``model``, run by the contract that was found for it."""
+        trial = cls(build_twin(type(model), twin_config(model.config)))
+        trial.use(**vars(contract))
+        return trial
 
     def use(self, **changes: Any) -> None:
         """Change the contract, and run by it from now on."""
@@ -145,6 +153,11 @@ class Trial:
         rows = self.runner.text_loss(pack, media)[0].rows
         owner = torch.bucketize(pack.text_rows, torch.tensor(list(accumulate(pack.info.lengths))), right=True)
         return {index: rows[owner == place] for place, index in enumerate(pack.info.indices)}
+
+    @property
+    def texts(self) -> list[Sample]:
+        """Tiny samples of text alone."""
+        return [probe.sample for probe in probe_samples(self.plain, self.native) if not probe.modalities]
 
     @property
     def samples(self) -> list[Sample]:

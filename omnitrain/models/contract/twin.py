@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.models.native import peaked_
+from omnitrain.models.native import config_nodes, peaked_
 
 # What counts the repeated parts of a config.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
@@ -59,21 +59,33 @@ def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
     text = small.get_text_config(decoder=True)
     # Each level of side features enters behind a layer of its own.
     levels = [
-        len(v) for node in _nodes(small) for k, v in vars(node).items() if "deepstack" in k and isinstance(v, list)
+        len(v)
+        for node in config_nodes(small)
+        for k, v in vars(node).items()
+        if "deepstack" in k and isinstance(v, list)
     ]
     _cut_depth(text, least=1 + max(levels, default=1))
-    towers = [node for node in _nodes(small) if node is not text and node is not small] if cut_towers else []
+    towers = [node for node in config_nodes(small) if node is not text and node is not small] if cut_towers else []
     for tower in towers:
         _cut_tower(tower)
     for node in (text, *towers) if cut_mlps else ():
         _cut_mlps(node)
     _cut_experts(text)
     _cut_thresholds(text)
-    for node in _nodes(small):
+    for node in config_nodes(small):
         for name in _drawn(node):
             setattr(node, name, 0.0)
     _cut_vocabulary(small)
     return small
+
+
+def twin_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The smallest, one with whole towers, one with whole MLPs, too: a config may tie other numbers to what is cut."""
+    return [
+        twin_config(config),
+        twin_config(config, cut_towers=False),
+        twin_config(config, cut_towers=False, cut_mlps=False),
+    ]
 
 
 def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -93,7 +105,7 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     anew.
     """
     config = copy.deepcopy(config)
-    for node in _nodes(config):
+    for node in config_nodes(config):
         node._attn_implementation_internal = None  # transformers' own choice, whatever the model runs with
     with torch.random.fork_rng(devices=[]), _Undrawn():
         torch.manual_seed(0)
@@ -108,7 +120,7 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A tower's config with its first layers only, see :func:`twin_config`; ``config`` is not changed."""
     small = copy.deepcopy(config)
-    for node in _nodes(small):
+    for node in config_nodes(small):
         _cut_tower(node)
     return small
 
@@ -124,7 +136,7 @@ def moved_tokens(config: PreTrainedConfig, twin: PreTrainedConfig) -> dict[int, 
     """Special token id of ``config`` -> its id in the twin's config."""
     return {
         old: new
-        for node, small in zip(_nodes(config), _nodes(twin), strict=True)
+        for node, small in zip(config_nodes(config), config_nodes(twin), strict=True)
         for (_, olds), (_, news) in zip(_tokens(node), _tokens(small), strict=True)
         for old, new in zip(olds, news, strict=True)
     }
@@ -211,7 +223,7 @@ def _cut_experts(text: PreTrainedConfig) -> None:
 
 
 def _cut_vocabulary(config: PreTrainedConfig) -> None:
-    nodes = _nodes(config)
+    nodes = config_nodes(config)
     special = sorted({token for node in nodes for _, values in _tokens(node) for token in values})
     text = config.get_text_config(decoder=True)
     if text.vocab_size <= TWIN_VOCABULARY and all(token < text.vocab_size for token in special):
@@ -236,12 +248,6 @@ def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:
         if name.endswith(_TOKEN_SUFFIXES) and values and all(isinstance(token, int) and token >= 0 for token in values):
             found.append((name, values))
     return found
-
-
-def _nodes(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """``config`` and every config inside it."""
-    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
-    return [config, *(node for child in inner for node in _nodes(child))]
 
 
 def _first(node: Any, names: tuple[str, ...]) -> str | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from omnitrain.data.media import Waveform
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
-from omnitrain.models.components import ComponentAdapter, TensorFeatures, to_tensors
+from omnitrain.models.components import ComponentAdapter, TensorFeatures, one_item
 from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, log_mel
 
 
@@ -153,8 +153,7 @@ class ImageVQTokenizer:
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """One black image."""
-        features, count = self.adapter().prepare("image", Image.new("RGB", (1, 1)))
-        return to_tensors(features), (count,)
+        return one_item(self.adapter(), "image", Image.new("RGB", (1, 1)))
 
 
 class MelTargetAdapter(ComponentAdapter):
@@ -198,9 +197,8 @@ class MelTokenizer:
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """The shortest silence."""
-        rate = self.model.config.sampling_rate
-        features, count = self.adapter().prepare("audio", Waveform(np.zeros(1, dtype=np.float32), rate))
-        return to_tensors(features), (count,)
+        silence = Waveform(np.zeros(1, dtype=np.float32), self.model.config.sampling_rate)
+        return one_item(self.adapter(), "audio", silence)
 
 
 class CodecTargetAdapter(ComponentAdapter):
@@ -277,6 +275,4 @@ class CodecTokenizer:
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """One frame of silence."""
-        silence = Waveform(np.zeros(self.hop, dtype=np.float32), self.sampling_rate)
-        features, count = self.adapter().prepare("audio", silence)
-        return to_tensors(features), (count,)
+        return one_item(self.adapter(), "audio", Waveform(np.zeros(self.hop, dtype=np.float32), self.sampling_rate))

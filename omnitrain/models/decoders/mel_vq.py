@@ -75,10 +75,6 @@ class MelVQ(PreTrainedModel):
         self.codebook = torch.nn.Parameter(vectors, requires_grad=False)
         self.post_init()
 
-    def num_codes(self, num_samples: int) -> int:
-        """Codes of a waveform of ``num_samples`` samples."""
-        return num_codes(num_samples, self.config)
-
     def log_mel(self, waveform: torch.Tensor) -> torch.Tensor:
         """See :func:`log_mel`."""
         return log_mel(waveform, self.config)

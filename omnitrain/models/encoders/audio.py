@@ -13,7 +13,7 @@ from transformers.models.auto.feature_extraction_auto import feature_extractor_c
 from omnitrain.data.media import Waveform
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
-from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, to_tensors
+from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_frames
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf import as_config
@@ -130,5 +130,4 @@ class AudioEncoder(PreTrainedModel, EncoderMixin):
         """A tenth of a second of silence."""
         adapter = self.adapter()
         rate = adapter.extractor.sampling_rate
-        features, rows = adapter.prepare("audio", Waveform(np.zeros(rate // 10, dtype=np.float32), rate))
-        return to_tensors(features), (rows,)
+        return one_item(adapter, "audio", Waveform(np.zeros(rate // 10, dtype=np.float32), rate))

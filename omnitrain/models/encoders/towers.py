@@ -9,7 +9,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.hf import Source, model_class, resolve
 
 
-def tower_from_source(source: Source, modality: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
     """The tower for ``modality`` of the model that ``source`` names (see :func:`omnitrain.models.hf.resolve`).
 
     Raises:

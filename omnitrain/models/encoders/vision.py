@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
-from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, to_tensors
+from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_grid
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf import as_config
@@ -164,10 +165,7 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """One black image."""
-        from PIL import Image
-
-        features, rows = self.adapter().prepare("image", Image.new("RGB", (1, 1)))
-        return to_tensors(features), (rows,)
+        return one_item(self.adapter(), "image", Image.new("RGB", (1, 1)))
 
 
 def _refuse_side_outputs(tower: PreTrainedModel, output: Any) -> None:

@@ -5,21 +5,19 @@ from omnitrain.models.native.failure import failure_of_model, raise_if_ours
 from omnitrain.models.native.geometry import config_nodes
 from omnitrain.models.native.inputs import native_inputs
 from omnitrain.models.native.peaked import peaked_
-from omnitrain.models.native.placeholders import TokenExtras, special_ids
-from omnitrain.models.native.port import NativePort, override
-from omnitrain.models.native.positions import PositionFunction
+from omnitrain.models.native.placeholders import special_ids
+from omnitrain.models.native.port import override
 from omnitrain.models.native.rows import NativeRows, check_rows
+from omnitrain.models.native.touch import float_tensors
 
 __all__ = [
     "Discovery",
-    "NativePort",
     "NativeRows",
-    "PositionFunction",
-    "TokenExtras",
     "check_rows",
     "config_nodes",
     "discover",
     "failure_of_model",
+    "float_tensors",
     "native_inputs",
     "override",
     "peaked_",

@@ -16,13 +16,13 @@ from omnitrain.errors import UserError
 from omnitrain.models.native.failure import raise_if_ours
 from omnitrain.models.native.placeholders import TokenExtras, extra_arguments, marks, video_marks
 from omnitrain.models.native.port import NativePort, method_name
-from omnitrain.models.native.positions import PositionFunction, config_json, own_function
+from omnitrain.models.native.positions import PositionFunction, own_function
 from omnitrain.models.native.probe import MAIN_ARGUMENTS
 from omnitrain.models.native.search import find_port
 from omnitrain.models.native.text_run import (
     MODALITIES,
-    attention_implementation,
     called_with,
+    eager_attention,
     feature_hosts,
     first_position,
     plain_ids,
@@ -31,8 +31,7 @@ from omnitrain.models.native.text_run import (
     undisturbed,
 )
 from omnitrain.models.native.touch import leaves
-
-FOUNDATION = "foundation"
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,8 @@ class Discovery:
 
     Attributes:
         ports: modality -> how its rows are made and taken.
-        components: name -> names of its parameters; ``foundation`` has all that no other component reads.
-        shared: names of parameters that a feature method reads, but that belong to the text model (embeddings of
-            image codes); they stay in ``foundation``.
+        components: name -> names of its parameters; ``foundation`` has all that no other component reads, and what a
+            feature method reads of the text model (embeddings of image codes).
         refused: modality -> why its rows cannot be made apart from the forward.
         positions: position ids of a sample.
         extras: per-token arguments of a sample.
@@ -51,7 +49,6 @@ class Discovery:
 
     ports: dict[str, NativePort]
     components: dict[str, tuple[str, ...]]
-    shared: tuple[str, ...]
     refused: dict[str, str]
     positions: PositionFunction
     extras: TokenExtras
@@ -103,7 +100,7 @@ def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExt
 
 def _zeros_open_the_prompt(model: PreTrainedModel) -> bool:
     """With all types zero, the mask lets the first token see the second: the types tell prompt from answer."""
-    with attention_implementation(model, "eager"):  # the one whose masks are plain tensors
+    with eager_attention(model):
         given = _text_call(model)
     masks = [value for value in leaves(given) if isinstance(value, Tensor) and value.ndim == 4]
     return any(bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks)
@@ -127,7 +124,7 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: 
     start = int(given.min()) if isinstance(given, Tensor) else _counted_from(model)
     if own_function(model) is None:
         return PositionFunction(type(model), None, start=start)
-    function = PositionFunction(type(model), config_json(model.config), start=start)
+    function = PositionFunction(type(model), model.config.to_json_string(use_diff=False), start=start)
     axes = given.size(0) if isinstance(given, Tensor) and given.ndim == 3 else 0
     for modality in MODALITIES:
         port = ports.get(modality)
@@ -179,11 +176,9 @@ def _grouped(
     }
     taken = {name for names in components.values() for name in names}
     everything = {FOUNDATION: tuple(name for name in order if name not in taken), **components}
-    read = {name for port in ports.values() for name in port.parameters}
     return Discovery(
         ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
         components=everything,
-        shared=tuple(name for name in order if name in read & text),
         refused=refused,
         positions=positions,
         extras=extras,

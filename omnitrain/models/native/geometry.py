@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -62,13 +62,9 @@ class AudioSizes:
     full_frames: int | None
 
 
-def config_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """The config and all configs in it, outermost first, with their dotted names."""
-    yield "", config
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            for inner, node in config_nodes(value):
-                yield f"{name}.{inner}".rstrip("."), node
+def config_nodes(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The config and all configs in it, outermost first."""
+    return [node for _, node in _named_nodes(config)]
 
 
 def vision_sizes(config: PreTrainedConfig, modality: str) -> VisionSizes:
@@ -78,7 +74,7 @@ def vision_sizes(config: PreTrainedConfig, modality: str) -> VisionSizes:
 
 def high_resolution_sizes(config: PreTrainedConfig) -> VisionSizes | None:
     """Sizes of a second tower for the same images in high resolution, if there is one."""
-    nodes = [node for name, node in config_nodes(config) if "high_res" in name]
+    nodes = [node for name, node in _named_nodes(config) if "high_res" in name]
     return _vision_sizes([*nodes, config]) if nodes else None
 
 
@@ -116,14 +112,18 @@ def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
     ]
 
 
-def with_unit(sizes: VisionSizes, factor: int) -> VisionSizes:
-    """The same tower, its images ``factor`` times as many patches along a side."""
-    return replace(sizes, unit=sizes.unit * factor)
+def _named_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """With their dotted names."""
+    yield "", config
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            for inner, node in _named_nodes(value):
+                yield f"{name}.{inner}".rstrip("."), node
 
 
 def _nodes_for(config: PreTrainedConfig, modality: str) -> list[PreTrainedConfig]:
     """Configs of the modality's tower: named after it, in the order of the name's parts."""
-    nodes = [(name.lower(), node) for name, node in config_nodes(config) if name and "high_res" not in name]
+    nodes = [(name.lower(), node) for name, node in _named_nodes(config) if name and "high_res" not in name]
     return [node for kind in _KINDS[modality] for name, node in nodes if kind in name]
 
 

@@ -35,7 +35,7 @@ def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Itera
     seen: set[int] = set()
     for stem in _STEMS[modality]:
         for form in _FORMS:
-            for _, node in config_nodes(config):
+            for node in config_nodes(config):
                 value = getattr(node, form.format(stem), None)
                 if isinstance(value, int) and 0 <= value < vocabulary and value not in seen:
                     seen.add(value)
@@ -45,7 +45,7 @@ def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Itera
 def special_ids(config: PreTrainedConfig) -> set[int]:
     """All token ids that the config names, which ordinary text does not hold."""
     found: set[int] = set()
-    for _, node in config_nodes(config):
+    for node in config_nodes(config):
         for name, value in vars(node).items():
             if name.endswith(("_id", "_index", "_ids")):
                 found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int)}
@@ -125,5 +125,5 @@ def video_marks(config: PreTrainedConfig, tokens: Mapping[str, int]) -> tuple[in
 
 
 def _first_id(config: PreTrainedConfig, name: str) -> int | None:
-    values = (getattr(node, name, None) for _, node in config_nodes(config))
+    values = (getattr(node, name, None) for node in config_nodes(config))
     return next((value for value in values if isinstance(value, int)), None)

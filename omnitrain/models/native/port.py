@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,18 +70,15 @@ class NativePort:
         """Names of the tensors beside the main one that have a row per placeholder, such as deepstack levels."""
         return self.layout.names[1:]
 
-    def encode(
-        self, model: PreTrainedModel, features: Mapping[str, Any], counts: Sequence[int] | None = None
-    ) -> NativeRows:
-        """Rows of some items, by the model's own method.
+    def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> NativeRows:
+        """Rows of some items, by the model's own method; those of each as its output is cut, else all as one item.
 
         Args:
             model: the HF model.
             features: values of the forward's media arguments (what the HF processor returns).
-            counts: rows of each item; None: as the output is cut, all rows as one item where it is not.
 
         Raises:
-            UserError: an argument is missing, or the tower made another number of rows.
+            UserError: an argument is missing.
         """
         arguments = dict(self.constants)
         for parameter, (name, inverted) in self.bindings.items():
@@ -91,7 +88,7 @@ class NativePort:
         if missing:
             raise UserError(f"{self.modality} features of {type(model).__name__} need {missing[0]!r}")
         output = getattr(model.get_submodule(self.host), self.method)(**arguments, return_dict=True)
-        return flatten(output, self.layout, counts)
+        return flatten(output, self.layout)
 
     def minimal_input(self) -> dict[str, Tensor]:
         """The smallest input of one item that the tower takes, for a rank that must take part without data."""

@@ -102,11 +102,6 @@ def own_function(model: PreTrainedModel) -> Any:
     return None
 
 
-def config_json(config: PreTrainedConfig) -> str:
-    """A config as JSON text, from which it can be built again."""
-    return config.to_json_string(use_diff=False)
-
-
 @functools.lru_cache(maxsize=4)
 def _function(model: Any, config: str) -> Any:
     values = json.loads(config)
@@ -122,7 +117,7 @@ def _function(model: Any, config: str) -> Any:
 def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
     """One layer everywhere: positions do not depend on depth, and building takes a tenth of the time."""
     config = copy.deepcopy(config)
-    for _, node in config_nodes(config):
+    for node in config_nodes(config):
         for name in _DEPTHS:
             if isinstance(getattr(node, name, None), int):
                 setattr(node, name, 1)

@@ -19,7 +19,6 @@ from omnitrain.models.native.geometry import (
     audio_sizes,
     high_resolution_sizes,
     vision_sizes,
-    with_unit,
 )
 
 MAIN_ARGUMENTS = {
@@ -129,8 +128,8 @@ def _sizes(config: PreTrainedConfig, modality: str, layout: str) -> Iterator[Pro
         yield from (replace(start, audio=sizes) for sizes in audio)
         return
     for grid_frames in (2, 1) if modality == "video" else (1,):
-        for factor in (1,) if layout in _FIXED_SIDE else (1, 2, 4):
-            yield replace(start, vision=with_unit(vision, factor), grid_frames=grid_frames)
+        for factor in (1,) if layout in _FIXED_SIDE else (1, 2, 4):  # times as many patches along a side
+            yield replace(start, vision=replace(vision, unit=factor * vision.unit), grid_frames=grid_frames)
 
 
 def _layouts_for(modality: str, main: str, names: tuple[str, ...]) -> list[str]:
@@ -160,20 +159,21 @@ def _can_vary(layout: str, names: tuple[str, ...]) -> bool:
 
 def _flat_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
     size = probe.vision
-    width = size.channels * size.temporal * size.patch**2
-    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, width) for s in shapes])
+    return _patches(probe, shapes, size.channels * size.temporal * size.patch**2)
 
 
 def _square_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
-    size = probe.vision
-    cube = (size.channels, size.patch, size.patch)
-    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *cube) for s in shapes])
+    return _patches(probe, shapes, probe.vision.channels, probe.vision.patch, probe.vision.patch)
 
 
 def _cubes(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
     size = probe.vision
-    cube = (size.channels, size.temporal, size.patch, size.patch)
-    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *cube) for s in shapes])
+    return _patches(probe, shapes, size.channels, size.temporal, size.patch, size.patch)
+
+
+def _patches(probe: ProbeInput, shapes: list[_Shape], *of_patch: int) -> Tensor:
+    """All patches of all items, each of these sizes."""
+    return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *of_patch) for s in shapes])
 
 
 def _padded_patches(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:

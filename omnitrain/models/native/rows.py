@@ -91,14 +91,14 @@ class NativeRows:
             counts=tuple(count for call in calls for count in call.counts),
         )
 
-    def at(self, index: Tensor, counts: Sequence[int] | None = None) -> NativeRows:
-        """These rows. ``index``: [n] int64, on the host, may be empty; ``counts``: their items (None: one item)."""
+    def at(self, index: Tensor) -> NativeRows:
+        """These rows, as one item. ``index``: [n] int64, on the host, may be empty."""
         index = moved(index, self.main.device)
         return replace(
             self,
             main=self.main.index_select(0, index),
             side={name: tensor.index_select(0, index) for name, tensor in self.side.items()},
-            counts=(index.numel(),) if counts is None else tuple(counts),
+            counts=(index.numel(),),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -184,14 +184,8 @@ def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True
     return RowLayout(kind, fields, tuple(names), tuple(shared), joined)
 
 
-def flatten(output: Any, layout: RowLayout, counts: Sequence[int] | None = None) -> NativeRows:
-    """Flat rows of an output.
-
-    Args:
-        output: what the feature method returned.
-        layout: of such outputs.
-        counts: rows of each item; None: as the output is cut, or all rows as one item.
-    """
+def flatten(output: Any, layout: RowLayout) -> NativeRows:
+    """Flat rows of an output of this layout; those of each item as it is cut, or all as one item."""
     values = _fields(output, tuple(layout.fields))
     found: dict[str, Tensor] = {}
     cuts: list[tuple[int, ...]] = []
@@ -200,9 +194,7 @@ def flatten(output: Any, layout: RowLayout, counts: Sequence[int] | None = None)
         _collect(values[name], node, mask, found, cuts)
     main, *side = layout.names
     rows = found[main].size(0)
-    cut = tuple(counts) if counts is not None else next((cut for cut in cuts if sum(cut) == rows), (rows,))
-    if sum(cut) != rows:
-        raise UserError(f"{sum(cut)} rows were announced, but the tower made {rows}")
+    cut = next((cut for cut in cuts if sum(cut) == rows), (rows,))
     return NativeRows(
         found[main], {name: found[name] for name in side}, {name: found[name] for name in layout.shared}, cut, layout
     )

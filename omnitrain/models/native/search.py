@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from omnitrain.models.native.text_run import (
     text_core,
     typed,
 )
-from omnitrain.models.native.touch import ParameterReads, leaves
+from omnitrain.models.native.touch import ParameterReads, float_tensors, leaves
 
 _MOST_ROWS = 20_000
 
@@ -203,8 +203,7 @@ class _Search:
     def _decoder_inputs(self, token: int, rows: int, features: Mapping[str, Tensor], output: Any) -> list[Tensor]:
         """All floating-point tensors that the text decoder is called with when the method returns ``output``."""
         with methods_replaced(self.model, self.hosts, self.method, lambda *args, **kwargs: output):
-            call = called_with(self.model, text_core(self.model), self._forward(token, rows, features))
-        return [value for value in leaves(call) if isinstance(value, Tensor) and value.is_floating_point()]
+            return float_tensors(called_with(self.model, text_core(self.model), self._forward(token, rows, features)))
 
     def _forward(self, token: int | None, rows: int, features: Mapping[str, Tensor]) -> dict[str, Any]:
         arguments = text_arguments(self.model, self.modality, token, rows)
@@ -253,16 +252,11 @@ class _Search:
     def _calls(self, port: NativePort, features: dict[str, Tensor]) -> Counter[str]:
         """Name of each module with parameters that is called -> how often; empty where the tower refuses the input."""
         counts: Counter[str] = Counter()
-        handles = [
-            module.register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
-            for name, module in self.model.named_modules()
-            if next(module.parameters(), None) is not None
-        ]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if next(module.parameters(), None) is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: counts.update([name])))
             return counts if self._encoded(port, [features]) else Counter()
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _encoded(self, port: NativePort, inputs: Sequence[dict[str, Tensor]]) -> list[NativeRows]:
         """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native.placeholders import MODALITY_CODES, extra_arguments, marks, special_ids
 from omnitrain.models.native.port import method_name
-from omnitrain.models.native.touch import ParameterReads, leaves
+from omnitrain.models.native.touch import ParameterReads, float_tensors
 
 MODALITIES = ("image", "video", "audio")
 
@@ -78,12 +78,8 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
         caught.append((args, kwargs))
         raise StopRunError
 
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        with suppress(StopRunError), ParameterReads(model):
-            model(**arguments, use_cache=False)
-    finally:
-        handle.remove()
+    with module.register_forward_pre_hook(stop, with_kwargs=True), suppress(StopRunError), ParameterReads(model):
+        model(**arguments, use_cache=False)
     if not caught:
         raise RuntimeError("the forward never called its text decoder")
     return caught[0]
@@ -101,10 +97,10 @@ def first_position(model: PreTrainedModel) -> int:
     embeddings: nn.Embedding = model.get_input_embeddings()
     rows = torch.zeros(1, 3, embeddings.weight.size(1), device=input_device(model), dtype=model.dtype)
     behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
-    expected = _floats(called_with(model, layer, {"inputs_embeds": rows}))
+    expected = float_tensors(called_with(model, layer, {"inputs_embeds": rows}))
     for start in dict.fromkeys((0, 1, 2, behind_padding)):
         positions = torch.arange(start, start + rows.size(1), device=rows.device)[None]
-        got = _floats(called_with(model, layer, {"inputs_embeds": rows, "position_ids": positions}))
+        got = float_tensors(called_with(model, layer, {"inputs_embeds": rows, "position_ids": positions}))
         if all(torch.equal(one, other) for one, other in zip(expected, got, strict=True)):
             return start
     return 0
@@ -133,10 +129,6 @@ def text_arguments(model: PreTrainedModel, modality: str = "image", token: int |
         "attention_mask": torch.ones_like(ids),
         **dict.fromkeys(extra_arguments(type(model)), types),
     }
-
-
-def _floats(call: Any) -> list[Tensor]:
-    return [value for value in leaves(call) if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
@@ -173,14 +165,14 @@ def methods_replaced(
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """While open, all parts of the model use this attention."""
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """While open, all parts of the model use transformers' eager attention, whose masks are plain tensors."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in every if isinstance(config, PreTrainedConfig)}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():
-            config._attn_implementation = name
+            config._attn_implementation = "eager"
         yield
     finally:
         for key, config in configs.items():

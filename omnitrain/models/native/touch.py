@@ -91,6 +91,11 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
+def float_tensors(tree: Any) -> list[Tensor]:
+    """The tensors of floats among these."""
+    return [value for value in leaves(tree) if isinstance(value, Tensor) and value.is_floating_point()]
+
+
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """The same nested lists, tuples and dicts, with ``function`` of what lies in them."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

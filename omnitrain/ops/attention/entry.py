@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,13 +13,10 @@ from omnitrain.ops.attention.call import CAUSAL, FULL, Call
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.mask_functions import describe, is_causal, pattern_of
 from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec
-from omnitrain.ops.attention.packing import PackedRow, packed_row
+from omnitrain.ops.attention.packing import PackedRow, check_recomputation, packed_row, relies_on_context
 from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
 from omnitrain.ops.attention.sharded import shard_of
 from omnitrain.ops.unread_rows import rows_read_of
-
-# Layers that learnt from the context alone that their row is packed, and so need it in a recomputation, too.
-_rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
 
 # Tensor of borders -> its version, and its values.
 _read_before = WeakTensorKeyDictionary()
@@ -142,9 +138,9 @@ def _spec(
             spec = _spec_of_layer(module, borders, mask, kwargs)
             return spec if shard is None else spec.on(shard)
     if row is None or not _is_row(module, query, key, row, mask):
-        _check_recomputation(module)
+        check_recomputation(module)
         return None
-    _rely_on_context.add(module)
+    relies_on_context(module)
     spec = _spec_of_layer(module, row.borders, mask, kwargs)
     return spec if row.part is None else spec.on(row.part.attention)
 
@@ -231,14 +227,3 @@ def _is_row(
     if query.size(2) == length or (mask is None and getattr(module, "is_causal", False)):
         _check_fit(module, query, key, length)
     return False
-
-
-def _check_recomputation(module: torch.nn.Module) -> None:
-    """Refuse a recomputation that would see the packed row as one sample."""
-    if torch._C._current_graph_task_id() == -1:  # not inside a backward
-        _rely_on_context.discard(module)
-    elif module in _rely_on_context:
-        raise UserError(
-            f"{type(module).__name__} is recomputed outside of packed(...), by which alone it knew where samples "
-            "begin: enter it around the backward, too"
-        )

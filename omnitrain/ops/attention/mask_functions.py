@@ -145,17 +145,12 @@ def _is_constant(numbers: torch.Tensor, borders: tuple[int, ...]) -> bool:
 
 
 def _all(patterns: list[Pattern | None]) -> Pattern | None:
-    whole: Pattern | None = Pattern()
-    for pattern in patterns:
-        whole = _both(whole, pattern)
-    return whole
-
-
-def _both(one: Pattern | None, other: Pattern | None) -> Pattern | None:
-    if one is None or other is None or (one.chunk and other.chunk and one.chunk != other.chunk):
+    known = [pattern for pattern in patterns if pattern is not None]
+    chunks = {pattern.chunk for pattern in known if pattern.chunk is not None}
+    if len(known) < len(patterns) or len(chunks) > 1:
         return None
-    window = min((w for w in (one.window, other.window) if w is not None), default=None)
-    return Pattern(one.causal or other.causal, window, one.chunk or other.chunk)
+    window = min((pattern.window for pattern in known if pattern.window is not None), default=None)
+    return Pattern(any(pattern.causal for pattern in known), window, next(iter(chunks), None))
 
 
 def _any(patterns: list[Pattern | None]) -> Pattern | None:

@@ -126,10 +126,6 @@ class MaskSpec:
             spec.shard, spec._whole = shard, self
         return spec
 
-    def segment_mask(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """The mask of a segment, ``[1, 1 or heads, length, length]``: boolean, or a float to add to the scores."""
-        return self.block_mask((start, stop), (start, stop), device)
-
     def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor:
         """The mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
 

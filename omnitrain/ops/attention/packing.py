@@ -7,8 +7,11 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import torch
+
+from omnitrain.errors import UserError
 
 if TYPE_CHECKING:
     from omnitrain.ops.attention.mask_spec import MaskSpec
@@ -124,6 +127,30 @@ def inside(row: PackedRow | None) -> _Inside:
 def packed_row() -> PackedRow | None:
     """The packed row that is being read; None: there is none."""
     return _row.get()
+
+
+# Modules that learnt from the context alone that the row of their last forward is packed.
+_rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def relies_on_context(module: torch.nn.Module) -> None:
+    """``module`` knows from :func:`packed_row` alone that its row is packed, so it needs it in a recomputation, too."""
+    _rely_on_context.add(module)
+
+
+def check_recomputation(module: torch.nn.Module) -> None:
+    """Of a module without a packed row: refuse a recomputation that would see the packed row as one sample.
+
+    Raises:
+        UserError: its forward was over a packed row.
+    """
+    if torch._C._current_graph_task_id() == -1:  # not inside a backward
+        _rely_on_context.discard(module)
+    elif module in _rely_on_context:
+        raise UserError(
+            f"{type(module).__name__} is recomputed outside of packed(...), by which alone it knew where samples "
+            "begin: enter it around the backward, too"
+        )
 
 
 class _Inside:

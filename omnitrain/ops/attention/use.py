@@ -77,10 +77,9 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
 
 
 def _implementation(config: Any, backend: str) -> Implementation:
-    current = config._attn_implementation_internal
-    plain = _registered[current].plain if current in _registered else current
     # By a name with "flash" in it, transformers would refuse chunks, which a spec cuts at exactly.
-    return Implementation(backend, plain, passes_borders=getattr(config, "attention_chunk_size", None) is None)
+    passes_borders = getattr(config, "attention_chunk_size", None) is None
+    return Implementation(backend, plain_implementation(config), passes_borders)
 
 
 def _register(implementation: Implementation) -> str:

@@ -8,7 +8,7 @@ compute them, go back, and are added per token (``routes``; over ranks: a :class
 
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
 from omnitrain.ops.experts.declared import ExpertWeights, Piece, chunk_borders, experts_in, is_experts, matrix_names
-from omnitrain.ops.experts.entry import Dispatcher, Journey, bytes_sent, set_experts, settings_of
+from omnitrain.ops.experts.entry import Dispatcher, Journey, bytes_sent, settings_of
 from omnitrain.ops.experts.lora import add_expert_adapter, merge_expert_adapter, parameter_names
 from omnitrain.ops.experts.replay import Recording, Replayed
 from omnitrain.ops.experts.routes import (
@@ -22,7 +22,7 @@ from omnitrain.ops.experts.routes import (
 )
 from omnitrain.ops.experts.spans import LayerSpans
 from omnitrain.ops.experts.tape import RoutingTape, is_replaying
-from omnitrain.ops.experts.use import backend_of, use_omnitrain_experts
+from omnitrain.ops.experts.use import backend_of, set_experts, use_omnitrain_experts
 
 __all__ = [
     "AUTO",

@@ -26,7 +26,7 @@ def _by_transformers(name: str, experts: ExpertWeights, rows: Tensor, ends: Tens
     if memory != ProductMemory():
         raise UserError(f"experts backend {name!r} keeps what it keeps; use torch with a row budget or recompute")
     if rows.size(0) == 0:  # not all of them take none
-        return grouped_experts(experts, rows, ends)
+        return grouped_experts(experts, rows, ends, memory)
     of_row = torch.repeat_interleave(counts_of(ends), output_size=rows.size(0)).unsqueeze(-1)
     function = ALL_EXPERTS_FUNCTIONS[name]
     return function(experts, rows, of_row, rows.new_ones(of_row.shape))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from omnitrain.ops.experts.spans import NOT_RECORDED, LayerSpans
 from omnitrain.ops.experts.tape import once
 from omnitrain.ops.weight_gradients import WeightGradients
 
-_SETTINGS = "_expert_settings"
+SETTINGS = "_expert_settings"
 
 
 class Journey(Protocol):
@@ -117,14 +117,9 @@ class ExpertSettings:
     spans: LayerSpans = NOT_RECORDED
 
 
-def set_experts(module: nn.Module, **settings: Any) -> None:
-    """From now on the experts ``module`` are computed with these of :class:`ExpertSettings`; others stay."""
-    setattr(module, _SETTINGS, replace(settings_of(module), **settings))
-
-
 def settings_of(module: nn.Module) -> ExpertSettings:
     """How the experts ``module`` are computed."""
-    return getattr(module, _SETTINGS, _AS_THEY_ARE)
+    return getattr(module, SETTINGS, _AS_THEY_ARE)
 
 
 _AS_THEY_ARE = ExpertSettings(_Here())

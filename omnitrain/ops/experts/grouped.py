@@ -38,10 +38,7 @@ class ProductMemory:
     recomputes_activation: bool = False
 
 
-_EVERYTHING = ProductMemory()
-
-
-def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory = _EVERYTHING) -> Tensor:
+def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory) -> Tensor:
     """The experts' results for rows that are sorted by expert.
 
     Args:

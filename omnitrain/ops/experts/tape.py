@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -92,8 +92,7 @@ _reel: ContextVar[_Reel | None] = ContextVar("routing_tape", default=None)
 def _open(tape: RoutingTape, mode: TorchFunctionMode, *, replays: bool) -> Iterator[None]:
     token = _reel.set(_Reel(tape._made, replays))
     try:
-        with ExitStack() as stack:
-            stack.enter_context(mode)
+        with mode:
             yield
     finally:
         _reel.reset(token)

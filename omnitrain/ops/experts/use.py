@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 from omnitrain.errors import UserError
 from omnitrain.ops.experts.choose import AUTO, EXPERTS
 from omnitrain.ops.experts.declared import experts_in
-from omnitrain.ops.experts.entry import omnitrain_experts
+from omnitrain.ops.experts.entry import SETTINGS, omnitrain_experts, settings_of
 
 _PREFIX = "omnitrain"
 
@@ -39,6 +40,17 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
         config: Any = module.config
         config._experts_implementation_internal = _name(backend)
     return Counter(type(module).__name__ for module in found)
+
+
+def set_experts(experts: nn.Module, **settings: Any) -> None:
+    """Make a layer's ``experts`` compute through :func:`omnitrain_experts`, by the backend that they have.
+
+    Args:
+        experts: of a layer.
+        settings: of :class:`~omnitrain.ops.experts.entry.ExpertSettings`; others stay.
+    """
+    setattr(experts, SETTINGS, replace(settings_of(experts), **settings))
+    use_omnitrain_experts(experts, backend_of(experts))
 
 
 def backend_of(experts: nn.Module) -> str:

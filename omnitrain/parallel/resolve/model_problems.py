@@ -10,36 +10,30 @@ from omnitrain.models.contract.tower import attached_tower_contract, native_towe
 from omnitrain.models.contract.twin import drawn_in_training
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import ExpertLayer, own_plan_problems
-from omnitrain.parallel.resolve.asked import STATE_AXIS
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.ulysses import head_problem
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
-
-_MISSING_AXES = {
-    "pp": "pipeline parallelism",
-}
 
 
 def model_problems(
     model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
 ) -> Iterator[str]:
     """All of it; ``layers``: component -> its layers of experts."""
-    yield from _missing_problems(plan, state)
+    yield from _pipeline_problems(plan, state)
     yield from _sequence_problems(model, state)
     yield from _left_out_problems(model, state)
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
 
 
-def _missing_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    for axis, what in _MISSING_AXES.items():
-        places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
-        found = {f"{place}.{axis}": getattr(own, axis) or 1 for place, own in places.items()}
-        if max(found.values()) == 1:
-            found["parallel state"] = state.size(STATE_AXIS.get(axis, axis))
-        for path, degree in found.items():
-            if degree > 1:
-                yield f"{path}: found {axis} {degree}, but {what} is not available yet; use 1"
+def _pipeline_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
+    found = {f"{place}.pp": own.pp or 1 for place, own in places.items()}
+    if max(found.values()) == 1:
+        found["parallel state"] = state.size("pp")
+    for path, degree in found.items():
+        if degree > 1:
+            yield f"{path}: found pp {degree}, but pipeline parallelism is not available yet; use 1"
 
 
 def _spread_problems(

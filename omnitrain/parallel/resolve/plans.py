@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from omnitrain.models.lora import Adapters, adapters_of, names_without_adapters
+from omnitrain.models.lora import Adapters, names_without_adapters, root_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
@@ -15,7 +15,7 @@ from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
 from omnitrain.parallel.resolve.model_problems import model_problems
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
+from omnitrain.parallel.tensor.plan import TensorPlan
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, raise_problems
@@ -26,18 +26,20 @@ def resolve_plans(
     plan: ParallelPlan,
     state: ParallelState,
     flags: CallFlags,
-    tensors: TensorPlan | None = None,
-    present: Mapping[str, Adapters] | None = None,
-) -> dict[str, ComponentPlan]:
+    tensors: TensorPlan,
+    present: Mapping[str, Adapters],
+) -> tuple[dict[str, ComponentPlan], dict[str, Adapters]]:
     """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
+
+    And component -> the adapters that its plan asks for.
 
     Args:
         model: not laid out.
         plan: what the user says of its components.
         state: the ranks.
         flags: what the call says of all components.
-        tensors: None: made here.
-        present: component -> the adapters that it has, or gets with its weights; None: those that it has.
+        tensors: what tensor parallelism does to the model.
+        present: component -> the adapters that it has, or gets with its weights.
 
     Raises:
         PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
@@ -46,9 +48,7 @@ def resolve_plans(
     components, frozen = model.components, _frozen(model)
     names = _names(model)
     problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
-    tensors = tensors or tensor_plan(model, plan, state.size("tp"))
     blocks, layers = blocks_of(model), expert_layers(model)
-    present = adapters_of(model) if present is None else present
     adapters, wrong = adapters_for(model, plan, present)
     problems += [*wrong, *lora_problems({**present, **adapters}, layers, plan), *tensors.problems]
     problems += model_problems(model, layers, plan, state)
@@ -65,7 +65,7 @@ def resolve_plans(
             problems += () if name in adapters else _fp32_problems(model, name, found)
             problems += router_problems(model, plan, name, layers[name], found)
     raise_problems(problems or list(unused_problems(plan, plans)))
-    return plans
+    return plans, adapters
 
 
 def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
@@ -86,8 +86,8 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
     """Component -> its modules and parameters, relative to it, as they are called without adapters."""
     names = {}
     for component, parameters in model.components.items():
-        root = component if component in (FOUNDATION, *model.encoder_names, *model.decoder_names) else FOUNDATION
-        paths = [path.removeprefix(f"{root}.") for path in names_without_adapters(model, parameters)]
+        root = f"{root_of(model, component)}."
+        paths = [path.removeprefix(root) for path in names_without_adapters(model, parameters)]
         modules = {path.rsplit(".", cut)[0] for path in paths for cut in range(1, path.count(".") + 1)}
         names[component] = [*paths, *sorted(modules)]
     return names

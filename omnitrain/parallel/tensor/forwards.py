@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,17 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omnitrain.ops.collectives import add_up, gather_columns, own_columns
+from omnitrain.ops.forwards import Forward, forward_of, set_forward
 from omnitrain.parallel.tensor.tokens import tokens_divided
 
-Forward = Callable[..., Any]
 Around = Callable[[Forward, dist.ProcessGroup], Forward]
 
 
 def replace_forward(module: nn.Module, around: Around, group: dist.ProcessGroup) -> None:
     """Put ``around`` the module's forward, whatever that is by now."""
-    own = vars(module).get("forward")  # that of an operation put in from outside
-    # A bound method: a deep copy of the module gets one that is bound to the copy.
-    module.forward = MethodType(around(type(module).forward if own is None else own.__func__, group), module)
+    set_forward(module, around(forward_of(module), group))
 
 
 def own_part(plain: Forward, group: dist.ProcessGroup) -> Forward:

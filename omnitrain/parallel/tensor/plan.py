@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from transformers import PreTrainedConfig
 from omnitrain.models.lora import without_adapters
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.tensor.styles import STYLES
-from omnitrain.recipe.globs import matches
+from omnitrain.recipe.globs import any_layer, matches
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 from omnitrain.recipe.suggest import hint
 
@@ -104,7 +103,7 @@ class _Planning:
             return {}
         styles = {}
         for name in (*self._modules, *self._parameters):
-            style = found.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+            style = found.get(any_layer(name))
             if style is not None and self.component_of(name) == FOUNDATION:
                 styles[name] = style
         for name in [name for name in styles if self._is_vocabulary(name) and self._rest(name, styles[name])]:
@@ -219,4 +218,4 @@ def _heads(module: nn.Module) -> dict[str, int]:
 
 def _shown(name: str) -> str:
     """A name relative to its component, for all layers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix(f"{FOUNDATION}."))
+    return any_layer(name.removeprefix(f"{FOUNDATION}."))

@@ -8,9 +8,8 @@ gradients of a rank's tokens, which add up over ranks as those of everything tha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from omnitrain.models.native.text_run import text_blocks
 from omnitrain.ops.collectives import gather_rows, scatter_rows
+from omnitrain.recipe.globs import any_layer
 from omnitrain.recipe.parallel import FOUNDATION
 
 
@@ -84,7 +84,7 @@ class DividedTokens:
     def ends_in(self, names: Iterable[str]) -> list[str]:
         """Which of the names of a model's modules are of these."""
         ends = () if self.problem else self.ends
-        return [name for name in names if _of_all_layers(name.removeprefix(f"{FOUNDATION}.")) in ends]
+        return [name for name in names if any_layer(name.removeprefix(f"{FOUNDATION}.")) in ends]
 
     def __str__(self) -> str:
         return f"tokens whole on each tp rank: {self.problem}" if self.problem else "tokens divided over tp"
@@ -149,23 +149,17 @@ def ends_of(
     def compare(inside: Sequence[str]) -> Any:
         def hook(region: nn.Module, args: Any, output: Any) -> None:
             made = output if isinstance(output, Tensor) else output[0]
-            found.update(_of_all_layers(name) for name in inside if products.pop(name, None) is made)
+            found.update(any_layer(name) for name in inside if products.pop(name, None) is made)
 
         return hook
 
-    handles = [module.register_forward_hook(keep(name)) for module, name in names.items()]
-    for region in (region for block in blocks for region in regions_of(block)):
-        inside = [names[module] for module in region.modules() if module in names]
-        handles.append(region.register_forward_hook(compare(inside)))
-    try:
+    with ExitStack() as hooks:
+        for module, name in names.items():
+            hooks.enter_context(module.register_forward_hook(keep(name)))
+        for region in (region for block in blocks for region in regions_of(block)):
+            inside = [names[module] for module in region.modules() if module in names]
+            hooks.enter_context(region.register_forward_hook(compare(inside)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _of_all_layers(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _share_of(block: nn.Module, hidden: Tensor, group: dist.ProcessGroup) -> TokenShare | None:

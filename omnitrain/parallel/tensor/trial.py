@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import Probe, probe_samples
 from omnitrain.models.contract.trial import Failure, attempt
-from omnitrain.models.contract.twin import build_twin, twin_config
+from omnitrain.models.contract.twin import build_twin, twin_configs
 from omnitrain.models.kernels import torch_kernels
 from omnitrain.models.native import discover
 from omnitrain.models.native.text_run import text_blocks
@@ -93,7 +93,7 @@ def _tried(
 
 def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
     """The smallest twin that plain transformers runs, and the samples that it takes."""
-    for config in _twin_configs(foundation.config):
+    for config in twin_configs(foundation.config):
         twin = build_twin(type(foundation), config).train()
         with torch_kernels(twin):
             native = attempt(partial(discover, twin))
@@ -102,12 +102,6 @@ def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Pr
         if running and not running[0].modalities:
             return twin, running
     raise UserError(f"tp: no twin of {type(foundation).__name__} runs, on which its plan could be tried; use tp 1")
-
-
-def _twin_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    yield twin_config(config)
-    yield twin_config(config, cut_towers=False)
-    yield twin_config(config, cut_towers=False, cut_mlps=False)
 
 
 def _divided(twin: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[str, str]:

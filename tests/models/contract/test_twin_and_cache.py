@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen3ForCausalLM
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract import cache
-from omnitrain.models.contract.cache import contract_path, read_contract, write_contract
+from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.contract.twin import build_twin, twin_config
@@ -97,8 +97,8 @@ def test_a_contract_is_written_once_and_read_back(tmp_path: Path, monkeypatch: p
     model = Qwen3ForCausalLM(config)
     contract = contract_of(model)
     path = contract_path(Qwen3ForCausalLM, config)
-    assert read_contract(path) == contract and contract.findings
-    write_contract(path, Contract(head="plain"))
+    assert kept(path, Contract.from_json) == contract and contract.findings
+    keep(path, Contract(head="plain"))
     assert contract_of(model) == Contract(head="plain")
     path.write_text("{")
     assert contract_of(model) == contract
@@ -145,9 +145,9 @@ def test_a_plugin_edited_or_a_package_installed_is_checked_anew(
 def test_a_cache_that_is_damaged_or_no_folder_costs_a_check_and_no_more(tmp_path: Path) -> None:
     path = tmp_path / "file" / "contract.json"
     path.parent.write_text("")
-    write_contract(path, Contract())
+    keep(path, Contract())
     (tmp_path / "list.json").write_text("[]")
-    assert read_contract(path) is read_contract(tmp_path / "list.json") is None
+    assert kept(path, Contract.from_json) is kept(tmp_path / "list.json", Contract.from_json) is None
 
 
 def test_what_other_code_of_omnitrain_found_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def _segment(mask: MaskSpec, start: int, stop: int, device: torch.device) -> Seg
     length = stop - start
     if mask.general is None:
         return Segment(start, length, mask.causal)
-    seen = mask.segment_mask(start, stop, device)
+    seen = mask.block_mask((start, stop), (start, stop), device)
     if seen.dtype == torch.bool and seen.size(1) == 1:  # text without images in a model that has image blocks
         if bool(seen.all()):
             return Segment(start, length, causal=False)
