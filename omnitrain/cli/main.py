@@ -173,8 +173,12 @@ def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     layouts: Annotated[
-        str, typer.Option(help="Layouts, with commas between: dp4, hsdp2x2, replicate2, dp2.accum2.recompute, ...")
-    ] = "dp2,dp4,hsdp2x2",
+        str | None,
+        typer.Option(
+            help="Layouts, with commas between: plan (the recipe's own), dp4, hsdp2x2, replicate2, "
+            "dp2.accum2.recompute, ... Unset: plan, if the recipe has one, dp2, dp4, hsdp2x2."
+        ),
+    ] = None,
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 4,
     samples: Annotated[int, typer.Option(help="Samples of the global batch.", min=1)] = 12,
 ) -> None:
@@ -185,7 +189,8 @@ def verify(
 
     from omnitrain.train.verify import verify_recipe
 
-    report = verify_recipe(resolved, [word.strip() for word in layouts.split(",")], nproc=nproc, num_samples=samples)
+    words = [word.strip() for word in layouts.split(",")] if layouts is not None else ()
+    report = verify_recipe(resolved, words, nproc=nproc, num_samples=samples)
     typer.echo(str(report), nl=False)
     if not report.ok:
         raise typer.Exit(1)

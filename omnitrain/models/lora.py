@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -204,7 +205,8 @@ def merge_lora(model: OmniModel, dtype: torch.dtype | None = None) -> None:
             in fp32 and rounded once.
 
     Raises:
-        UserError: the model is laid out over ranks, or none of ours.
+        UserError: the model is laid out over ranks, or none of ours, or an adapted matrix is tied to another one, which
+            has no adapter.
     """
     if not hasattr(model, "renamed"):
         raise UserError(
@@ -215,6 +217,10 @@ def merge_lora(model: OmniModel, dtype: torch.dtype | None = None) -> None:
             "merge_lora: the model is laid out over ranks; save it, and merge what build_omni_model(weights_path=...) "
             "makes of the folder"
         )
+    names = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    for base, (path, *_) in model.renamed.items():
+        if names[model.get_parameter(path)] > 1:
+            raise UserError(f"merge_lora: {base} is tied to another matrix, which its adapter would change, too")
     for adapters in adapters_of(model).values():
         for name in adapters.linears:
             layer = model.get_submodule(name)

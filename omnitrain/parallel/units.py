@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import blocks_in
@@ -68,7 +69,7 @@ def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
     return {name: tuple(parameters.blocks(name)) for name in model.components}
 
 
-def stays_fp32(model: OmniModel) -> Callable[[str], bool]:
+def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
     """Whether the parameter of this name is one that its model keeps in fp32 at any precision."""
     names = sorted(model._keep_in_fp32_modules_strict or ())
     pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")

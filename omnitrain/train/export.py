@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.lora import merge_lora
+from omnitrain.parallel.units import stays_fp32
 from omnitrain.train.display import quiet_libraries
 from omnitrain.train.setup import load_checkpoint
 
@@ -22,7 +25,8 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
     Args:
         checkpoint: folder of a run (its newest checkpoint is taken), or of a saved omni model.
         folder: a new one.
-        dtype: of the weights, ``float32``, ``bfloat16`` or ``float16``; None: as saved.
+        dtype: of the weights, ``float32``, ``bfloat16`` or ``float16``; None: as saved. What the model's class keeps in
+            fp32, such as biases of a choice of experts, stays so.
 
     Returns:
         Attached components, which no class of transformers has; they are left out.
@@ -39,7 +43,15 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
     model, processor = load_checkpoint(checkpoint)
     merge_lora(model, None if dtype is None else _DTYPES[dtype])
     if dtype is not None:
-        model.foundation.to(_DTYPES[dtype])
+        _cast(model.foundation, _DTYPES[dtype])
     model.foundation.save_pretrained(folder)
     processor.renderer.save_pretrained(folder)
     return sorted([*model.encoders, *model.decoders])
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Weights and buffers, but for those that the model keeps in fp32: transformers would load them as such."""
+    stays = stays_fp32(model)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and not stays(name):
+            tensor.data = tensor.data.to(dtype)

@@ -19,9 +19,12 @@ from omnitrain.parallel.verify import verify as verify_model
 from omnitrain.parallel.verify_arguments import Factory, require_ranks
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.parallel import ParallelPlan
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from omnitrain.train.display import quiet_libraries
 from omnitrain.train.setup import build_from_recipe
+
+_OWN_PLAN = "plan"
+_USUAL = ("dp2", "dp4", "hsdp2x2")
 
 
 def verify(
@@ -79,7 +82,7 @@ def verify(
 
 def verify_recipe(
     recipe: Recipe,
-    layouts: Sequence[str],
+    layouts: Sequence[str] = (),
     *,
     nproc: int = 4,
     num_samples: int = 12,
@@ -90,7 +93,8 @@ def verify_recipe(
 
     Args:
         recipe: model, data and seed.
-        layouts: see :func:`verify`.
+        layouts: such as ``dp4``, see :func:`verify`; ``plan`` is the recipe's own, in fp32 and without compilation,
+            which round in ways of their own. None given: that, if it has one, ``dp2``, ``dp4`` and ``hsdp2x2``.
         nproc: ranks on this machine.
         num_samples: of the global batch.
         pool: ranks to run on; None: a pool of its own.
@@ -100,12 +104,24 @@ def verify_recipe(
         UserError: whatever does not fit together in the recipe; an unknown layout; no usable sample.
     """
     quiet_libraries()
-    parsed = [parse_layout(layout) for layout in layouts]  # a mistake in them comes before the work
+    if not layouts:
+        layouts = _USUAL if recipe.parallel == ParallelPlan() else [_OWN_PLAN, *_USUAL]
+    # A mistake in them comes before the work.
+    parsed = [_own_plan(recipe) if layout == _OWN_PLAN else parse_layout(layout) for layout in layouts]
     shapes, processor = build_from_recipe(recipe, "meta")
     samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
     memory = available_memory() if memory is None else memory
     factory = _factory(recipe, shapes, nproc, memory)
     return verify_model(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)
+
+
+def _own_plan(recipe: Recipe) -> ParallelPlan:
+    def exact(plan: ComponentPlan) -> ComponentPlan:
+        return plan.model_copy(update={"precision": None, "compile": None})
+
+    own = recipe.parallel
+    parts = {name: exact(plan) for name, plan in own.components.items()}
+    return own.model_copy(update={"default": exact(own.default), "components": parts})
 
 
 def model_of(recipe: Recipe, device: str) -> OmniModel:

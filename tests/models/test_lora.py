@@ -258,3 +258,11 @@ def test_a_merged_matrix_is_rounded_once() -> None:
 def test_merging_a_plain_model_of_transformers_is_refused() -> None:
     with pytest.raises(UserError, match=r"merge_lora: found a \w+ForCausalLM; expected an OmniModel"):
         merge_lora(omni().foundation)  # type: ignore[arg-type]
+
+
+def test_a_matrix_that_is_tied_to_another_one_is_not_merged() -> None:
+    model = adapted()
+    first, second = (layer.self_attn.o_proj for layer in model.foundation.model.layers[:2])
+    second.base_layer.weight = first.base_layer.weight
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.o_proj\.weight is tied to another matrix"):
+        merge_lora(model)

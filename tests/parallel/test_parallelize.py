@@ -240,6 +240,18 @@ def test_parameter_offload_is_of_the_component_that_asks_for_it(ranks: RankPool)
     }
 
 
+def images_encoded(place: str) -> int:
+    """By this rank; the first one has drawn two images, the second one text alone."""
+    model, rank = laid_out(components={"image_encoder": {"place": place}}), torch.distributed.get_rank()
+    batch = ot.step_planner(model)([pack("text" if rank else "images_to_text")])
+    return sum(len(call.items) for call in batch.plan.calls_of(rank, "image_encoder", 0))
+
+
+@pytest.mark.parametrize(("place", "shares"), [("local", [2, 0]), ("world", [1, 1])])
+def test_a_plan_says_who_encodes(ranks: RankPool, place: str, shares: list[int]) -> None:
+    assert ranks.run(images_encoded, place, timeout_s=60, world=2) == shares
+
+
 def place_of_inputs() -> tuple[str, str]:
     with patch("omnitrain.parallel.shard.device_of", lambda mesh: torch.device("cpu", 0)):  # as if it were another one
         model = laid_out({"parameter_offload": True})

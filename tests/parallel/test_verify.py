@@ -279,6 +279,20 @@ def test_a_gradient_that_is_zero_up_to_rounding_must_stay_so_and_widens_no_toler
     assert row.status == status, row
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"loss": 1.0 + 2e-5}, "the loss is off by 2.0e-05"),
+        ({"weights": {"a": torch.tensor([1.0, 1.0 + 2e-5]), "b": torch.ones(1)}}, "the weight after three steps of a"),
+        ({"gradients": {"a": torch.tensor([1.0, 0.5])}}, "1 parameters have a gradient on one side only, such as b"),
+    ],
+)
+def test_loss_weights_and_missing_gradients_are_compared_by_themselves(changed: dict[str, Any], reason: str) -> None:
+    expected = outcome(0.5, 1e-9)
+    row = _compared("dp2", replace(expected, **changed), expected, rounding(), tolerance=1e-5)
+    assert row.status == "different" and reason in row.reason, row
+
+
 @pytest.mark.parametrize(("movement", "status"), [(3.5e-7, "equal"), (3.7e-7, "different")])
 def test_a_movement_below_the_digits_of_its_weight_is_no_difference(movement: float, status: str) -> None:
     """A weight of 1 moves by 1.2e-7 or not at all, three times."""

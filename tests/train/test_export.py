@@ -13,7 +13,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.train.export import export
 from omnitrain.train.setup import load_checkpoint
-from tests.parallel.factories import qwen3_moe_with_adapters
+from tests.parallel.factories import deepseek_v3, qwen3_moe_with_adapters
 from tests.tiny import tiny_model, tiny_processor
 from tests.train.test_native_foundation import save_llava
 
@@ -50,6 +50,19 @@ def test_attached_parts_are_left_out_and_named_and_the_dtype_is_the_one_asked_fo
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert {parameter.dtype for parameter in plain.parameters()} == {torch.bfloat16}
     assert len(AutoTokenizer.from_pretrained(tmp_path / "plain")) == len(tiny_processor(model).tokenizer)
+
+
+def test_what_a_model_keeps_in_fp32_stays_so(tmp_path: Path) -> None:
+    model = build_omni_model(foundation=deepseek_v3())
+    biases = {name: value for name, value in model.foundation.state_dict().items() if "e_score_correction_bias" in name}
+    for bias in biases.values():
+        bias.copy_(torch.linspace(0.5, 0.507, len(bias)))
+    model.save_pretrained(tmp_path / "saved")
+    tiny_processor(tiny_model()).save_pretrained(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "plain", "bfloat16")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    assert biases and all(torch.equal(plain[name], bias) for name, bias in biases.items())
+    assert plain["lm_head.weight"].dtype == torch.bfloat16
 
 
 @torch.no_grad()

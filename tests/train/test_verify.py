@@ -33,3 +33,14 @@ def test_a_recipe_too_large_for_the_machine_is_shrunk_in_depth_and_rows(tmp_path
     assert [row.status for row in report.rows] == ["equal"], str(report)
     assert report.parameters < parameters
     assert "2 of 7 layers, 512 of 5,000 vocabulary rows" in " ".join(str(report).split())
+
+
+def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> None:
+    """In fp32: rounding to bf16 would be a difference of its own."""
+    own = "parallel={default: {tp: 2, precision: {compute: bfloat16}}, components: {image_encoder: {mode: replicate}}}"
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), [own])
+    (row,) = verify_recipe(recipe, ["plan"], nproc=2, num_samples=3, pool=ranks).rows
+    assert row.status == "equal" and "tp=2" in row.layout and "mode=replicate" in row.layout, row.reason
+    usual = verify_recipe(recipe, nproc=1, num_samples=3, pool=ranks).rows
+    assert [r.layout for r in usual] == [row.layout, "dp2", "dp4", "hsdp2x2"]
+    assert [r.status for r in usual] == ["refused"] * 4
