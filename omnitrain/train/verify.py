@@ -106,8 +106,7 @@ def verify_recipe(
     quiet_libraries()
     if not layouts:
         layouts = _USUAL if recipe.parallel == ParallelPlan() else [_OWN_PLAN, *_USUAL]
-    # A mistake in them comes before the work.
-    parsed = [_own_plan(recipe) if layout == _OWN_PLAN else parse_layout(layout) for layout in layouts]
+    parsed = [_parsed(recipe, layout) for layout in layouts]  # a mistake in them comes before the work
     shapes, processor = build_from_recipe(recipe, "meta")
     samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
     memory = available_memory() if memory is None else memory
@@ -115,7 +114,18 @@ def verify_recipe(
     return verify_model(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)
 
 
+def _parsed(recipe: Recipe, layout: str) -> Layout | ParallelPlan:
+    if layout == _OWN_PLAN:
+        return _own_plan(recipe)
+    try:
+        return parse_layout(layout)
+    except UserError as error:
+        raise UserError(f"{error}\n  or `{_OWN_PLAN}` alone: the recipe's own `parallel`") from None
+
+
 def _own_plan(recipe: Recipe) -> ParallelPlan:
+    """In fp32 and not compiled: roundings of their own would hide what is compared."""
+
     def exact(plan: ComponentPlan) -> ComponentPlan:
         return plan.model_copy(update={"precision": None, "compile": None})
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from omnitrain.errors import UserError
 from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.shrink import needed_memory, num_parameters
 from omnitrain.recipe import Recipe
@@ -44,3 +46,8 @@ def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> No
     usual = verify_recipe(recipe, nproc=1, num_samples=3, pool=ranks).rows
     assert [r.layout for r in usual] == [row.layout, "dp2", "dp4", "hsdp2x2"]
     assert [r.status for r in usual] == ["refused"] * 4
+
+
+def test_a_misspelt_layout_is_told_the_words_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)`plam`: not understood.*or `plan` alone: the recipe's own"):
+        verify_recipe(Recipe.load(str(tiny_recipe(tmp_path))), ["plam"])

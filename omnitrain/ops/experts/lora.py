@@ -48,7 +48,7 @@ def merge_expert_adapter(module: nn.Module, weight: str, dtype: torch.dtype | No
 
     Args:
         module: experts that have them.
-        weight: name of the parameter.
+        weight: name of the parameter, ``[E, out, in]`` (``[E, in, out]`` where ``module.is_transposed``).
         dtype: that it gets; None: it keeps its own.
     """
     matrices = module.get_parameter(weight)
