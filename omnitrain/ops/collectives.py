@@ -84,7 +84,13 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def both_ways(forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
-    """``forth`` of tensors, of whose result's gradients ``back`` makes theirs."""
+    """``forth(*tensors)``, with a backward of its own: ``back`` of the gradients of what it returns.
+
+    Args:
+        forth: tensors of any shape -> a tensor, or a tuple of them.
+        back: a gradient for each of those -> one for each of ``tensors``, of its shape. It is not differentiated.
+        tensors: what is differentiated; all else is in the functions.
+    """
     return _BothWays.apply(forth, back, *tensors)
 
 
