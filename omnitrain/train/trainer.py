@@ -38,6 +38,7 @@ from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.memory import kept_by_source
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.rates import peaks_of
@@ -101,7 +102,8 @@ class Trainer:
         quiet_libraries()
         self.recipe = recipe
         self.device = use_device(recipe.train)
-        self.ranks = join_ranks(recipe.parallel, self.device)
+        is_mixed = mixed_precision(recipe.train, self.device.type) is True
+        self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         self.folder = RunFolder(recipe)
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work

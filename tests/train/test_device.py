@@ -6,7 +6,7 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Train
 from omnitrain.train.device import use_device
-from omnitrain.train.setup import compute_dtype
+from omnitrain.train.precision import compute_dtype
 
 
 @pytest.fixture
@@ -64,4 +64,4 @@ def test_a_process_alone_may_name_any_device(_two_devices: list[torch.device]) -
 def test_backends_are_asked_for_the_dtype_in_which_the_foundation_computes(
     precision: Precision | None, dtype: torch.dtype
 ) -> None:
-    assert compute_dtype(ParallelPlan(default=ComponentPlan(precision=precision))) == dtype
+    assert compute_dtype(ParallelPlan(default=ComponentPlan(precision=precision)), None) == dtype
