@@ -24,7 +24,7 @@ from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.train.data import spared
 from omnitrain.train.device import use_device
-from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
+from omnitrain.train.display import console, quiet_libraries, show_components, show_contract, show_unused
 from omnitrain.train.effect import require_effect
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.folder import RunFolder
@@ -120,6 +120,7 @@ def _require_rates(model: OmniModel, recipe: Recipe) -> None:
 
 def _show_model(model: OmniModel) -> None:
     show_components(component_rows(model))
+    show_unused(model.config.unused_tensors)
     show_contract(model.runner.contract, in_full=True)
 
 

@@ -31,6 +31,7 @@ from omnitrain.train.display import (
     show_components,
     show_contract,
     show_kept_memory,
+    show_unused,
 )
 from omnitrain.train.evaluate import Evaluator, load_scorer
 from omnitrain.train.experts import ExpertsOfRun
@@ -200,9 +201,12 @@ class Trainer:
 
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
+        show_unused(self.model.config.unused_tensors)
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))
+        else:
+            console.print(f"computes in float32 ({self.device.type}); `train.precision: bf16` is another choice")
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         if self.device.type == "cuda":

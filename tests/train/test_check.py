@@ -46,7 +46,7 @@ def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> N
 
 
 def test_check_measures_rows_as_training_does_without_their_tail_and_held_out_ones_whole(tmp_path: Path) -> None:
-    problems = "\n".join(check_recipe(load(tiny_recipe(tmp_path), "data.pack_tokens=1")))
+    problems = "\n".join(check_recipe(load(tiny_recipe(tmp_path, evaluated=True), "data.pack_tokens=1")))
     lengths = {
         kind: [int(n) for n in re.findall(rf"data.{kind}: row \S+ has (\d+) tokens, data.pack_tokens is 1", problems)]
         for kind in ("train", "heldout")

@@ -66,7 +66,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its reference run of one process is beside it, in ``one``."""
-    path = tiny_recipe(tmp_path_factory.mktemp("ranks"))
+    path = tiny_recipe(tmp_path_factory.mktemp("ranks"), evaluated=True)
     fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED])
     return path
 

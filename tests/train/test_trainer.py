@@ -211,9 +211,9 @@ def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
 
 
 def test_held_out_losses_on_the_way_change_nothing_of_the_training(tmp_path: Path) -> None:
-    plain = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'plain'}", "evaluation={max_new_tokens: 1}")
+    plain = load(tiny_recipe(tmp_path, evaluated=True), f"output_dir={tmp_path / 'plain'}", "evaluation={max_new_tokens: 1}")
     Trainer(plain).fit()
-    recipe = load(tiny_recipe(tmp_path), "evaluation={max_new_tokens: 1, loss_every: 3}", "train.log_every=2")
+    recipe = load(tiny_recipe(tmp_path, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 3}", "train.log_every=2")
     Trainer(recipe).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], "heldout" in line) for line in lines] == [(2, False), (3, True), (4, False)]
@@ -236,7 +236,7 @@ def test_held_out_rows_are_packed_once_and_no_step_is_measured_twice(
 
     counting("pack_all")
     counting("heldout_loss")
-    Trainer(load(tiny_recipe(tmp_path), "evaluation={max_new_tokens: 1, loss_every: 2}")).fit()
+    Trainer(load(tiny_recipe(tmp_path, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 2}")).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "heldout" in line] == [2, 4]
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["losses"] == lines[-1]["heldout"]
@@ -289,7 +289,7 @@ def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
 )
 def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Trainer(load(tiny_recipe(tmp_path), override))
+        Trainer(load(tiny_recipe(tmp_path, evaluated=True), override))
     assert not (tmp_path / "run").exists()
 
 
@@ -396,7 +396,7 @@ def test_a_recipe_that_would_make_another_run_of_it_is_refused_key_by_key(tmp_pa
 def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load(tiny_recipe(tmp_path), "evaluation={batch_size: 4, max_new_tokens: 2}")
+    recipe = load(tiny_recipe(tmp_path, evaluated=True), "evaluation={batch_size: 4, max_new_tokens: 2}")
     batches: list[int] = []
 
     def interrupted(model: Any, processor: Any, prompts: Any, **options: Any) -> list[Answer]:
@@ -412,9 +412,10 @@ def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluate
 
 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, steps=4)
+    recipe = tiny_recipe(tmp_path, evaluated=True, steps=4)
     Trainer(load(recipe)).fit()
-    free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "data.heldout=[]")
+    free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "train.precision=fp32")
+    free += ("data.heldout=[]", "evaluation=null")
     for done, left in ((4, 1), (5, 0)):
         with console.capture() as printed:
             assert Trainer(load(recipe, *free), resume=True).fit().step == 5
