@@ -128,10 +128,10 @@ def test_a_run_of_adapters_goes_on_without_the_tensor_parallel_ranks_that_began_
     assert_same_run(tmp_path / "run", tmp_path / "one")
 
 
-def test_a_run_computes_in_bf16_where_its_plan_says_so(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     """Evaluation, too; the state stays fp32, and losses are those of fp32 up to rounding."""
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
-    ranks.run(fit, recipe, [*arguments, "parallel.default.precision.compute=bfloat16"], timeout_s=120, world=2)
+    ranks.run(fit, recipe, [*arguments, "train.precision=bf16"], timeout_s=120, world=2)
     for line, other in zip(metrics(tmp_path / "run"), metrics(recipe.parent / "one"), strict=True):
         assert 0 < abs(line["loss"] / other["loss"] - 1) < 0.02
     saved = OmniModel.from_pretrained(max((tmp_path / "run" / "checkpoints").glob("step-*")))
