@@ -35,8 +35,8 @@ def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
 
     Args:
         model: which does not have them.
-        names: of tensors, such as ``mtp.fc.weight`` and ``model.layers.61.eh_proj.weight``: these count as ``mtp.*`` and
-            ``model.layers.61.*`` of a model with 61 layers.
+        names: of tensors, such as ``mtp.fc.weight`` and ``model.layers.61.eh_proj.weight``: of a model with 61 layers
+            these count as ``mtp.*`` and ``model.layers.61.*``.
     """
     modules = {name for name, _ in model.named_modules()}
     made = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
@@ -56,7 +56,8 @@ def unused_line(unused: Mapping[str, int] | None) -> str:
     if not unused:
         return ""
     places = ", ".join(f"{place} ({number})" for place, number in unused.items())
+    number = sum(unused.values())
     return (
-        f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: {places}; they "
-        "are neither trained nor saved nor exported"
+        f"the foundation's checkpoint holds {number} tensors that this model does not use: {places}; they are neither "
+        "trained nor saved nor exported"
     )

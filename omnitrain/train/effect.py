@@ -72,7 +72,8 @@ def _of_hf_processor(native: frozenset[str]) -> Iterator[Idle]:
     """What is for media that a HF processor prepares: those that the foundation reads by itself."""
     if not native:
         why = "but no HF processor prepares media: the foundation reads none by itself; remove it"
-        yield from (Idle(f"data.{key}", why) for key in ("processor_arguments", "audio_in_video", "max_frames"))
+        arguments = (f"processor_arguments.{kind}" for kind in _KINDS.values())
+        yield from (Idle(f"data.{key}", why) for key in (*arguments, "audio_in_video", "max_frames"))
         return
     for modality in sorted(_KINDS.keys() - native):
         why = f"but the foundation reads no {modality} by itself; remove it"

@@ -38,7 +38,11 @@ def add(folder: Path, *names: str) -> str:
     [
         ("qwen3_next", ("mtp.fc.weight", "mtp.layers.0.up.weight"), {"mtp.*": 2}),  # hidden by transformers
         ("glm4_moe", ("model.layers.46.eh_proj.weight", "model.layers.46.a.b"), {"model.layers.46.*": 2}),  # hidden
-        ("deepseek_v3", ("model.layers.61.eh_proj.weight", "lm_head.scale"), {"lm_head.scale": 1, "model.layers.61.*": 1}),
+        (
+            "deepseek_v3",
+            ("model.layers.61.eh_proj.weight", "lm_head.scale"),
+            {"lm_head.scale": 1, "model.layers.61.*": 1},
+        ),
     ],
 )
 def test_tensors_of_multi_token_prediction_are_counted(

@@ -211,9 +211,13 @@ def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
 
 
 def test_held_out_losses_on_the_way_change_nothing_of_the_training(tmp_path: Path) -> None:
-    plain = load(tiny_recipe(tmp_path, evaluated=True), f"output_dir={tmp_path / 'plain'}", "evaluation={max_new_tokens: 1}")
+    plain = load(
+        tiny_recipe(tmp_path, evaluated=True), f"output_dir={tmp_path / 'plain'}", "evaluation={max_new_tokens: 1}"
+    )
     Trainer(plain).fit()
-    recipe = load(tiny_recipe(tmp_path, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 3}", "train.log_every=2")
+    recipe = load(
+        tiny_recipe(tmp_path, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 3}", "train.log_every=2"
+    )
     Trainer(recipe).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], "heldout" in line) for line in lines] == [(2, False), (3, True), (4, False)]

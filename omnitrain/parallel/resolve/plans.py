@@ -103,7 +103,7 @@ def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
     matrices = (own.tp or 1) * (own.pp or 1)
     least = math.lcm(matrices * (own.cp or 1) * (own.ulysses or 1), matrices * (own.ep or 1)) * (own.dp_replicate or 1)
     others = {math.lcm(least, found) for name in plan.components if (found := plan.of(name).num_ranks)}
-    return sorted({least << doublings for doublings in range(4)} | others)
+    return sorted({least << doublings for doublings in range(3)} | others)
 
 
 def _frozen(model: OmniModel) -> list[str]:
