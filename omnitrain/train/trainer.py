@@ -206,7 +206,7 @@ class Trainer:
         if self.layout is not None:
             console.print(self.layout.table(self.model))
         else:
-            console.print(f"computes in float32 ({self.device.type}); `train.precision: bf16` is another choice")
+            console.print("every component computes in float32 (train.precision)")
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         if self.device.type == "cuda":
