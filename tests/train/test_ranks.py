@@ -177,6 +177,7 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
     rows[20].messages[0]["content"][0]["text"] = "long " * 500
     data = write_parquet(tmp_path / "rows.parquet", rows)
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, f"data.train=[{{path: {data}}}]", "data.overlong=error"]
+    arguments += ["model.encoders={}", "model.decoders={}", "data.heldout=[]", "evaluation=null"]
     with pytest.raises(RankError, match=r"failed on 4 of 4 ranks") as failure:
         ranks.run(fit, recipe, [*arguments, f"data.workers={workers}", "train.steps=40"], timeout_s=60, world=4)
     assert "at most 96 fit" in str(failure.value)

@@ -32,7 +32,7 @@ from omnitrain.train.evaluate import Answered
 from omnitrain.train.save import checkpoint_bytes
 from omnitrain.train.trackers import numbers_in
 from omnitrain.train.trainer import NonFiniteError, Trainer
-from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
+from tests.tiny import TASKS, png, tiny_recipe, tiny_row, write_parquet
 
 
 def load(path: Path, *overrides: str) -> Recipe:
@@ -169,7 +169,7 @@ def test_data_in_which_nobody_answers_end_the_run(tmp_path: Path) -> None:
     rows = [replace(asked, messages=asked.messages[:-1])] * 4
     write_parquet(tmp_path / "train.parquet", rows)
     with pytest.raises(UserError, match="nothing was trained in the first 4 steps"):
-        Trainer(load(recipe)).fit()
+        Trainer(load(recipe, "model.encoders={}", "model.decoders={}")).fit()
 
 
 def test_a_non_finite_loss_stops_before_the_update_and_names_the_samples(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_held_out_rows_are_packed_once_and_no_step_is_measured_twice(
 def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path, rows=3))
     damaged = replace(tiny_row("image_to_text", 1), media={"image": [b"no image"], "audio": [], "video": []})
-    write_parquet(tmp_path / "train.parquet", [tiny_row("text", 0), damaged])
+    write_parquet(tmp_path / "train.parquet", [*(tiny_row(task, 0) for task in TASKS), damaged])
     with console.capture() as printed:
         checkpoint = Trainer(recipe).fit().checkpoint
     said = "".join(printed.get().split())
@@ -285,6 +285,7 @@ def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
         ("data.train=[{path: nothing.parquet}]", "no parquet or jsonl file at 'nothing.parquet'"),
         ("model.tokenizer=./nothing", "no text tokenizer at './nothing'"),
         ("model.freeze=[image_encodr]", "did you mean 'image_encoder'"),
+        ("data.max_frames=9", "data.max_frames: found 9, but no HF processor prepares media"),
         ("train.device=gpu0", "is no device; expected auto, cpu, cuda"),
         ("evaluation={scorer: 'nothing:f'}", "expected FILE.py:FUNCTION or MODULE:FUNCTION"),
         ("train.loss_weights={txt: 2}", "did you mean `text`"),
