@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.loader import first_samples, require_usable
@@ -59,16 +61,11 @@ def check_recipe(recipe: Recipe) -> list[str]:
     device = attempt(lambda: use_device(recipe.train))
     if runs:
         _show_model(built[0])
-        if device is not None:
-            mixed = mixed_precision(recipe.train, device.type)
-            attempt(lambda: _require_plan(built[0], recipe.parallel, mixed))
-            dtype = compute_dtype(recipe.parallel, mixed)
-            attempt(lambda: require_ops(built[0], recipe.model.ops, device, dtype))
+        for require in _demands_on_model(recipe, *built, device):
+            attempt(require)
         broken = forward_problems(built[0])
         problems += broken
         runs = not broken
-        attempt(lambda: _require_rates(built[0], recipe))
-        attempt(lambda: require_effect(recipe, *built))
     opened: dict[str, list[RowSource]] = {}
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         opened[kind] = attempt(functools.partial(open_sources, sources)) or []
@@ -81,6 +78,18 @@ def check_recipe(recipe: Recipe) -> list[str]:
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     attempt(lambda: require_trackers(recipe))
     return _each_once(problems)
+
+
+def _demands_on_model(
+    recipe: Recipe, model: OmniModel, processor: OmniProcessor, device: torch.device | None
+) -> Iterator[Callable[[], None]]:
+    """What a run asks of its model; without a device, all but what that must be able to do."""
+    mixed = mixed_precision(recipe.train, device.type if device is not None else "cpu")
+    yield lambda: _require_plan(model, recipe.parallel, mixed)
+    if device is not None:
+        yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
+    yield lambda: _require_rates(model, recipe)
+    yield lambda: require_effect(recipe, model, processor)
 
 
 def _each_once(problems: list[str]) -> list[str]:
