@@ -78,26 +78,46 @@ def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:
     """What the messages of a data set do not show of its media, or show without media."""
     rows = [source[position] for position in range(min(LOOKED_AT, len(source)))]
     able = {*processor.readers, *processor.writers, *processor.renderer.native_modalities}
+    shown = {modality for modality, _ in source.shown}
     for modality in MODALITIES:
-        column = f"{getattr(source.columns, f'{modality}s')!r} (columns.{modality}s)"
         is_held = any(is_file(value) for row in rows for value in row.media[modality])
-        other = "" if is_held else _unread_column(rows, modality)
-        if any(modality == kind for kind, _ in source.shown):
-            if not is_held and any(modality in _types(row) for row in rows):
-                hint = f"; column {other!r} holds some: set `columns.{modality}s: {other}`" if other else ""
-                yield f"data: {source.name!r}: messages show {modality}, and column {column} holds no file{hint}"
-        elif is_held:
-            yield f"data: {source.name!r}: column {column} holds files that no message shows: {how_to_show(modality)}"
-        elif other and modality in able:
-            yield (
-                f"data: {source.name!r}: column {other!r} holds {modality} files that no message shows: set "
-                f"`columns.{modality}s: {other}`, and {how_to_show(modality)}; else leave the column out of the file"
-            )
-        elif modality in able and not source.takes_markers and any(MARKERS[modality] in _texts(row) for row in rows):
-            yield (
-                f"data: {source.name!r}: texts have {MARKERS[modality]}, which is read as text: set `media_markers: "
-                f"[{modality}]` and `columns.{modality}s`; if it is text, set `media_markers: []`"
-            )
+        if modality not in shown:
+            problem = _unshown(source, rows, modality, is_held=is_held, is_able=modality in able)
+        else:
+            problem = "" if is_held else _without_files(source, rows, modality)
+        if problem:
+            yield f"data: {source.name!r}: {problem}"
+
+
+def _unshown(source: RowSource, rows: Sequence[Row], modality: str, *, is_held: bool, is_able: bool) -> str:
+    """Of a modality that no message shows: where it may be all the same."""
+    other = _unread_column(rows, modality)
+    if is_held:
+        return f"column {_column(source, modality)} holds files that no message shows: {how_to_show(modality)}"
+    if other and is_able:
+        return (
+            f"column {other!r} holds {modality} files that no message shows: set `columns.{modality}s: {other}`, and "
+            f"{how_to_show(modality)}; else leave the column out of the file"
+        )
+    if is_able and not source.takes_markers and any(MARKERS[modality] in _texts(row) for row in rows):
+        return (
+            f"texts have {MARKERS[modality]}, which is read as text: set `media_markers: [{modality}]` and "
+            f"`columns.{modality}s`; if it is text, set `media_markers: []`"
+        )
+    return ""
+
+
+def _without_files(source: RowSource, rows: Sequence[Row], modality: str) -> str:
+    """Of a modality that messages show, and for which no row has a file."""
+    if not any(modality in _types(row) for row in rows):
+        return ""
+    other = _unread_column(rows, modality)
+    hint = f"; column {other!r} holds some: set `columns.{modality}s: {other}`" if other else ""
+    return f"messages show {modality}, and column {_column(source, modality)} holds no file{hint}"
+
+
+def _column(source: RowSource, modality: str) -> str:
+    return f"{getattr(source.columns, f'{modality}s')!r} (columns.{modality}s)"
 
 
 def _unread_column(rows: Sequence[Row], modality: str) -> str:

@@ -61,7 +61,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     device = attempt(lambda: use_device(recipe.train))
     if runs:
         _show_model(built[0])
-        for require in _demands_on_model(recipe, *built, device):
+        for require in _demands_on_model(recipe, built[0], built[1], device):
             attempt(require)
         broken = forward_problems(built[0])
         problems += broken
