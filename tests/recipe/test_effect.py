@@ -64,7 +64,7 @@ STANDS: dict[str, Always | Idle] = {
     "Model.tokenizer": idle(
         "`data.processor` brings its own", "data.chat=null", "data.processor=ORG/NAME", "model.tokenizer=ORG/NAME"
     ),
-    "Model.freeze": idle("did you mean 'image_encoder'", "model.freeze=[image_encodr]"),
+    "Model.freeze": idle("did you mean 'foundation'", "model.freeze=[foundatoin]", base="text"),
     "HFSource.path": Always("it is the part"),
     "HFSource.config": Always("it is the part; unknown keys are refused"),
     "Projector.kind": Always("each kind is another module"),
@@ -92,8 +92,8 @@ STANDS: dict[str, Always | Idle] = {
         "model={checkpoint: runs/old}",
         "data.processor=ORG/NAME",
     ),
-    "Data.audio_in_video": idle("no HF processor prepares media", "data.audio_in_video=true"),
-    "Data.max_frames": idle("no HF processor prepares media", "data.max_frames=9"),
+    "Data.audio_in_video": idle("no HF processor prepares media", "data.audio_in_video=true", base="text"),
+    "Data.max_frames": idle("no HF processor prepares media", "data.max_frames=9", base="text"),
     "Data.pack_tokens": SIZE,
     "Data.overlong": Always("a row may be too long"),
     "Data.packing_buffer": idle("a pack has one sample", "data.packing_buffer=4", base="gpt2"),
@@ -123,7 +123,7 @@ STANDS: dict[str, Always | Idle] = {
     },
     **{
         f"ProcessorArguments.{field}": idle(
-            "no HF processor prepares media", f"data.processor_arguments.{field}={{do_resize: false}}"
+            "no HF processor prepares media", f"data.processor_arguments.{field}={{do_resize: false}}", base="text"
         )
         for field in ("images_kwargs", "videos_kwargs", "audio_kwargs")
     },
@@ -158,35 +158,45 @@ STANDS: dict[str, Always | Idle] = {
     "Optimizer.betas": SIZE,
     "Optimizer.eps": SIZE,
     "Optimizer.max_grad_norm": SIZE,
-    "ExpertsBalance.loss": idle("has no experts", "train.experts.loss=sample"),
+    "ExpertsBalance.loss": idle("has no experts", "train.experts.loss=sample", base="text"),
     "ExpertsBalance.weight": idle("has nothing to weigh", "train.experts.weight=0.1"),
-    "ExpertsBalance.z_weight": idle("has no experts", "train.experts.z_weight=0.1"),
-    "ExpertsBalance.bias_rate": idle("has no experts", "train.experts.bias_rate=0.1"),
-    "ExpertsBalance.record": idle("has no experts", "train.experts.record=routes"),
-    "ExpertsBalance.replay": idle("has no experts", "train.experts.replay=routes"),
+    "ExpertsBalance.z_weight": idle("has no experts", "train.experts.z_weight=0.1", base="text"),
+    "ExpertsBalance.bias_rate": idle("has no experts", "train.experts.bias_rate=0.1", base="text"),
+    "ExpertsBalance.record": idle("has no experts", "train.experts.record=routes", base="text"),
+    "ExpertsBalance.replay": idle("has no experts", "train.experts.replay=routes", base="text"),
     "Track.to": Always("programs are told"),
     "Track.project": idle("neither wandb nor trackio", "train.track.to=[tensorboard]", "train.track.project=mine"),
     "Track.name": idle("neither wandb nor trackio", "train.track.name=mine"),
-    "Trace.steps": idle("has no experts", "train.trace.steps=[1]"),
+    "Trace.steps": idle("has no experts", "train.trace.steps=[1]", base="text"),
     "Compile.enabled": idle("torch compiles nothing", "parallel.default.recompute=full", "train.compile.enabled=true"),
     "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
-    "ParallelPlan.tp_plan": idle("tp 1, which cuts nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}"),
-    "ParallelPlan.ep_plan": idle("the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}"),
+    "ParallelPlan.tp_plan": idle(
+        "tp 1, which cuts nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
+    ),
+    "ParallelPlan.ep_plan": idle(
+        "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
+    ),
     "ComponentPlan.dp_replicate": plan("dp_replicate=2", "has one copy", "image_encoder", "mode=fsdp2"),
     "ComponentPlan.dp_shard": plan("dp_shard=2", "shards nothing", "image_encoder", "mode=replicate"),
     "ComponentPlan.tp": plan("tp=2", "found 2, but the foundation has 1"),
-    "ComponentPlan.sequence_parallel": plan("sequence_parallel=true", "tp 1, where it does nothing", "foundation"),
+    "ComponentPlan.sequence_parallel": plan(
+        "sequence_parallel=true", "tp 1, where it does nothing", "foundation", base="text"
+    ),
     "ComponentPlan.ulysses": plan("ulysses=2", "no ranks share a sequence of the foundation"),
     "ComponentPlan.cp": plan("cp=2", "only the foundation has a ring"),
-    "ComponentPlan.async_ulysses": plan("async_ulysses=true", "ulysses 1, where it does nothing", "foundation"),
-    "ComponentPlan.ep": plan("ep=2", "no part of the model has experts", "foundation"),
-    "ComponentPlan.pp": plan("pp=2", "not available yet", "foundation"),
+    "ComponentPlan.async_ulysses": plan(
+        "async_ulysses=true", "ulysses 1, where it does nothing", "foundation", base="text"
+    ),
+    "ComponentPlan.ep": plan("ep=2", "no part of the model has experts", "foundation", base="text"),
+    "ComponentPlan.pp": plan("pp=2", "not available yet", "foundation", base="text"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
     "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),
     "ComponentPlan.recomputed_parts": plan(
         "recomputed_parts=[attention]", "only `parts` computes parts again", "foundation", "recompute=none"
     ),
-    "ComponentPlan.offloaded_tensors": plan("offloaded_tensors=[mlp_input]", "has no experts", "foundation"),
+    "ComponentPlan.offloaded_tensors": plan(
+        "offloaded_tensors=[mlp_input]", "has no experts", "foundation", base="text"
+    ),
     "ComponentPlan.saved_ops": plan("saved_ops=[aten.mm]", "only `selective` keeps", "foundation", "recompute=none"),
     "ComponentPlan.activation_offload": plan("activation_offload=true", "the component has no blocks", "image_decoder"),
     "ComponentPlan.parameter_offload": plan(
@@ -196,15 +206,17 @@ STANDS: dict[str, Always | Idle] = {
         "optimizer_offload=true", "leaves no optimizer state", "image_encoder", "freeze=true"
     ),
     "ComponentPlan.freeze": idle(
-        "frozen elsewhere", "model.freeze=[image_encoder]", "parallel.components.image_encoder.freeze=false"
+        "frozen elsewhere", "model.freeze=[foundation]", "parallel.components.foundation.freeze=false", base="text"
     ),
     "ComponentPlan.compile": plan("compile=true", "only the foundation can be compiled"),
-    "ComponentPlan.place": plan("place=world", "encodes no media", "foundation"),
-    "ComponentPlan.expert_rows": plan("expert_rows=8", "has no experts", "foundation"),
-    "ComponentPlan.expert_chunks": plan("expert_chunks=2", "ep 1, where no row travels", "foundation"),
-    "ComponentPlan.expert_dispatcher": plan("expert_dispatcher=auto", "ep 1, where no row travels", "foundation"),
-    "ComponentPlan.delay_wgrad": plan("delay_wgrad=true", "ep 1, where no row travels", "foundation"),
-    "Lora.targets": plan("lora.targets=[q_prj]", "did you mean", "foundation"),
+    "ComponentPlan.place": plan("place=world", "encodes no media", "foundation", base="text"),
+    "ComponentPlan.expert_rows": plan("expert_rows=8", "has no experts", "foundation", base="text"),
+    "ComponentPlan.expert_chunks": plan("expert_chunks=2", "ep 1, where no row travels", "foundation", base="text"),
+    "ComponentPlan.expert_dispatcher": plan(
+        "expert_dispatcher=auto", "ep 1, where no row travels", "foundation", base="text"
+    ),
+    "ComponentPlan.delay_wgrad": plan("delay_wgrad=true", "ep 1, where no row travels", "foundation", base="text"),
+    "Lora.targets": plan("lora.targets=[q_prj]", "did you mean", "foundation", base="text"),
     "Lora.rank": SIZE,
     "Lora.alpha": SIZE,
     "Precision.param": Always("parameters have one format or another"),

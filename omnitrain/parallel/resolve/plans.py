@@ -91,6 +91,8 @@ def require_fit(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | No
             return
         except UserError as error:
             refused.append(error)
+            if len(refused) > 1 and str(refused[-2]) == str(error):
+                break  # the number of ranks changes nothing
     plans = [error for error in refused if isinstance(error, PlanError)]
     raise min(plans, key=lambda error: len(error.args)) if plans else refused[0]
 
