@@ -17,8 +17,9 @@ from omnitrain.parallel.planning import step_planner
 from omnitrain.parallel.step import accumulate_gradients
 from omnitrain.recipe import Ops, Optimizer, ParallelPlan
 from omnitrain.train.metrics import LossMeter
+from omnitrain.train.precision import compute_dtype
 from omnitrain.train.ranks import join_ranks
-from omnitrain.train.setup import compute_dtype, use_ops
+from omnitrain.train.setup import use_ops
 
 STALL_SECONDS = 600.0
 
@@ -52,7 +53,7 @@ class OmniStep:
         self._settings = settings
         self._ranks = join_ranks(plan, device)
         self.model = build_omni_model(foundation=foundation, init_device=str(device)).train()
-        use_ops(self.model, Ops(), device, compute_dtype(plan))
+        use_ops(self.model, Ops(), device, compute_dtype(plan, None))
         build_parallelize_model(
             self.model,
             parallel_state=self._ranks.state,

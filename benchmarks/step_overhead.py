@@ -110,7 +110,7 @@ class Rounds(Around):
 def measure(rounds: int, steps: int, skipped: int, folder: str) -> Result:
     """Both sides in turn; the warm-up rounds are dropped."""
     total = (WARM_UP + rounds) * steps
-    changes = ["train.optimizer.warmup_steps=0", "train.optimizer.schedule=constant", "evaluation=null"]
+    changes = ["train.optimizer={warmup_steps: 0, schedule: constant}", "data.heldout=[]", "evaluation=null"]
     # One step more than is measured: the clock of the last round stops when it is asked for.
     recipe = Recipe.load(QUICKSTART, [*changes, f"train.steps={total + 1}", f"output_dir={folder}/run"])
     trainer = Trainer(recipe)

@@ -209,8 +209,8 @@ def write_parquet(path: Path, rows: list[Row]) -> Path:
     return path
 
 
-def tiny_recipe(folder: Path, rows: int = 28, **train: Any) -> Path:
-    """A recipe file over a parquet file of all tasks, both in ``folder``."""
+def tiny_recipe(folder: Path, rows: int = 28, *, evaluated: bool = False, **train: Any) -> Path:
+    """A recipe file over a parquet file of all tasks, both in ``folder``; ``evaluated``: on the same rows."""
     data = write_parquet(folder / "train.parquet", [tiny_row(TASKS[i % len(TASKS)], i) for i in range(rows)])
     tiny_tokenizer().save_pretrained(str(folder / "tokenizer"))
     recipe = {
@@ -218,22 +218,23 @@ def tiny_recipe(folder: Path, rows: int = 28, **train: Any) -> Path:
         "model": MODEL | {"foundation": {"config": FOUNDATION}, "tokenizer": str(folder / "tokenizer")},
         "data": {
             "train": [{"path": str(data)}],
-            "heldout": [{"path": str(data)}],
+            **({"heldout": [{"path": str(data)}]} if evaluated else {}),
             "chat": CHAT,
             "pack_tokens": 160,
             "packing_buffer": 8,
             "workers": 0,
         },
         "train": {"steps": 4, "cpu_threads": 1, "log_every": 1, "optimizer": {"warmup_steps": 1}} | train,
+        **({"evaluation": {"max_new_tokens": 1}} if evaluated else {}),
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     return path
 
 
-def tiny_moe_recipe(folder: Path) -> Path:
+def tiny_moe_recipe(folder: Path, *, evaluated: bool = False) -> Path:
     """The same over text alone, two packs per step, of a language model with eight experts per layer."""
-    path = tiny_recipe(folder, micro_batches=2)
+    path = tiny_recipe(folder, evaluated=evaluated, micro_batches=2)
     recipe = yaml.safe_load(path.read_text())
     config = {key: value for key, value in FOUNDATION.items() if key != "head_dim"} | EXPERTS
     recipe["model"] = {"foundation": {"config": config}, "tokenizer": recipe["model"]["tokenizer"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import datasets
@@ -40,15 +41,16 @@ class ArrowTable:
         """The value of each row in the column of sources."""
         return list(self._data[self._columns.source])
 
-    def first_of_each_kind(self) -> list[int]:
-        """See :meth:`omnitrain.data.rows.RowSource.first_of_each_kind`; texts and media are not read."""
+    @cached_property
+    def kinds(self) -> dict[tuple[Any, Any], int]:
+        """See :class:`omnitrain.data.rows.Table`; texts and media are not read."""
         firsts: dict[tuple[Any, Any], int] = {}
         start = 0
         for chunk in self._data.data.column(self._columns.messages).chunks:
             for kind, position in _first_of_each_kind(chunk, self._marked):
                 firsts.setdefault(kind, start + position)
             start += len(chunk)
-        return sorted(set(firsts.values()))
+        return firsts
 
     def problems(self) -> list[str]:
         """Columns of which no row can be made: messages that are plain values, media that are no files."""

@@ -23,6 +23,9 @@ class JsonLines:
     """Rows that are read from their files when they are asked for; see :class:`omnitrain.data.rows.Table`.
 
     Values are those of the file: a text of digits stays a text, and rows may differ in their columns.
+
+    Attributes:
+        kinds: see there.
     """
 
     def __init__(self, files: Sequence[str], columns: Columns, *, marked: Collection[str]) -> None:
@@ -39,7 +42,7 @@ class JsonLines:
         self._files, self._columns = [str(Path(file).absolute()) for file in files], columns
         self._starts: list[np.ndarray] = []
         self._sources: list[Any] = []
-        self._firsts: dict[tuple[Any, Any], int] = {}
+        self.kinds: dict[tuple[Any, Any], int] = {}
         names: dict[str, None] = {}
         wrong: list[str] = []
         num_wrong = 0
@@ -55,7 +58,7 @@ class JsonLines:
                     continue
                 names |= dict.fromkeys(record)
                 for kind in _kinds(as_messages(record.get(columns.messages), marked=marked)):
-                    self._firsts.setdefault(kind, len(self._sources))
+                    self.kinds.setdefault(kind, len(self._sources))
                 source = record.get(columns.source)
                 self._sources.append(sys.intern(source) if isinstance(source, str) else source)
                 starts.append(start)
@@ -88,10 +91,6 @@ class JsonLines:
     def sources(self) -> list[Any]:
         """The value of each row in the column of sources."""
         return self._sources
-
-    def first_of_each_kind(self) -> list[int]:
-        """See :meth:`omnitrain.data.rows.RowSource.first_of_each_kind`."""
-        return sorted(set(self._firsts.values()))
 
     def problems(self) -> list[str]:
         """None: a line with a value of another type was refused when the files were opened."""

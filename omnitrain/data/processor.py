@@ -14,10 +14,10 @@ from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.parts import MediaPart, Message, media_parts
 from omnitrain.data.renderer import Renderer
-from omnitrain.data.rows import Row
+from omnitrain.data.rows import Row, is_file
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.template_renderer import TemplateRenderer
-from omnitrain.data.turns import MARKERS
+from omnitrain.data.turns import how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
 
@@ -177,12 +177,9 @@ def _not_shown(row: Row) -> str:
     """What the row holds and no part of its messages shows: nothing would be learnt of it, and nobody would notice."""
     shown = Counter(part.modality for part in media_parts(row.messages))
     surplus = {
-        modality: len(values)
-        for modality, values in row.media.items()
-        if any(any(value.values()) if isinstance(value, dict) else value for value in values[shown[modality] :])
+        modality: len(values) for modality, values in row.media.items() if any(map(is_file, values[shown[modality] :]))
     }
     return "; ".join(
-        f"the row holds {modality} {count}, the messages show {shown[modality]}: each needs a part of type {modality} "
-        f"(or {MARKERS[modality]} in a text, with `media_markers: [{modality}]` of the data set)"
+        f"the row holds {modality} {count}, the messages show {shown[modality]}: {how_to_show(modality)}"
         for modality, count in surplus.items()
     )

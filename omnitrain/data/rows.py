@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,9 +12,10 @@ import datasets
 
 from omnitrain.data.arrow_table import ArrowTable
 from omnitrain.data.json_lines import JsonLines
-from omnitrain.data.turns import as_messages
+from omnitrain.data.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
-from omnitrain.recipe import DataSource
+from omnitrain.recipe import Columns, DataSource
+from omnitrain.recipe.effect import Idle, idle_problems
 from omnitrain.recipe.suggest import nearest
 
 MODALITIES = ("image", "audio", "video")
@@ -81,16 +82,17 @@ class Table(Protocol):
 
     column_names: list[str]
 
+    @property
+    def kinds(self) -> Mapping[tuple[Any, Any], int]:
+        """Of all records: role and type of part (None: the role itself) -> position of the first that has it."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, position: int) -> dict[str, Any]: ...
 
     def sources(self) -> list[Any]:
         """The value of each record in the column of sources."""
-        ...
-
-    def first_of_each_kind(self) -> list[int]:
-        """See :meth:`RowSource.first_of_each_kind`."""
         ...
 
     def problems(self) -> list[str]:
@@ -116,6 +118,9 @@ class RowSource(Sequence[Row]):
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.name = name or source.name or Path(source.path).stem
         self.columns, self._marked = source.columns, frozenset(source.media_markers)
+        self.takes_markers = bool(source.media_markers) or "media_markers" in source.model_fields_set
+        if problems := idle_problems(source, _idle(source, self._table)):
+            raise DataError("\n".join(f"data: {source.path!r}: {problem}" for problem in problems))
         self._folder = None if source.media_folder is None else Path(source.media_folder)
         if self._folder is not None and not self._folder.is_dir():
             raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is no folder")
@@ -156,7 +161,12 @@ class RowSource(Sequence[Row]):
 
         Empty where the message column does not hold messages.
         """
-        return self._table.first_of_each_kind()
+        return sorted(set(self._table.kinds.values()))
+
+    @property
+    def shown(self) -> frozenset[tuple[str, bool]]:
+        """What the messages of all rows show: modality, and whether it is the assistant's, so to be written."""
+        return frozenset((kind, role_of(role) == "assistant") for role, kind in self._table.kinds if kind in MODALITIES)
 
 
 def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
@@ -196,6 +206,19 @@ def _end_of(path: Path, paths: Sequence[Path]) -> str:
         if ends.count(ends[0]) == 2:  # it is among them
             return "/".join(ends[0])
     return path.name
+
+
+def _idle(source: DataSource, table: Table) -> Iterator[Idle]:
+    """Keys that can have no effect on the data that were found."""
+    if _files(source.path):
+        yield Idle("split", "but the path is of files, which have no splits; remove it")
+    shown = {kind for _, kind in table.kinds} if source.media_markers or source.media_folder else set()
+    for modality in source.media_markers:
+        if modality not in shown:
+            why = f"but no text has {MARKERS[modality]} (of a list of parts, none is searched); remove it"
+            yield Idle("media_markers", why)
+    if not shown & set(MODALITIES):
+        yield Idle("media_folder", "but no message shows a medium; remove it, or see `media_markers`")
 
 
 def _open(source: DataSource) -> Table:
@@ -277,8 +300,10 @@ def _nearest_file(path: Path) -> str:
 
 
 def _missing_columns(found: list[str], source: DataSource) -> list[str]:
-    """The message column must exist, and so must every column that the recipe names explicitly."""
-    wanted = {"messages", *source.columns.model_fields_set}
+    """The message column must exist, and so must every column that the recipe calls otherwise than by default."""
+    defaults = Columns()
+    named = {field for field in Columns.model_fields if getattr(source.columns, field) != getattr(defaults, field)}
+    wanted = {"messages", *named}
     problems = []
     for field in sorted(wanted):
         name = getattr(source.columns, field)
@@ -288,10 +313,15 @@ def _missing_columns(found: list[str], source: DataSource) -> list[str]:
                 close = next((column for column in found if column.startswith("conversation")), close)
             hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
             problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
-    named = [getattr(source.columns, field) for field in type(source.columns).model_fields]
+    names = [getattr(source.columns, field) for field in Columns.model_fields]
     return problems + [
-        f"column {name!r} has two roles in `columns`" for name in sorted({n for n in named if named.count(n) > 1})
+        f"column {name!r} has two roles in `columns`" for name in sorted({n for n in names if names.count(n) > 1})
     ]
+
+
+def is_file(value: Any) -> bool:
+    """Whether a value of a media column holds a file; null, an empty path or empty bytes do not."""
+    return any(value.values()) if isinstance(value, dict) else bool(value)
 
 
 def _text(value: Any, default: str) -> str:

@@ -13,6 +13,14 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 _MARKER = re.compile("<(" + "|".join(MARKERS) + ")>")
 
 
+def how_to_show(modality: str) -> str:
+    """What a message needs for each medium."""
+    return (
+        f"each needs a part of type {modality} (or {MARKERS[modality]} in a text, with `media_markers: [{modality}]` "
+        "of the data set)"
+    )
+
+
 def as_messages(turns: Any, *, marked: Collection[str]) -> Any:
     """Turns -> messages with a role and a content; what is no list of turns is given back as it is.
 
@@ -23,14 +31,17 @@ def as_messages(turns: Any, *, marked: Collection[str]) -> Any:
     return [_message(turn, marked) for turn in turns] if isinstance(turns, list) else turns
 
 
+def role_of(speaker: Any) -> Any:
+    """The role of who ShareGPT's turns are `from`; of others their own name."""
+    return _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+
+
 def _message(turn: Any, marked: Collection[str]) -> Any:
     if not isinstance(turn, dict):
         return turn
     if turn.get("role") is None and "from" in turn:  # parquet has the fields of all turns in each of them
         rest = {name: value for name, value in turn.items() if name not in ("role", "content", "from", "value")}
-        speaker = turn["from"]
-        role = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
-        turn = {"role": role, "content": turn.get("value"), **rest}
+        turn = {"role": role_of(turn["from"]), "content": turn.get("value"), **rest}
     content = turn.get("content")
     if isinstance(content, str) and (found := [m for m in _MARKER.finditer(content) if m[1] in marked]):
         turn = turn | {"content": _parts(content, found)}

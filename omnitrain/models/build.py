@@ -122,6 +122,7 @@ def build_omni_model(
             parts["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
         config = OmniConfig(
             foundation=as_dict(base.config),
+            unused_tensors=getattr(base, "unused_tensors", None),
             **{kind: {name: as_dict(part.config) for name, part in group.items()} for kind, group in parts.items()},
         )
         model = OmniModel(config, {"foundation": base, **parts["encoders"], **parts["decoders"]})

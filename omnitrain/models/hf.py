@@ -19,6 +19,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
+from omnitrain.models.unused import counted, names_not_in_model
 from omnitrain.recipe.suggest import nearest
 
 _ALIGNMENT = 64  # bytes, of torch's own CPU allocations
@@ -270,7 +271,8 @@ def load_strictly(
         cls: model class.
         path: folder or Hub id.
         dtype: of the weights; None: the checkpoint's own.
-        allow_extra: tensors in the files that the model does not have are fine (a tower from a whole model).
+        allow_extra: tensors in the files that the model does not have are fine (a tower from a whole model); its
+            attribute ``unused_tensors`` counts them.
         **kwargs: for ``from_pretrained``.
 
     Raises:
@@ -285,9 +287,10 @@ def load_strictly(
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()  # the report below says it better than the load table
     try:
-        model, info = cls.from_pretrained(
-            path, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
+        with names_not_in_model() as unused:
+            model, info = cls.from_pretrained(
+                path, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"cannot load {cls.__name__} from {path!r}: {str(error).splitlines()[0]}") from None
     finally:
@@ -297,6 +300,7 @@ def load_strictly(
         _forget_quantization(model, dtype)
     _freeze_as_built(model)
     _align(model)
+    model.unused_tensors = counted(model, unused)
     return model
 
 

@@ -49,6 +49,8 @@ class OmniConfig(PreTrainedConfig):
         foundation: a HF causal language model's.
         encoders: component name -> config of a model with :class:`EncoderMixin`.
         decoders: component name -> config of a model with :class:`DecoderMixin`.
+        unused_tensors: of the checkpoint that the foundation was loaded from: place -> number of tensors that it holds
+            and the foundation does not have.
     """
 
     model_type = "omnitrain"
@@ -56,6 +58,7 @@ class OmniConfig(PreTrainedConfig):
     foundation: dict | None = None
     encoders: dict | None = None
     decoders: dict | None = None
+    unused_tensors: dict | None = None
 
 
 class OmniModel(PreTrainedModel):

@@ -74,6 +74,8 @@ _OPERATIONS = {
     "patch_embed": _Operation(PATCH_EMBED, _patch_forward),
 }
 
+FUSED = tuple(_OPERATIONS)
+
 
 def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device | None = None) -> dict[str, FusedOp]:
     """Run operations of ``model`` by the named backends, in place.
@@ -103,6 +105,12 @@ def backends_of(operation: str) -> Sequence[Backend]:
     if operation not in _OPERATIONS:
         raise UserError(f"no operation {operation!r}; expected one of {', '.join(_OPERATIONS)}")
     return _OPERATIONS[operation].backends
+
+
+def has_operation(model: nn.Module, operation: str) -> bool:
+    """Whether a module of ``model``, as it is built, computes ``operation`` in a form that is known here."""
+    forward_of, run = _OPERATIONS[operation].forward_of, backends_of(operation)[0].run
+    return any(forward_of(module, run) is not None for module in model.modules())
 
 
 def _fuse(model: nn.Module, name: str, wanted: str, device: torch.device) -> FusedOp:

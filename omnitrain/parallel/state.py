@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -196,7 +196,12 @@ def init_parallel_state(
         UserError: degrees that do not fit the ranks, with those that would.
     """
     sizes = {"pp": pp_size, "cp": cp_size, "sp": ulysses_size, "tp": tp_size, "ep": ep_size}
-    return _init(dp_mode, dp_replicate_size, dp_shard_size, dp_size, keys=_DEGREE_ARGUMENTS, **sizes)
+    data = _data_degrees(dp_mode, dp_replicate_size, dp_shard_size, _DEGREE_ARGUMENTS)
+    global _default
+    _ensure_process_group()
+    shape = fit_mesh(dist.get_world_size(), dp=dp_size, **data, **sizes, keys=_DEGREE_ARGUMENTS)
+    _default = _state(shape, dp_mode)
+    return _default
 
 
 def init_state_of(plan: ParallelPlan) -> ParallelState:
@@ -205,22 +210,33 @@ def init_state_of(plan: ParallelPlan) -> ParallelState:
     Raises:
         UserError: degrees that do not fit the ranks, with those that would.
     """
+    global _default
+    mode, degrees = _degrees_of(plan)
+    _ensure_process_group()
+    _default = _state(fit_mesh(dist.get_world_size(), **degrees), mode)
+    return _default
+
+
+def state_without_groups(plan: ParallelPlan, world_size: int) -> ParallelState:
+    """What :func:`init_state_of` makes on so many ranks, to try a plan with: no rank can talk to another in it.
+
+    Raises:
+        UserError: degrees that do not fit the ranks, with those that would.
+    """
+    mode, degrees = _degrees_of(plan)
+    return ParallelState(fit_mesh(world_size, **degrees), 0, "cpu", mode, {})
+
+
+def _degrees_of(plan: ParallelPlan) -> tuple[DpMode, dict[str, Any]]:
     own = plan.of(FOUNDATION)
     replicate = own.dp_replicate or (None if own.mode == "replicate" else 1)
     sizes = {"pp": own.pp or 1, "cp": own.cp or 1, "sp": own.ulysses or 1, "tp": own.tp or 1, "ep": own.ep or 1}
-    return _init(own.mode or "fsdp2", replicate, own.dp_shard, keys={"sp": "ulysses"}, **sizes)
+    mode, keys = own.mode or "fsdp2", {"sp": "ulysses"}
+    return mode, {**_data_degrees(mode, replicate, own.dp_shard, keys), **sizes, "keys": keys}
 
 
-def _init(
-    mode: DpMode,
-    replicate: int | None,
-    shard: int | None,
-    dp: int | None = None,
-    *,
-    keys: Mapping[str, str],
-    **sizes: int,
-) -> ParallelState:
-    """See :func:`init_parallel_state`; ``keys``: axis -> what the user calls its degree; absent: as the axis."""
+def _data_degrees(mode: DpMode, replicate: int | None, shard: int | None, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Copies and shards as :func:`fit_mesh` takes them; ``keys``: axis -> what the user calls its degree."""
     copies, parts = keys.get("dp_replicate", "dp_replicate"), keys.get("dp_shard", "dp_shard")
     if mode not in get_args(DpMode):
         raise UserError(f"dp_mode is {mode!r}; expected one of {', '.join(get_args(DpMode))}")
@@ -232,11 +248,7 @@ def _init(
         raise UserError(f"dp_mode is hsdp, which has several copies; expected {copies} above 1 or {parts}")
     if mode != "fsdp2" and replicate == 1:
         replicate = None
-    _ensure_process_group()
-    shape = fit_mesh(dist.get_world_size(), dp=dp, dp_replicate=replicate, dp_shard=shard, keys=keys, **sizes)
-    global _default
-    _default = _state(shape, mode)
-    return _default
+    return {"dp_replicate": replicate, "dp_shard": shard}
 
 
 def get_parallel_state() -> ParallelState:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.strict import Strict
 
 
@@ -43,6 +45,9 @@ class DataSource(Strict):
     media_folder: str | None = Field(
         None, description="Folder to which paths of media are relative. Unset: the working folder."
     )
+
+
+CHAT_TEXTS = ("system", "user", "assistant", "end", "separator")  # of a ChatFormat; the others are start tokens
 
 
 class ChatFormat(Strict):
@@ -104,9 +109,12 @@ class Data(Strict):
         description="Background processes: one makes packs, the others prepare rows for it; a single one does both.",
     )
 
-    @model_validator(mode="after")
-    def _one_chat_format(self) -> Data:
-        texts = {"system", "user", "assistant", "end", "separator"}
-        if self.processor is not None and self.chat is not None and (given := texts & self.chat.model_fields_set):
-            raise ValueError(f"`processor` brings a chat template of its own; remove {sorted(given)} from `chat`")
-        return self
+    def idle(self) -> Iterator[Idle]:
+        """Shares of what is not mixed, and openings beside a chat template."""
+        if len(self.train) == 1:
+            yield Idle("train.0.weight", "but it is the only training data set; remove it")
+        for index in range(len(self.heldout)):
+            yield Idle(f"heldout.{index}.weight", "but held-out data sets are not mixed; remove it")
+        if self.processor is not None:
+            for key in CHAT_TEXTS:
+                yield Idle(f"chat.{key}", "but `processor` brings a chat template of its own; remove it")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
+from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.strict import Strict
 
 
@@ -13,6 +16,12 @@ class Sampling(Strict):
     temperature: float = Field(0.0, ge=0, description="0: greedy.")
     top_k: int | None = Field(None, ge=1, description="Keep the k most likely tokens.")
     top_p: float | None = Field(None, gt=0, le=1, description="Keep the smallest set with this probability mass.")
+
+    def idle(self) -> Iterator[Idle]:
+        """What a greedy choice does not ask for."""
+        if self.temperature == 0:
+            for key in ("top_k", "top_p"):
+                yield Idle(key, "but `temperature: 0` takes the likeliest token; remove it, or raise `temperature`")
 
 
 class Evaluation(Strict):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.strict import Strict
@@ -44,7 +46,12 @@ class Projector(Strict):
         description="`linear`: one layer; `mlp`: two layers with GELU; `pixel_shuffle`: merges `factor` x `factor` "
         "neighbouring patches (for audio: `factor` neighbouring frames) into one row, then an MLP.",
     )
-    factor: int = Field(2, ge=1, description="Merge factor of `pixel_shuffle`; unused by the other kinds.")
+    factor: int = Field(2, ge=1, description="Merge factor of `pixel_shuffle`; the other kinds have none.")
+
+    def idle(self) -> Iterator[Idle]:
+        """What the kind has no use for."""
+        if self.kind != "pixel_shuffle":
+            yield Idle("factor", f"but `kind: {self.kind}` merges nothing; remove it, or set `kind: pixel_shuffle`")
 
 
 class Encoder(Strict):

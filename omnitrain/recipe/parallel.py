@@ -43,7 +43,7 @@ class PlanError(RecipeError):
 
 
 class Precision(Strict):
-    """Number formats. Unset: fp32 parameters and reductions; bf16 computation if mixed precision is on."""
+    """Number formats. Unset: fp32 parameters and reductions; computation as `train.precision` says."""
 
     param: DType | None = Field(
         None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.strict import Strict
 
 
@@ -30,12 +32,22 @@ class Optimizer(Strict):
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null: never.")
 
+    def idle(self) -> Iterator[Idle]:
+        """What the schedule has no use for."""
+        if self.schedule == "constant":
+            yield Idle("final_ratio", "but `schedule: constant` never falls; remove it, or use `cosine` or `linear`")
+
 
 class Compile(Strict):
     """``torch.compile`` of the foundation's blocks."""
 
     enabled: bool = Field(True, description="Compile each block, once for all lengths. Needs a C++ compiler on CPU.")
     max_recompiles: int = Field(8, ge=0, description="More recompiles than these stop the run.")
+
+    def idle(self) -> Iterator[Idle]:
+        """What nothing asks for where nothing is compiled."""
+        if not self.enabled:
+            yield Idle("max_recompiles", "but nothing is compiled; remove it, or set `enabled: true`")
 
 
 def _compile_shorthand(value: Any) -> Any:
@@ -65,6 +77,11 @@ class ExpertsBalance(Strict):
         description="Folder of an earlier `record`: tokens of samples in it go to the experts written there.",
     )
 
+    def idle(self) -> Iterator[Idle]:
+        """The weight of no loss."""
+        if self.loss == "none":
+            yield Idle("weight", "but `loss: none` has nothing to weigh; remove it, or set `loss`")
+
     @model_validator(mode="after")
     def _one_of_both(self) -> ExpertsBalance:
         if self.record is not None and self.replay is not None:
@@ -91,6 +108,12 @@ class Track(Strict):
     project: str = Field("omnitrain", description="Under which wandb and Trackio list the run.")
     name: str | None = Field(None, description="Of the run there. Unset: that of `output_dir`.")
 
+    def idle(self) -> Iterator[Idle]:
+        """What neither of the programs asks for that list runs."""
+        if not {"wandb", "trackio"} & set(self.to):
+            for key in ("project", "name"):
+                yield Idle(key, "but neither wandb nor trackio is in `to`, which list runs by it; remove it")
+
 
 class Train(Strict):
     """The loop."""
@@ -99,6 +122,11 @@ class Train(Strict):
     micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, over all ranks.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto",
+        description="In which components compute whose plan says nothing of it; what trains has fp32 weights. `auto`: "
+        "bf16 on CUDA, fp32 on CPU.",
+    )
     cpu_threads: int | None = Field(None, ge=1, description="Threads of one operation on CPU. Unset: torch's default.")
     loss_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,

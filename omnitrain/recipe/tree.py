@@ -6,12 +6,13 @@ Every field has a description; ``omnitrain schema`` prints them as JSON schema. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from omnitrain.recipe.data import Data
+from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.located import located
 from omnitrain.recipe.model import Model
@@ -36,6 +37,20 @@ class Recipe(Strict):
     train: Train = Field(default_factory=Train, description="The training loop.")
     parallel: ParallelPlan = Field(default_factory=ParallelPlan, description="How components lie on many ranks.")
     evaluation: Evaluation | None = Field(None, description="Evaluation at the end. Unset: none.")
+
+    def idle(self) -> Iterator[Idle]:
+        """What another node makes idle."""
+        if self.evaluation is None:
+            yield Idle("data.heldout", "but nothing is evaluated; add `evaluation: {}`, or remove it")
+        default = self.parallel.default.precision
+        if default is not None and default.compute is not None:
+            why = "but `parallel.default.precision.compute` says it for all components; remove one of the two"
+            yield Idle("train.precision", why)
+        if self.data.processor is not None:
+            yield Idle("model.tokenizer", "but `data.processor` brings its own; remove one of the two")
+        if self.model.checkpoint is not None:
+            for key in ("processor", "processor_arguments", "audio_in_video", "max_frames"):
+                yield Idle(f"data.{key}", "but `model.checkpoint` brings its HF processor; remove it")
 
     @model_validator(mode="after")
     def _heads_exist(self) -> Recipe:

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.loader import first_samples, require_usable
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.sample import Rejected
+from omnitrain.data.unshown import require_shown
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.freeze import freeze
 from omnitrain.models.hf import config_at
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.models.table import component_rows
-from omnitrain.parallel.resolve import require_parts
+from omnitrain.parallel.resolve import require_fit
 from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.parallel import PlanError
+from omnitrain.train.data import spared
 from omnitrain.train.device import use_device
-from omnitrain.train.display import console, quiet_libraries, show_components, show_contract
+from omnitrain.train.display import console, quiet_libraries, show_components, show_contract, show_unused
+from omnitrain.train.effect import require_effect
 from omnitrain.train.evaluate import load_scorer
 from omnitrain.train.folder import RunFolder
+from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.rates import peaks_of
-from omnitrain.train.setup import build_from_recipe, compute_dtype, require_ops
+from omnitrain.train.setup import build_from_recipe, require_ops
 from omnitrain.train.trackers import require_trackers
 from omnitrain.train.trial import forward_problems, weights_problems
 
@@ -55,22 +61,35 @@ def check_recipe(recipe: Recipe) -> list[str]:
     device = attempt(lambda: use_device(recipe.train))
     if runs:
         _show_model(built[0])
-        attempt(functools.partial(_require_plan, built[0], recipe.parallel))
-        if device is not None:
-            attempt(lambda: require_ops(built[0], recipe.model.ops, device, compute_dtype(recipe.parallel)))
+        for require in _demands_on_model(recipe, built[0], built[1], device):
+            attempt(require)
         broken = forward_problems(built[0])
         problems += broken
         runs = not broken
-        attempt(lambda: _require_rates(built[0], recipe))
+    opened: dict[str, list[RowSource]] = {}
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
-        tables = attempt(functools.partial(open_sources, sources))
-        if tables and runs:
+        opened[kind] = attempt(functools.partial(open_sources, sources)) or []
+        if runs:
             cut = kind == "train" and built[0].runner.contract.without_tails
-            problems += _check_rows(kind, tables, built[1], recipe.data.pack_tokens, cut)
+            problems += _check_rows(kind, opened[kind], built[1], recipe.data.pack_tokens, cut)
+    if runs and opened["train"]:
+        attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     attempt(lambda: require_trackers(recipe))
     return _each_once(problems)
+
+
+def _demands_on_model(
+    recipe: Recipe, model: OmniModel, processor: OmniProcessor, device: torch.device | None
+) -> Iterator[Callable[[], None]]:
+    """What a run asks of its model; without a device, all but what that must be able to do."""
+    mixed = mixed_precision(recipe.train, device.type if device is not None else "cpu")
+    yield lambda: _require_plan(model, recipe.parallel, mixed)
+    if device is not None:
+        yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
+    yield lambda: _require_rates(model, recipe)
+    yield lambda: require_effect(recipe, model, processor)
 
 
 def _each_once(problems: list[str]) -> list[str]:
@@ -95,9 +114,9 @@ def check_model(path: str) -> None:
     _show_model(build_omni_model(**parts, init_device="meta"))
 
 
-def _require_plan(model: OmniModel, plan: ParallelPlan) -> None:
+def _require_plan(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None) -> None:
     try:
-        require_parts(model, plan)
+        require_fit(model, plan, mixed_precision)
     except PlanError as error:
         raise error.under("parallel") from None
 
@@ -110,6 +129,7 @@ def _require_rates(model: OmniModel, recipe: Recipe) -> None:
 
 def _show_model(model: OmniModel) -> None:
     show_components(component_rows(model))
+    show_unused(model.config.unused_tensors)
     show_contract(model.runner.contract, in_full=True)
 
 

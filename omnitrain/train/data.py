@@ -6,6 +6,7 @@ from omnitrain.data.loader import StepLoader, build_dataloader, require_usable
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.slots import LoaderState
+from omnitrain.data.unshown import require_shown
 from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.planning import step_planner
@@ -26,7 +27,8 @@ def open_data(
         state: where the run's data stand.
 
     Raises:
-        UserError: a data set that cannot be read, or a first row that is of no use to the model.
+        UserError: a data set that cannot be read, a first row that is of no use to the model, media that no message
+            shows, or a component that no training data feed.
     """
     contract = model.runner.contract
     loader = build_dataloader(
@@ -44,4 +46,17 @@ def open_data(
     )
     heldout = open_sources(recipe.data.heldout)
     require_usable([*loader.sources, *heldout], processor)
+    require_shown(loader.sources, heldout, processor, spared(recipe, model))
     return loader, heldout
+
+
+def spared(recipe: Recipe, model: OmniModel) -> list[str]:
+    """Components that the data need not feed: those of a checkpoint, which cannot be left out, if nothing trains them.
+
+    Args:
+        recipe: of the run.
+        model: frozen as it will train.
+    """
+    if recipe.model.checkpoint is None:
+        return []
+    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]

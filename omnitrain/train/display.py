@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 
 from omnitrain.models.contract.findings import Contract
 from omnitrain.models.table import ComponentRow
+from omnitrain.models.unused import unused_line
 from omnitrain.train.rank import global_rank
 
 _NARROW = 120  # columns where no terminal says how many
@@ -50,6 +51,12 @@ def show_contract(contract: Contract, *, in_full: bool) -> None:
         for finding in findings:
             table.add_row(finding.check, finding.outcome, finding.fact)
         console.print(table)
+
+
+def show_unused(unused: Mapping[str, int] | None) -> None:
+    """Print which tensors of its checkpoint the foundation does not have, if any."""
+    if line := unused_line(unused):
+        console.print(line, markup=False)
 
 
 def show_kept_memory(by_source: Mapping[str, float], pack_tokens: int) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.lora import merge_lora
 from omnitrain.parallel.units import stays_fp32
-from omnitrain.train.display import quiet_libraries
+from omnitrain.train.display import quiet_libraries, show_unused
 from omnitrain.train.setup import load_checkpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,6 +44,7 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
     merge_lora(model, None if dtype is None else _DTYPES[dtype])
     if dtype is not None:
         _cast(model.foundation, _DTYPES[dtype])
+    show_unused(model.config.unused_tensors)
     model.foundation.save_pretrained(folder)
     processor.renderer.save_pretrained(folder)
     return sorted([*model.encoders, *model.decoders])

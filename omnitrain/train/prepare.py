@@ -17,8 +17,10 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
+from omnitrain.train.effect import require_effect
+from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.ranks import Ranks
-from omnitrain.train.setup import build_from_recipe, compute_dtype, load_checkpoint, use_ops
+from omnitrain.train.setup import build_from_recipe, load_checkpoint, use_ops
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,10 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     """
     # The others get their part of the weights from the first rank when they lay the model out.
     model, processor = ranks.one_by_one(lambda: _build(recipe, checkpoint, "cpu" if ranks.is_first else "meta"))
-    ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel))
+    mixed = mixed_precision(recipe.train, device.type)
+    ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     compiled = _compiled(model, recipe, device)
-    layout = _lay_out(model, recipe, ranks, device)
+    layout = _lay_out(model, recipe, ranks, device, mixed)
     if compiled is None and layout is not None:
         compiled = layout.components[FOUNDATION].compiled
     return PreparedModel(model, processor, ops, layout, compiled)
@@ -69,7 +72,7 @@ def _build(recipe: Recipe, checkpoint: Path | None, init_device: str) -> tuple[O
         dtype = torch.float32  # as where it begins; the plan says what becomes of it
         model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device, None, dtype, checked=False)
     require_heads(recipe, model.decoders)
-    _ = model.runner  # checks the contract
+    require_effect(recipe, model, processor)  # checks the contract, too
     return model.train(), processor
 
 
@@ -80,14 +83,16 @@ def _compiled(model: OmniModel, recipe: Recipe, device: torch.device) -> Compile
     return compile_blocks(model.foundation, device, max_recompiles=settings.max_recompiles)
 
 
-def _lay_out(model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device) -> AppliedLayout | None:
-    """Put the model on the ranks as the plan says; a process alone without a plan just has it on its device."""
+def _lay_out(
+    model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device, mixed: bool | None
+) -> AppliedLayout | None:
+    """Put the model on the ranks as the plan says; a process alone without a state just has it on its device."""
     if ranks.state is None:
         model.to(device)
         return None
     try:
         build_parallelize_model(
-            model, parallel_state=ranks.state, parallel_plan=recipe.parallel, enable_mixed_precision=None
+            model, parallel_state=ranks.state, parallel_plan=recipe.parallel, enable_mixed_precision=mixed
         )
     except PlanError as error:
         raise error.under("parallel") from None

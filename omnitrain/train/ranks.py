@@ -72,19 +72,20 @@ class Ranks:
         return Watch(store, self.meeting.rank, self.meeting.world_size, limit_s, on_failure=name_to_launcher)
 
 
-def join_ranks(plan: ParallelPlan, device: torch.device) -> Ranks:
+def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = False) -> Ranks:
     """Take part in a run: as one of the ranks that a launcher started, or alone.
 
     Args:
         plan: of the run; its degrees factorise the ranks.
         device: of this rank.
+        lays_out: the model is laid out by a process alone, too, whose plan says nothing.
 
     Raises:
         UserError: the plan's degrees do not fit the number of ranks.
     """
     is_begun = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_begun else int(os.environ.get("WORLD_SIZE", "1"))
-    if num_ranks == 1 and plan == ParallelPlan():
+    if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
         return Ranks(None, ALONE, ALONE, open_meeting())
     if device.type == "cpu" and num_ranks > 1 and not is_begun:
         dist.init_process_group("gloo")

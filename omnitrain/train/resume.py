@@ -24,6 +24,7 @@ _MAY_CHANGE = (
     "train.compile",
     "train.steps",
     "train.device",
+    "train.precision",
     "train.cpu_threads",
     "train.log_every",
     "train.save_every",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from omnitrain.models.omni import OmniModel
 from omnitrain.ops.attention import AUTO, require_trainable, use_omnitrain_attention
 from omnitrain.ops.backends import choose
 from omnitrain.ops.cross_entropy import CROSS_ENTROPY
-from omnitrain.ops.experts import EXPERTS, use_omnitrain_experts
-from omnitrain.ops.fuse import FusedOp, backends_of, fuse_ops
+from omnitrain.ops.experts import EXPERTS, experts_in, use_omnitrain_experts
+from omnitrain.ops.fuse import FUSED, FusedOp, backends_of, fuse_ops, has_operation
 from omnitrain.ops.unread_rows import UNREAD_ROWS
 from omnitrain.parallel.lora import adapters_for
-from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Precision, Recipe
-from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
+from omnitrain.recipe.effect import Idle, idle_problems
 from omnitrain.train.state import OPTIMIZER
 
 
@@ -135,12 +135,6 @@ def _refused_part(parts: Model) -> str:
     return "model"
 
 
-def compute_dtype(plan: ParallelPlan) -> torch.dtype:
-    """In which the foundation of a recipe with this ``parallel`` node computes."""
-    precision = plan.of(FOUNDATION).precision or Precision()
-    return getattr(torch, precision.compute or precision.param or "float32")
-
-
 def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse backends of ``model.ops`` that cannot train the model, before anything is written.
 
@@ -165,8 +159,25 @@ def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.d
             require_attention_backend(model.runner, ops.attention, device, dtype)
         except UserError as error:
             problems.append(f"model.ops.attention: {error}")
+    problems += idle_problems(ops, _idle_ops(model), "model.ops")
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _idle_ops(model: OmniModel) -> Iterator[Idle]:
+    """Operations that neither the foundation nor an encoder has."""
+    contract, parts = model.runner.contract, [model.foundation, *model.encoders.values()]
+    for name in FUSED:
+        if not any(has_operation(part, name) for part in parts):
+            yield Idle(name, "but no module of the model computes that in a form that could be replaced; remove it")
+    if not any(True for part in parts for _ in experts_in(part)):
+        yield Idle("experts", "but the model has none; remove it")
+    if contract.attention != "omnitrain" and not model.encoders:
+        yield Idle("attention", f"but {type(model.foundation).__name__} attends by code of its own; remove it")
+    if not contract.row_local:
+        yield Idle("unread_rows", "but nothing of the model works row by row behind its last attention; remove it")
+    if contract.head != "inside" and not model.decoders:
+        yield Idle("cross_entropy", "but the model makes its loss from logits by itself; remove it")
 
 
 def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, FusedOp]]:
@@ -193,7 +204,7 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
         use_omnitrain_attention(reader, ops.attention)
     if model.runner.contract.attention == "omnitrain":
         use_omnitrain_attention(model.foundation, ops.attention)
-    wanted = ops.model_dump(exclude={"cross_entropy", "attention", "unread_rows", "experts"})
+    wanted = ops.model_dump(include=set(FUSED))
     done = {
         name: fuse_ops(part, wanted, device)
         for name, part in {"foundation": model.foundation, **model.encoders}.items()

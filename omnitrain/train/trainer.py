@@ -31,6 +31,7 @@ from omnitrain.train.display import (
     show_components,
     show_contract,
     show_kept_memory,
+    show_unused,
 )
 from omnitrain.train.evaluate import Evaluator, load_scorer
 from omnitrain.train.experts import ExpertsOfRun
@@ -38,6 +39,7 @@ from omnitrain.train.folder import RunFolder
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.memory import kept_by_source
 from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.ranks import join_ranks
 from omnitrain.train.rates import peaks_of
@@ -101,7 +103,8 @@ class Trainer:
         quiet_libraries()
         self.recipe = recipe
         self.device = use_device(recipe.train)
-        self.ranks = join_ranks(recipe.parallel, self.device)
+        is_mixed = mixed_precision(recipe.train, self.device.type) is True
+        self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         self.folder = RunFolder(recipe)
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
@@ -198,9 +201,12 @@ class Trainer:
 
     def _show(self) -> None:
         show_components(component_rows(self.model, self.ops))
+        show_unused(self.model.config.unused_tensors)
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))
+        else:
+            console.print("every component computes in float32 (train.precision)")
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         if self.device.type == "cuda":

@@ -22,6 +22,7 @@ from omnitrain.models.build import omni_config_at
 from omnitrain.models.hf import config_at, foundation_class, foundation_config, load_strictly, model_class
 from omnitrain.models.omni import OmniModel
 from omnitrain.recipe import Model
+from omnitrain.train.display import show_unused
 
 _NEEDS_CONTENT = (
     DataDependentOutputException,
@@ -33,6 +34,8 @@ _NEEDS_CONTENT = (
 
 def weights_problems(recipe: Model) -> list[str]:
     """Compare the names and shapes in the weight files of a recipe with the models; no weights are read.
+
+    Tensors of a foundation's files that it does not have are printed.
 
     Returns:
         A message per checkpoint that does not fit.
@@ -47,7 +50,8 @@ def weights_problems(recipe: Model) -> list[str]:
                 config, class_of = config_at(path), model_class
                 if key == "model.foundation":
                     config, class_of = foundation_config(config), foundation_class
-                load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
+                model = load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
+                show_unused(model.unused_tensors if key == "model.foundation" else None)
         except UserError as error:
             problems.append(f"{key}: {error}")
     return problems

@@ -89,7 +89,8 @@ def test_parquet_with_turns_of_both_kinds_is_read(tmp_path: Path) -> None:
 
 
 def test_an_empty_path_of_a_row_without_media_is_none(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(turns("hello", image="")) + "\n")
+    both = (turns("hello", image=""), turns("<image> what?", image="a.png"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
     rows = opened(tmp_path / "rows.jsonl", media_folder=str(tmp_path))
     assert rows[0].media["image"] == [""]
     assert len(tiny_processor(tiny_model()).sample(rows[0]).spans) == 0
@@ -109,7 +110,7 @@ def test_a_speaker_that_nobody_knows_is_named_with_its_row() -> None:
 
 def test_what_llava_data_lack_in_a_recipe_is_told(tmp_path: Path) -> None:
     lines = tmp_path / "rows.jsonl"
-    lines.write_text(json.dumps(turns("hello", image="a.png")) + "\n")
+    lines.write_text(json.dumps(turns("<image> what?", image="a.png")) + "\n")
     with pytest.raises(DataError, match=r"set `columns\.messages: conversations`"):
         open_sources([DataSource(path=str(lines))])
     with pytest.raises(ValueError, match=r"'a.png' in .*; `media_folder` of a data source says"):

@@ -43,7 +43,7 @@ train:
 evaluation:
   sampling:
     text: {temperature: 0.5}
-    image_decoder: {top_k: 4}
+    image_decoder: {temperature: 1.0, top_k: 4}
 """
 
 

@@ -75,7 +75,7 @@ def test_branches_of_a_union_make_one_line(recipe_file: Path) -> None:
 
 
 def test_sampling_of_something_the_model_does_not_write_is_refused(recipe_file: Path) -> None:
-    assert refusal(recipe_file, ["evaluation.sampling.image_decodr.top_k=2"])[1:] == [
+    assert refusal(recipe_file, ["evaluation.sampling.image_decodr.temperature=2"])[1:] == [
         "  evaluation.sampling.image_decodr: unknown name; did you mean `image_decoder`?",
     ]
 

@@ -40,13 +40,14 @@ def test_check_finds_every_problem_without_writing_anything(tmp_path: Path) -> N
     recipe.data.train[0].columns.messages = "mesages"
     problems = check_recipe(recipe)
     assert [any(word in p for p in problems) for word in ("nothing.parquet", "nothing:f", "mesages")] == [True] * 3
-    unreadable = load(path, "model.encoders={}")
-    assert any("asks the model to read image" in problem for problem in check_recipe(unreadable))
+    problems = check_recipe(load(path, "model.encoders={}", "data.max_frames=9"))
+    assert any("asks the model to read image" in problem for problem in problems)
+    assert any(problem.startswith("data.max_frames: found 9, but no HF processor") for problem in problems)
     assert not (tmp_path / "run").exists()
 
 
 def test_check_measures_rows_as_training_does_without_their_tail_and_held_out_ones_whole(tmp_path: Path) -> None:
-    problems = "\n".join(check_recipe(load(tiny_recipe(tmp_path), "data.pack_tokens=1")))
+    problems = "\n".join(check_recipe(load(tiny_recipe(tmp_path, evaluated=True), "data.pack_tokens=1")))
     lengths = {
         kind: [int(n) for n in re.findall(rf"data.{kind}: row \S+ has (\d+) tokens, data.pack_tokens is 1", problems)]
         for kind in ("train", "heldout")

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Train
+from omnitrain.parallel.resolve import require_fit
+from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Recipe, Train
 from omnitrain.train.device import use_device
-from omnitrain.train.setup import compute_dtype
+from omnitrain.train.display import console
+from omnitrain.train.precision import compute_dtype, mixed_precision
+from omnitrain.train.ranks import leave_ranks
+from omnitrain.train.trainer import Trainer
+from tests.parallel.factories import any_to_any
+from tests.tiny import tiny_recipe
 
 
 @pytest.fixture
@@ -64,4 +73,46 @@ def test_a_process_alone_may_name_any_device(_two_devices: list[torch.device]) -
 def test_backends_are_asked_for_the_dtype_in_which_the_foundation_computes(
     precision: Precision | None, dtype: torch.dtype
 ) -> None:
-    assert compute_dtype(ParallelPlan(default=ComponentPlan(precision=precision))) == dtype
+    assert compute_dtype(ParallelPlan(default=ComponentPlan(precision=precision)), None) == dtype
+
+
+@pytest.mark.parametrize(
+    ("asked", "device_type", "mixed", "dtype"),
+    [
+        ("auto", "cuda", True, torch.bfloat16),
+        ("auto", "cpu", None, torch.float32),
+        ("bf16", "cpu", True, torch.bfloat16),
+        ("fp32", "cuda", False, torch.float32),
+    ],
+)
+def test_a_run_computes_in_bf16_on_cuda_and_in_fp32_on_cpu_unless_told_otherwise(
+    asked: str, device_type: str, mixed: bool | None, dtype: torch.dtype
+) -> None:
+    found = mixed_precision(Train(precision=asked), device_type)
+    assert found is mixed and compute_dtype(ParallelPlan(), found) == dtype
+
+
+def test_a_component_computes_as_its_own_plan_says() -> None:
+    """Beside `auto` on CUDA, and `bf16`; `fp32` contradicts a plan that says bf16."""
+    own = ParallelPlan(components={"foundation": ComponentPlan(precision=Precision(compute="float32"))})
+    assert compute_dtype(own, mixed_precision(Train(), "cuda")) == torch.float32
+    with pytest.raises(UserError, match=r"found compute bfloat16, but .*`train.precision: fp32` of a recipe"):
+        require_fit(any_to_any(), ParallelPlan(default=ComponentPlan(precision=Precision(compute="bfloat16"))), False)
+
+
+def test_a_process_alone_computes_in_bf16_where_it_is_told_to_and_says_so(tmp_path: Path) -> None:
+    """On CPU; weights are fp32, losses those of fp32 up to rounding."""
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        overrides = [f"train.precision={precision}", f"output_dir={tmp_path / precision}", "train.steps=2"]
+        trainer = Trainer(Recipe.load(str(tiny_recipe(tmp_path)), overrides))
+        with console.capture() as printed:
+            trainer.fit()
+        leave_ranks()
+        lines = (tmp_path / precision / "metrics.jsonl").read_text().splitlines()
+        losses[precision] = [json.loads(line)["loss"] for line in lines]
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+        assert ("bfloat16" in printed.get()) == (precision == "bf16")
+        assert ("computes in float32" in printed.get()) == (precision == "fp32")
+    for low, full in zip(losses["bf16"], losses["fp32"], strict=True):
+        assert 0 < abs(low / full - 1) < 0.03

@@ -59,7 +59,7 @@ def test_a_trace_shows_rows_of_the_next_chunk_on_their_way_while_experts_compute
 def test_metrics_have_the_seconds_that_ranks_waited_for_exchanges(ranks: RankPool, tmp_path: Path) -> None:
     lines = ["train.log_every=3", "evaluation={max_new_tokens: 1, loss_every: 1}"]  # one for every step all the same
     overrides = [*OVERLAPPED, "parallel.default.recompute=full", *lines]
-    ranks.run(fit, tiny_moe_recipe(tmp_path), overrides, timeout_s=60, world=2)
+    ranks.run(fit, tiny_moe_recipe(tmp_path, evaluated=True), overrides, timeout_s=60, world=2)
     assert len({line["exposed_communication"]["seconds"] for line in metrics(tmp_path / "run")}) == 4
     for line in metrics(tmp_path / "run"):
         layers = [line["experts"][layer]["exposed"] for layer in LAYERS]

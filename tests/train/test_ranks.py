@@ -66,7 +66,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its reference run of one process is beside it, in ``one``."""
-    path = tiny_recipe(tmp_path_factory.mktemp("ranks"))
+    path = tiny_recipe(tmp_path_factory.mktemp("ranks"), evaluated=True)
     fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED])
     return path
 
@@ -128,10 +128,10 @@ def test_a_run_of_adapters_goes_on_without_the_tensor_parallel_ranks_that_began_
     assert_same_run(tmp_path / "run", tmp_path / "one")
 
 
-def test_a_run_computes_in_bf16_where_its_plan_says_so(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     """Evaluation, too; the state stays fp32, and losses are those of fp32 up to rounding."""
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
-    ranks.run(fit, recipe, [*arguments, "parallel.default.precision.compute=bfloat16"], timeout_s=120, world=2)
+    ranks.run(fit, recipe, [*arguments, "train.precision=bf16"], timeout_s=120, world=2)
     for line, other in zip(metrics(tmp_path / "run"), metrics(recipe.parent / "one"), strict=True):
         assert 0 < abs(line["loss"] / other["loss"] - 1) < 0.02
     saved = OmniModel.from_pretrained(max((tmp_path / "run" / "checkpoints").glob("step-*")))
@@ -177,6 +177,7 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
     rows[20].messages[0]["content"][0]["text"] = "long " * 500
     data = write_parquet(tmp_path / "rows.parquet", rows)
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, f"data.train=[{{path: {data}}}]", "data.overlong=error"]
+    arguments += ["model.encoders={}", "model.decoders={}", "data.heldout=[]", "evaluation=null"]
     with pytest.raises(RankError, match=r"failed on 4 of 4 ranks") as failure:
         ranks.run(fit, recipe, [*arguments, f"data.workers={workers}", "train.steps=40"], timeout_s=60, world=4)
     assert "at most 96 fit" in str(failure.value)

@@ -51,7 +51,8 @@ def test_a_session_of_wandb_is_begun_once_and_ended_with_the_scores(
     monkeypatch.setitem(sys.modules, "wandb", program)
     recipe, settings = tiny_recipe(tmp_path), ("train.track.to=[wandb]", "train.track.project=digits")
     run(recipe, *settings, "train.steps=1")
-    lines = run(recipe, *settings, "train.steps=2", "evaluation.max_new_tokens=4", resume=True)
+    heldout = (f"data.heldout=[{{path: {tmp_path / 'train.parquet'}}}]", "evaluation.max_new_tokens=4")
+    lines = run(recipe, *settings, "train.steps=2", *heldout, resume=True)
     assert [what for what, _ in told] == ["init", "log 1", "finish 0", "init", "log 2", "log 2", "finish 0"]
     begun, again = (values for what, values in told if what == "init")
     assert begun["id"] == again["id"] and (begun["project"], begun["name"]) == ("digits", "run")

@@ -32,7 +32,7 @@ from omnitrain.train.evaluate import Answered
 from omnitrain.train.save import checkpoint_bytes
 from omnitrain.train.trackers import numbers_in
 from omnitrain.train.trainer import NonFiniteError, Trainer
-from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
+from tests.tiny import TASKS, png, tiny_recipe, tiny_row, write_parquet
 
 
 def load(path: Path, *overrides: str) -> Recipe:
@@ -169,7 +169,7 @@ def test_data_in_which_nobody_answers_end_the_run(tmp_path: Path) -> None:
     rows = [replace(asked, messages=asked.messages[:-1])] * 4
     write_parquet(tmp_path / "train.parquet", rows)
     with pytest.raises(UserError, match="nothing was trained in the first 4 steps"):
-        Trainer(load(recipe)).fit()
+        Trainer(load(recipe, "model.encoders={}", "model.decoders={}")).fit()
 
 
 def test_a_non_finite_loss_stops_before_the_update_and_names_the_samples(tmp_path: Path) -> None:
@@ -211,9 +211,13 @@ def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
 
 
 def test_held_out_losses_on_the_way_change_nothing_of_the_training(tmp_path: Path) -> None:
-    plain = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'plain'}", "evaluation={max_new_tokens: 1}")
+    plain = load(
+        tiny_recipe(tmp_path, evaluated=True), f"output_dir={tmp_path / 'plain'}", "evaluation={max_new_tokens: 1}"
+    )
     Trainer(plain).fit()
-    recipe = load(tiny_recipe(tmp_path), "evaluation={max_new_tokens: 1, loss_every: 3}", "train.log_every=2")
+    recipe = load(
+        tiny_recipe(tmp_path, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 3}", "train.log_every=2"
+    )
     Trainer(recipe).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], "heldout" in line) for line in lines] == [(2, False), (3, True), (4, False)]
@@ -236,7 +240,7 @@ def test_held_out_rows_are_packed_once_and_no_step_is_measured_twice(
 
     counting("pack_all")
     counting("heldout_loss")
-    Trainer(load(tiny_recipe(tmp_path), "evaluation={max_new_tokens: 1, loss_every: 2}")).fit()
+    Trainer(load(tiny_recipe(tmp_path, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 2}")).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "heldout" in line] == [2, 4]
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["losses"] == lines[-1]["heldout"]
@@ -246,7 +250,7 @@ def test_held_out_rows_are_packed_once_and_no_step_is_measured_twice(
 def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path, rows=3))
     damaged = replace(tiny_row("image_to_text", 1), media={"image": [b"no image"], "audio": [], "video": []})
-    write_parquet(tmp_path / "train.parquet", [tiny_row("text", 0), damaged])
+    write_parquet(tmp_path / "train.parquet", [*(tiny_row(task, 0) for task in TASKS), damaged])
     with console.capture() as printed:
         checkpoint = Trainer(recipe).fit().checkpoint
     said = "".join(printed.get().split())
@@ -281,6 +285,7 @@ def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
         ("data.train=[{path: nothing.parquet}]", "no parquet or jsonl file at 'nothing.parquet'"),
         ("model.tokenizer=./nothing", "no text tokenizer at './nothing'"),
         ("model.freeze=[image_encodr]", "did you mean 'image_encoder'"),
+        ("data.max_frames=9", "data.max_frames: found 9, but no HF processor prepares media"),
         ("train.device=gpu0", "is no device; expected auto, cpu, cuda"),
         ("evaluation={scorer: 'nothing:f'}", "expected FILE.py:FUNCTION or MODULE:FUNCTION"),
         ("train.loss_weights={txt: 2}", "did you mean `text`"),
@@ -289,7 +294,7 @@ def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
 )
 def test_mistakes_are_one_clear_error_before_anything_is_written(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Trainer(load(tiny_recipe(tmp_path), override))
+        Trainer(load(tiny_recipe(tmp_path, evaluated=True), override))
     assert not (tmp_path / "run").exists()
 
 
@@ -396,7 +401,7 @@ def test_a_recipe_that_would_make_another_run_of_it_is_refused_key_by_key(tmp_pa
 def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load(tiny_recipe(tmp_path), "evaluation={batch_size: 4, max_new_tokens: 2}")
+    recipe = load(tiny_recipe(tmp_path, evaluated=True), "evaluation={batch_size: 4, max_new_tokens: 2}")
     batches: list[int] = []
 
     def interrupted(model: Any, processor: Any, prompts: Any, **options: Any) -> list[Answer]:
@@ -412,9 +417,10 @@ def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluate
 
 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, steps=4)
+    recipe = tiny_recipe(tmp_path, evaluated=True, steps=4)
     Trainer(load(recipe)).fit()
-    free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "data.heldout=[]")
+    free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "train.precision=fp32")
+    free += ("data.heldout=[]", "evaluation=null")
     for done, left in ((4, 1), (5, 0)):
         with console.capture() as printed:
             assert Trainer(load(recipe, *free), resume=True).fit().step == 5

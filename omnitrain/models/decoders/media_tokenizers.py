@@ -75,6 +75,14 @@ def media_tokenizer(model: PreTrainedModel, image_size: int | None, num_codebook
     return CodecTokenizer(model, num_codebooks)
 
 
+def settings_of(codec: MediaTokenizer) -> set[str]:
+    """Keys of a recipe's decoder that a media tokenizer has a use for."""
+    if isinstance(codec, ImageVQTokenizer):
+        return {"image_size"}
+    ends = set() if codec.fixed_length else {"max_tokens"}
+    return ends | ({"num_codebooks"} if isinstance(codec, CodecTokenizer) else set())
+
+
 def _require_settings(model: PreTrainedModel, *settings: tuple[str, ...]) -> None:
     """One of each of ``settings`` must be in the config, as in those of transformers' own tokenizers."""
     missing = [" or ".join(names) for names in settings if not any(hasattr(model.config, name) for name in names)]

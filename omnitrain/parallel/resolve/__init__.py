@@ -5,6 +5,6 @@
 """
 
 from omnitrain.parallel.resolve.asked import CallFlags
-from omnitrain.parallel.resolve.plans import dtype_of, require_parts, resolve_plans
+from omnitrain.parallel.resolve.plans import dtype_of, require_fit, resolve_plans
 
-__all__ = ["CallFlags", "dtype_of", "require_parts", "resolve_plans"]
+__all__ = ["CallFlags", "dtype_of", "require_fit", "resolve_plans"]

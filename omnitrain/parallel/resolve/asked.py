@@ -79,4 +79,5 @@ class Asked:
 
     def problem(self, field: str, text: str) -> None:
         """Note what is wrong with a field."""
-        self.problems.append(f"{self.plans.path_of(self.name, field)}.{field}: {text}")
+        place = self.plans.path_of(self.name, field.partition(".")[0])
+        self.problems.append(f"{place}.{field}: {text}")

@@ -93,7 +93,13 @@ def _precision(asked: Asked) -> Precision:
     given = asked.merged.precision or Precision()
     param = given.param or (None if asked.is_frozen or asked.has_adapters else "float32")
     if asked.flags.mixed_precision is False and given.compute not in (None, given.param or "float32"):
-        asked.problem("precision", f"found compute {given.compute}, but enable_mixed_precision is False")
+        asked.problem(
+            "precision",
+            f"found compute {given.compute}, but enable_mixed_precision is False (`train.precision: fp32` of a recipe)",
+        )
+    own = asked.own.precision
+    if own is not None and own.reduce is not None and asked.is_frozen:
+        asked.problem("precision.reduce", f"found {own.reduce}, but what is frozen has no gradients; remove it")
     low = "bfloat16" if asked.flags.mixed_precision else param
     return Precision(param=param, compute=given.compute or low, reduce=given.reduce or "float32")
 

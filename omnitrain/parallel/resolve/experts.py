@@ -60,8 +60,13 @@ def unused_problems(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> I
     """A default that no component takes does nothing."""
     for field, what in _OF_EXPERTS.items():
         found = getattr(plan.default, field)
-        if found not in (None, 1, False) and not any(getattr(own, field) for own in plans.values()):
+        if _asks(found) and not any(getattr(own, field) for own in plans.values()):
             yield f"default.{field}: found {found}, but no component {what}; remove it"
+
+
+def _asks(found: object) -> bool:
+    """Whether a field asks for anything; 1 is a degree that asks for nothing, and equal to True, which does."""
+    return found is True or bool(found and found != 1)
 
 
 def _ep(asked: Asked, degrees: tuple[str, int, int] | None) -> int:
@@ -120,7 +125,7 @@ def require_own_products(asked: Asked, field: str, found: object) -> None:
 def _overlap_of_experts(asked: Asked, ep: int) -> tuple[Chunks, bool | None]:
     """Chunks of a rank's experts, and whether their weights' gradients are delayed."""
     for field in ("expert_chunks", "delay_wgrad"):
-        if getattr(asked.own, field) not in (None, 1, False) and ep == 1:
+        if _asks(getattr(asked.own, field)) and ep == 1:
             asked.problem(field, f"found {getattr(asked.own, field)} with ep 1, where no row travels; remove it")
     if ep == 1:
         return None, None

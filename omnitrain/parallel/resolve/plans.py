@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from omnitrain.models.lora import Adapters, names_without_adapters, root_of
+from omnitrain.errors import UserError
+from omnitrain.models.lora import Adapters, adapters_of, names_without_adapters, root_of
 from omnitrain.models.omni import OmniModel
 from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_layers
 from omnitrain.parallel.lora import adapters_for, lora_problems
@@ -14,11 +16,11 @@ from omnitrain.parallel.resolve.asked import STATE_AXIS, Asked, CallFlags
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
 from omnitrain.parallel.resolve.model_problems import model_problems
-from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.plan import TensorPlan
+from omnitrain.parallel.state import ParallelState, state_without_groups
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.recipe.globs import matches
-from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, raise_problems
+from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, PlanError, raise_problems
 
 
 def resolve_plans(
@@ -68,14 +70,42 @@ def resolve_plans(
     return plans, adapters
 
 
-def require_parts(model: OmniModel, plan: ParallelPlan) -> None:
-    """The part of :func:`resolve_plans` that is the same for any number of ranks.
+def require_fit(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None) -> None:
+    """The plan fits the model on some number of ranks; its degrees are all there are.
+
+    Args:
+        model: not laid out, on any device; it stays as it is.
+        plan: of a recipe.
+        mixed_precision: see :class:`CallFlags`.
 
     Raises:
-        PlanError: the plan names components or modules that the model does not have, or trains what is frozen.
+        PlanError: what contradicts it on the number of ranks that fits it best.
+        UserError: its degrees contradict each other.
     """
-    problems = plan.problems(_names(model), frozen=_frozen(model))
-    raise_problems([*problems, *adapters_for(model, plan)[1]])
+    refused: list[UserError] = []
+    for number in _numbers_of_ranks(plan):
+        try:
+            state = state_without_groups(plan, number)
+            tensors = tensor_plan(model, plan, state.size("tp"))
+            resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
+            return
+        except UserError as error:
+            refused.append(error)
+            if len(refused) > 1 and str(refused[-2]) == str(error):
+                break  # the number of ranks changes nothing
+    plans = [error for error in refused if isinstance(error, PlanError)]
+    raise min(plans, key=lambda error: len(error.args)) if plans else refused[0]
+
+
+def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
+    """On which to try a plan: those that its degrees multiply to, and multiples where some are left open."""
+    own = plan.of(FOUNDATION)
+    if own.num_ranks is not None:
+        return [own.num_ranks]
+    matrices = (own.tp or 1) * (own.pp or 1)
+    least = math.lcm(matrices * (own.cp or 1) * (own.ulysses or 1), matrices * (own.ep or 1)) * (own.dp_replicate or 1)
+    others = {math.lcm(least, found) for name in plan.components if (found := plan.of(name).num_ranks)}
+    return sorted({least << doublings for doublings in range(3)} | others)
 
 
 def _frozen(model: OmniModel) -> list[str]:

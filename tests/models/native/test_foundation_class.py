@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,8 @@ def test_of_a_model_that_speaks_in_stages_the_part_that_reads_is_trained_and_put
     torch.save({}, whole / "spk_dict.pt")  # the voices, without which transformers loads no whole one
     model = build_omni_model(foundation=str(whole))
     assert list(model.runner.native.components) == ["foundation", "image_encoder", "audio_encoder"]
+    left = Counter(name.partition(".")[0] for name in load_file(whole / "model.safetensors"))
+    assert model.config.unused_tensors == {f"{part}.*": left[part] for part in ("talker", "token2wav")}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)

@@ -1,0 +1,155 @@
+"""Media that a data set holds and its messages do not show, and components that no data set feeds.
+
+A model trains on such data without an error, and learns nothing of the media. What the messages of a data set show is
+known of all its rows; what else it holds is looked for in the first :data:`LOOKED_AT` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import PurePath
+from typing import Any
+
+from PIL import Image
+
+from omnitrain.data.attached import MediaAdapter
+from omnitrain.data.parts import content_parts
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import MODALITIES, Row, RowSource, is_file
+from omnitrain.data.turns import MARKERS, how_to_show
+from omnitrain.errors import UserError
+
+LOOKED_AT = 32  # rows of each data set
+
+_SUFFIXES = {
+    "image": (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
+    "audio": (".aac", ".flac", ".m4a", ".mp3", ".ogg", ".opus", ".wav"),
+    "video": (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"),
+}
+_BEGINNINGS = {
+    "image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*"),
+    "audio": (b"fLaC", b"OggS", b"ID3", b"\xff\xfb"),
+    "video": (b"\x1aE\xdf\xa3",),
+}
+_IN_CONTAINERS = {b"WAVE": "audio", b"AVI ": "video", b"WEBP": "image"}  # bytes 8 to 12 of a RIFF file
+
+
+def require_shown(
+    train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]
+) -> None:
+    """Data sets show the media that they hold, and feed every encoder and decoder.
+
+    Args:
+        train: training data sets; what held-out ones show feeds nothing.
+        heldout: held-out data sets.
+        processor: of the model.
+        spared: components that nothing need feed.
+
+    Raises:
+        UserError: what a model would not learn, a line each.
+    """
+    hidden = chain.from_iterable(_hidden(source, processor) for source in (*train, *heldout))
+    if problems := dict.fromkeys([*hidden, *_unfed(train, processor, spared)]):
+        raise UserError("\n".join(problems))
+
+
+def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]) -> Iterator[str]:
+    shown = frozenset(chain.from_iterable(source.shown for source in train))
+    for kind, owners, is_target in (("encoders", processor.readers, False), ("decoders", processor.writers, True)):
+        for name, modalities in _by_name(owners).items():
+            if name not in spared and not any((modality, is_target) in shown for modality in modalities):
+                who = "an assistant" if is_target else "a user"
+                yield (
+                    f"model.{kind}.{name}: no message of {who} in data.train shows {' or '.join(modalities)}, so it "
+                    f"would learn nothing: name the column of the files (`columns.{modalities[0]}s`), and "
+                    f"{how_to_show(modalities[0])}; or remove it, or freeze it where it is of `model.checkpoint`"
+                )
+
+
+def _by_name(owners: Mapping[str, tuple[str, MediaAdapter]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for modality, (name, _) in owners.items():
+        found.setdefault(name, []).append(modality)
+    return found
+
+
+def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:
+    """What the messages of a data set do not show of its media, or show without media."""
+    rows = [source[position] for position in range(min(LOOKED_AT, len(source)))]
+    able = {*processor.readers, *processor.writers, *processor.renderer.native_modalities}
+    shown = {modality for modality, _ in source.shown}
+    for modality in MODALITIES:
+        is_held = any(is_file(value) for row in rows for value in row.media[modality])
+        if modality not in shown:
+            problem = _unshown(source, rows, modality, is_held=is_held, is_able=modality in able)
+        else:
+            problem = "" if is_held else _without_files(source, rows, modality)
+        if problem:
+            yield f"data: {source.name!r}: {problem}"
+
+
+def _unshown(source: RowSource, rows: Sequence[Row], modality: str, *, is_held: bool, is_able: bool) -> str:
+    """Of a modality that no message shows: where it may be all the same."""
+    other = _unread_column(rows, modality)
+    if is_held:
+        return f"column {_column(source, modality)} holds files that no message shows: {how_to_show(modality)}"
+    if other and is_able:
+        return (
+            f"column {other!r} holds {modality} files that no message shows: set `columns.{modality}s: {other}`, and "
+            f"{how_to_show(modality)}; else leave the column out of the file"
+        )
+    if is_able and not source.takes_markers and any(MARKERS[modality] in _texts(row) for row in rows):
+        return (
+            f"texts have {MARKERS[modality]}, which is read as text: set `media_markers: [{modality}]` and "
+            f"`columns.{modality}s`; if it is text, set `media_markers: []`"
+        )
+    return ""
+
+
+def _without_files(source: RowSource, rows: Sequence[Row], modality: str) -> str:
+    """Of a modality that messages show, and for which no row has a file."""
+    if not any(modality in _types(row) for row in rows):
+        return ""
+    other = _unread_column(rows, modality)
+    hint = f"; column {other!r} holds some: set `columns.{modality}s: {other}`" if other else ""
+    return f"messages show {modality}, and column {_column(source, modality)} holds no file{hint}"
+
+
+def _column(source: RowSource, modality: str) -> str:
+    return f"{getattr(source.columns, f'{modality}s')!r} (columns.{modality}s)"
+
+
+def _unread_column(rows: Sequence[Row], modality: str) -> str:
+    """The first column with media that is none of `columns`; empty: there is none."""
+    return next((name for row in rows for name, value in row.extra.items() if _holds(name, value, modality)), "")
+
+
+def _holds(name: str, value: Any, modality: str) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds(name, one, modality) for one in value)
+    if isinstance(value, dict):
+        return any(_holds(modality, value.get(key), modality) for key in ("bytes", "path"))
+    if isinstance(value, bytes):
+        inner = _IN_CONTAINERS.get(value[8:12]) if value[:4] == b"RIFF" else None
+        is_mp4 = modality == "video" and value[4:8] == b"ftyp"
+        return inner == modality or is_mp4 or value.startswith(_BEGINNINGS[modality])
+    if isinstance(value, str):  # other columns may name files that are no media of the row
+        return modality in name.lower() and PurePath(value).suffix.lower() in _SUFFIXES[modality]
+    return modality == "image" and isinstance(value, Image.Image)
+
+
+def _types(row: Row) -> set[str]:
+    return {part["type"] for part in _parts(row)}
+
+
+def _texts(row: Row) -> str:
+    return "\n".join(part["text"] for part in _parts(row) if part["type"] == "text")
+
+
+def _parts(row: Row) -> list[dict[str, Any]]:
+    """Of a row whose messages are malformed: none, for it will be skipped."""
+    try:
+        return [part for message in row.messages for part in content_parts(message)]
+    except (TypeError, KeyError, AttributeError, UnicodeEncodeError, UserError):
+        return []

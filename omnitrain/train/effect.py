@@ -1,0 +1,91 @@
+"""Keys of a recipe that can have no effect on its model: what only the model and its processor tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import MODALITIES
+from omnitrain.data.template_renderer import TemplateRenderer
+from omnitrain.errors import UserError
+from omnitrain.models.decoders.media_tokenizers import settings_of
+from omnitrain.models.decoders.tokens import TokenDecoder
+from omnitrain.models.omni import OmniModel
+from omnitrain.ops.experts import experts_in
+from omnitrain.recipe import Recipe
+from omnitrain.recipe.data import CHAT_TEXTS
+from omnitrain.recipe.effect import Idle, idle_problems
+
+_KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
+
+
+def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
+    """Every key that ``recipe`` sets can have an effect on its model.
+
+    Args:
+        recipe: what was built.
+        model: on any device.
+        processor: of the model.
+
+    Raises:
+        UserError: those that cannot, a line each.
+    """
+    idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
+    if problems := idle_problems(recipe, idle):
+        raise UserError("\n".join(dict.fromkeys(problems)))
+
+
+def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
+    for name in recipe.model.encoders:
+        if "video" not in model.encoders[name].adapter().modalities:
+            yield Idle(f"model.encoders.{name}.max_frames", "but this encoder reads no video; remove it")
+    for name in recipe.model.decoders:
+        decoder = model.decoders[name]
+        assert isinstance(decoder, TokenDecoder)
+        kind = type(decoder.tokenizer).__name__
+        for key in {"image_size", "num_codebooks", "max_tokens"} - settings_of(decoder.codec):
+            yield Idle(f"model.decoders.{name}.{key}", f"but a decoder of {kind} has no use for it; remove it")
+
+
+def _of_data(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Iterator[Idle]:
+    renderer, contract = processor.renderer, model.runner.contract
+    if not contract.packs:
+        yield Idle("data.packing_buffer", f"but a pack has one sample ({contract.why_unpacked}); remove it")
+    if isinstance(renderer, TemplateRenderer):
+        yield from _beside_a_template(recipe)
+    for modality in set(MODALITIES) - processor.start_tokens.keys():
+        yield Idle(f"data.chat.{modality}", f"but no attached encoder or decoder handles {modality}; remove it")
+    yield from _of_hf_processor(renderer.native_modalities)
+    if renderer.native_modalities:
+        yield Idle("model.tokenizer", "but the foundation's own processor brings its own; remove it")
+
+
+def _beside_a_template(recipe: Recipe) -> Iterator[Idle]:
+    if recipe.model.checkpoint is not None:
+        yield Idle("data.chat", "but `model.checkpoint` brings its chat template; remove it")
+        return
+    for key in CHAT_TEXTS:
+        yield Idle(f"data.chat.{key}", "but a chat template of HF renders the conversations; remove it")
+
+
+def _of_hf_processor(native: frozenset[str]) -> Iterator[Idle]:
+    """What is for media that a HF processor prepares: those that the foundation reads by itself."""
+    if not native:
+        why = "but no HF processor prepares media: the foundation reads none by itself; remove it"
+        arguments = (f"processor_arguments.{kind}" for kind in _KINDS.values())
+        yield from (Idle(f"data.{key}", why) for key in (*arguments, "audio_in_video", "max_frames"))
+        return
+    for modality in sorted(_KINDS.keys() - native):
+        why = f"but the foundation reads no {modality} by itself; remove it"
+        yield Idle(f"data.processor_arguments.{_KINDS[modality]}", why)
+        if modality != "image":
+            yield Idle("data.audio_in_video", why)
+        if modality == "video":
+            yield Idle("data.max_frames", why)
+
+
+def _of_experts(model: OmniModel) -> Iterator[Idle]:
+    if next(iter(experts_in(model)), None) is None:
+        why = f"but {type(model.foundation).__name__} has no experts; remove it"
+        balance = ("loss", "z_weight", "bias_rate", "record", "replay")
+        yield from (Idle(f"train.{key}", why) for key in (*(f"experts.{one}" for one in balance), "trace.steps"))

@@ -1,0 +1,340 @@
+"""Every key of a recipe takes a stand: a situation in which it can do nothing, and is refused, or why there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+import torch
+import yaml
+
+from omnitrain.data.rows import open_sources
+from omnitrain.errors import UserError
+from omnitrain.parallel.resolve import require_fit
+from omnitrain.recipe import Recipe, list_recipes, save_recipe
+from omnitrain.recipe.strict import Strict
+from omnitrain.train.effect import require_effect
+from omnitrain.train.rates import peaks_of
+from omnitrain.train.setup import build_from_recipe, require_ops
+from tests.tiny import CHAT, FOUNDATION, tiny_recipe
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 264, "n_positions": 64}
+TEXT_RATES = "train.optimizer.learning_rates={foundation: 0.001}"
+
+Base = Literal["any", "text", "gpt2"]
+
+
+@dataclass(frozen=True)
+class Always:
+    """Whatever the rest of a recipe is, the key has an effect, or says nothing that could be without one."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Overrides of a base recipe, of which the last is the key's own, are refused with a message that matches."""
+
+    message: str
+    overrides: tuple[str, ...]
+    base: Base = "any"
+
+
+def idle(message: str, *overrides: str, base: Base = "any") -> Idle:
+    return Idle(message, overrides, base)
+
+
+def plan(field: str, message: str, component: str = "image_encoder", *others: str, base: Base = "any") -> Idle:
+    place = f"parallel.components.{component}"
+    return idle(message, *(f"{place}.{other}" for other in others), f"{place}.{field}", base=base)
+
+
+PERIOD = Always("a period or a limit; a run that ends earlier is a short run")
+SIZE = Always("a size, a rate or a seed of what every run does")
+DEVICE = Always("depends on the machine or on --nproc, which a recipe does not say")
+STANDS: dict[str, Always | Idle] = {
+    "Recipe.plugins": Always("modules are imported"),
+    "Recipe.output_dir": Always("a run writes"),
+    "Model.checkpoint": Always("it is the model"),
+    "Model.tokenizer": idle(
+        "`data.processor` brings its own", "data.chat=null", "data.processor=ORG/NAME", "model.tokenizer=ORG/NAME"
+    ),
+    "Model.freeze": idle("did you mean 'foundation'", "model.freeze=[foundatoin]", base="text"),
+    "HFSource.path": Always("it is the part"),
+    "HFSource.config": Always("it is the part; unknown keys are refused"),
+    "Projector.kind": Always("each kind is another module"),
+    "Projector.factor": idle(
+        "`kind: mlp` merges nothing",
+        "model.encoders.image_encoder.projector.kind=mlp",
+        "model.encoders.image_encoder.projector.factor=3",
+    ),
+    "Encoder.max_frames": idle("reads no video", "model.encoders.audio_encoder.max_frames=8"),
+    "Encoder.processor": Always("its settings are taken; unknown ones are refused"),
+    "Decoder.image_size": idle("MelVQ has no use for it", "model.decoders.audio_decoder.image_size=8"),
+    "Decoder.num_codebooks": idle("JanusVQVAE has no use for it", "model.decoders.image_decoder.num_codebooks=2"),
+    "Decoder.max_tokens": idle("JanusVQVAE has no use for it", "model.decoders.image_decoder.max_tokens=9"),
+    "Ops.attention": idle("attends by code of its own", "model.ops.attention=sdpa", base="gpt2"),
+    "Ops.rms_norm": idle("no module of the model computes", "model.ops.rms_norm=torch", base="gpt2"),
+    "Ops.swiglu": idle("no module of the model computes", "model.ops.swiglu=torch", base="gpt2"),
+    "Ops.rotary": idle("no module of the model computes", "model.ops.rotary=torch", base="gpt2"),
+    "Ops.patch_embed": idle("no module of the model computes", "model.ops.patch_embed=linear", base="gpt2"),
+    "Ops.unread_rows": idle("nothing of the model works row by row", "model.ops.unread_rows=torch", base="gpt2"),
+    "Ops.experts": idle("the model has none", "model.ops.experts=torch", base="gpt2"),
+    "Ops.cross_entropy": idle("makes its loss from logits", "model.ops.cross_entropy=torch", base="gpt2"),
+    "Data.processor": idle(
+        "`model.checkpoint` brings its HF processor",
+        "data.chat=null",
+        "model={checkpoint: runs/old}",
+        "data.processor=ORG/NAME",
+    ),
+    "Data.audio_in_video": idle("no HF processor prepares media", "data.audio_in_video=true", base="text"),
+    "Data.max_frames": idle("no HF processor prepares media", "data.max_frames=9", base="text"),
+    "Data.pack_tokens": SIZE,
+    "Data.overlong": Always("a row may be too long"),
+    "Data.packing_buffer": idle("a pack has one sample", "data.packing_buffer=4", base="gpt2"),
+    "Data.cached_samples": SIZE,
+    "Data.workers": SIZE,
+    "DataSource.path": Always("it is the data set"),
+    "DataSource.name": Always("metrics have it"),
+    "DataSource.split": idle("files, which have no splits", "data.train.0.split=test"),
+    "DataSource.weight": idle("the only training data set", "data.train.0.weight=2"),
+    "DataSource.media_markers": idle("no text has <image>", "data.train.0.media_markers=[image]", base="text"),
+    "DataSource.media_folder": idle("no message shows a medium", "data.train.0.media_folder=.", base="text"),
+    **{
+        f"Columns.{field}": idle("is missing", f"data.train.0.columns.{field}=nothing")
+        for field in ("id", "source", "messages", "images", "audios", "videos")
+    },
+    **{
+        f"ChatFormat.{field}": idle(
+            "`processor` brings a chat template", f"data.chat={{{field}: x}}", "data.processor=ORG/NAME"
+        )
+        for field in ("system", "user", "assistant", "end", "separator")
+    },
+    **{
+        f"ChatFormat.{field}": idle(
+            f"no attached encoder or decoder handles {field}", f"data.chat.{field}=<|end|>", base="text"
+        )
+        for field in ("image", "audio", "video")
+    },
+    **{
+        f"ProcessorArguments.{field}": idle(
+            "no HF processor prepares media", f"data.processor_arguments.{field}={{do_resize: false}}", base="text"
+        )
+        for field in ("images_kwargs", "videos_kwargs", "audio_kwargs")
+    },
+    "Train.steps": SIZE,
+    "Train.micro_batches": SIZE,
+    "Train.seed": SIZE,
+    "Train.device": DEVICE,
+    "Train.precision": idle(
+        "says it for all components", "parallel.default.precision.compute=float32", "train.precision=bf16"
+    ),
+    "Train.cpu_threads": DEVICE,
+    "Train.loss_weights": idle("unknown name; did you mean `text`", "train.loss_weights={txt: 2}"),
+    "Train.log_every": PERIOD,
+    "Train.save_every": PERIOD,
+    "Train.keep_checkpoints": Always("a resumed run has the last checkpoint of each start"),
+    "Train.stop_seconds": DEVICE,
+    "Train.stall_seconds": DEVICE,
+    "Optimizer.learning_rate": idle(
+        "names all that trains", TEXT_RATES, "train.optimizer.learning_rate=0.01", base="text"
+    ),
+    "Optimizer.learning_rates": idle(
+        "longer names take all that trains of 'foundation'",
+        "train.optimizer.learning_rates={foundation: 0.1, foundation.model: 0.2}",
+        base="text",
+    ),
+    "Optimizer.warmup_steps": PERIOD,
+    "Optimizer.schedule": Always("rates follow it"),
+    "Optimizer.final_ratio": idle(
+        "`schedule: constant` never falls", "train.optimizer.schedule=constant", "train.optimizer.final_ratio=0.5"
+    ),
+    "Optimizer.weight_decay": SIZE,
+    "Optimizer.betas": SIZE,
+    "Optimizer.eps": SIZE,
+    "Optimizer.max_grad_norm": SIZE,
+    "ExpertsBalance.loss": idle("has no experts", "train.experts.loss=sample", base="text"),
+    "ExpertsBalance.weight": idle("has nothing to weigh", "train.experts.weight=0.1"),
+    "ExpertsBalance.z_weight": idle("has no experts", "train.experts.z_weight=0.1", base="text"),
+    "ExpertsBalance.bias_rate": idle("has no experts", "train.experts.bias_rate=0.1", base="text"),
+    "ExpertsBalance.record": idle("has no experts", "train.experts.record=routes", base="text"),
+    "ExpertsBalance.replay": idle("has no experts", "train.experts.replay=routes", base="text"),
+    "Track.to": Always("programs are told"),
+    "Track.project": idle("neither wandb nor trackio", "train.track.to=[tensorboard]", "train.track.project=mine"),
+    "Track.name": idle("neither wandb nor trackio", "train.track.name=mine"),
+    "Trace.steps": idle("has no experts", "train.trace.steps=[1]", base="text"),
+    "Compile.enabled": idle("torch compiles nothing", "parallel.default.recompute=full", "train.compile.enabled=true"),
+    "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
+    "ParallelPlan.tp_plan": idle(
+        "tp 1, which cuts nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
+    ),
+    "ParallelPlan.ep_plan": idle(
+        "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
+    ),
+    "ComponentPlan.dp_replicate": plan("dp_replicate=2", "has one copy", "image_encoder", "mode=fsdp2"),
+    "ComponentPlan.dp_shard": plan("dp_shard=2", "shards nothing", "image_encoder", "mode=replicate"),
+    "ComponentPlan.tp": plan("tp=2", "found 2, but the foundation has 1"),
+    "ComponentPlan.sequence_parallel": plan(
+        "sequence_parallel=true", "tp 1, where it does nothing", "foundation", base="text"
+    ),
+    "ComponentPlan.ulysses": plan("ulysses=2", "no ranks share a sequence of the foundation"),
+    "ComponentPlan.cp": plan("cp=2", "only the foundation has a ring"),
+    "ComponentPlan.async_ulysses": plan(
+        "async_ulysses=true", "ulysses 1, where it does nothing", "foundation", base="text"
+    ),
+    "ComponentPlan.ep": plan("ep=2", "no part of the model has experts", "foundation", base="text"),
+    "ComponentPlan.pp": plan("pp=2", "not available yet", "foundation", base="text"),
+    "ComponentPlan.mode": Always("parameters lie in one way or another"),
+    "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),
+    "ComponentPlan.recomputed_parts": plan(
+        "recomputed_parts=[attention]", "only `parts` computes parts again", "foundation", "recompute=none"
+    ),
+    "ComponentPlan.offloaded_tensors": plan(
+        "offloaded_tensors=[mlp_input]", "has no experts", "foundation", base="text"
+    ),
+    "ComponentPlan.saved_ops": plan("saved_ops=[aten.mm]", "only `selective` keeps", "foundation", "recompute=none"),
+    "ComponentPlan.activation_offload": plan("activation_offload=true", "the component has no blocks", "image_decoder"),
+    "ComponentPlan.parameter_offload": plan(
+        "parameter_offload=true", "only shards can be offloaded", "foundation", "mode=replicate"
+    ),
+    "ComponentPlan.optimizer_offload": plan(
+        "optimizer_offload=true", "leaves no optimizer state", "image_encoder", "freeze=true"
+    ),
+    "ComponentPlan.freeze": idle(
+        "frozen elsewhere", "model.freeze=[foundation]", "parallel.components.foundation.freeze=false", base="text"
+    ),
+    "ComponentPlan.compile": plan("compile=true", "only the foundation can be compiled"),
+    "ComponentPlan.place": plan("place=world", "encodes no media", "foundation", base="text"),
+    "ComponentPlan.expert_rows": plan("expert_rows=8", "has no experts", "foundation", base="text"),
+    "ComponentPlan.expert_chunks": plan("expert_chunks=2", "ep 1, where no row travels", "foundation", base="text"),
+    "ComponentPlan.expert_dispatcher": plan(
+        "expert_dispatcher=auto", "ep 1, where no row travels", "foundation", base="text"
+    ),
+    "ComponentPlan.delay_wgrad": plan("delay_wgrad=true", "ep 1, where no row travels", "foundation", base="text"),
+    "Lora.targets": plan("lora.targets=[q_prj]", "did you mean", "foundation", base="text"),
+    "Lora.rank": SIZE,
+    "Lora.alpha": SIZE,
+    "Precision.param": Always("parameters have one format or another"),
+    "Precision.compute": Always("computation has one format or another"),
+    "Precision.reduce": plan("precision.reduce=bfloat16", "has no gradients", "image_encoder", "freeze=true"),
+    "Evaluation.loss_every": PERIOD,
+    "Evaluation.examples_per_source": SIZE,
+    "Evaluation.batch_size": SIZE,
+    "Evaluation.max_new_tokens": SIZE,
+    "Evaluation.scorer": Always("it scores"),
+    "Evaluation.saved_samples": SIZE,
+    "Sampling.temperature": SIZE,
+    "Sampling.top_k": idle("`temperature: 0` takes the likeliest", "evaluation.sampling={text: {top_k: 4}}"),
+    "Sampling.top_p": idle("`temperature: 0` takes the likeliest", "evaluation.sampling={text: {top_p: 0.5}}"),
+}
+
+
+def nodes_below(annotation: Any) -> Iterator[type[Strict]]:
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from nodes_below(argument)
+
+
+def leaves(node: type[Strict], seen: set[type[Strict]]) -> Iterator[str]:
+    """The keys below a node that hold no node themselves, by class and name."""
+    seen.add(node)
+    for name, field in node.model_fields.items():
+        below = list(nodes_below(field.annotation))
+        if not below:
+            yield f"{node.__name__}.{name}"
+        for other in below:
+            if other not in seen:
+                yield from leaves(other, seen)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Base], Path]:
+    """Recipes of a model of all modalities, and of two language models over text alone."""
+    folder = tmp_path_factory.mktemp("bases")
+    path = tiny_recipe(folder, rows=7, evaluated=True)
+    text = folder / "text.jsonl"
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    text.write_text(json.dumps({"messages": turns}) + "\n")
+    tree = yaml.safe_load(path.read_text())
+    for name, config in (("text", FOUNDATION), ("gpt2", GPT2)):
+        model = {"foundation": {"config": config}, "tokenizer": tree["model"]["tokenizer"]}
+        data = {"train": [{"path": str(text)}], "chat": CHAT}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
+    return lambda base: path if base == "any" else folder / f"{base}.yaml"
+
+
+@pytest.fixture(scope="module")
+def built(bases: Callable[[Base], Path]) -> Callable[..., Any]:
+    """Builds each base's model once, and one for each list of what is frozen."""
+    made: dict[tuple[str, ...], Any] = {}
+
+    def build(recipe: Recipe, base: Base) -> Any:
+        key = (base, *recipe.model.freeze)
+        if key not in made:
+            made[key] = build_from_recipe(Recipe.load(str(bases(base)), [f"model.freeze={list(key[1:])}"]), "meta")
+            runner = made[key][0].runner
+            if base == "gpt2":  # as of a model that keeps all to itself
+                runner.contract = replace(
+                    runner.contract, attention="its own", head="logits", packs=False, row_local=()
+                )
+        return made[key]
+
+    return build
+
+
+def refuse_what_can_do_nothing(recipe: Recipe, base: Base, built: Callable[..., Any]) -> None:
+    """What `check` and `run` ask of a recipe before a step."""
+    open_sources(recipe.data.train)
+    model, processor = built(recipe, base)
+    require_effect(recipe, model, processor)
+    require_ops(model, recipe.model.ops, torch.device("cpu"), torch.float32)
+    peaks_of(model, recipe.train.optimizer)
+    require_fit(model, recipe.parallel, None)
+
+
+def test_every_key_of_the_tree_takes_a_stand() -> None:
+    assert set(STANDS) == set(leaves(Recipe, set()))
+
+
+@pytest.mark.parametrize("leaf", [leaf for leaf, stand in STANDS.items() if isinstance(stand, Idle)])
+def test_a_key_that_can_have_no_effect_is_refused_with_the_reason(
+    leaf: str, bases: Callable[[Base], Path], built: Callable[..., Any]
+) -> None:
+    stand = STANDS[leaf]
+    assert isinstance(stand, Idle)
+    with pytest.raises(UserError, match=re.escape(stand.message)) as refused:
+        refuse_what_can_do_nothing(Recipe.load(str(bases(stand.base)), list(stand.overrides)), stand.base, built)
+    key = stand.overrides[-1].partition("=")[0].split(".")
+    assert leaf.partition(".")[2] in str(refused.value) or ".".join(key[-2:-1]) in str(refused.value)
+
+
+@pytest.mark.parametrize("base", get_args(Base))
+def test_a_saved_recipe_sets_every_key_and_is_refused_for_none(
+    base: Base, bases: Callable[[Base], Path], built: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its data have no columns of media, or no markers: a default that is written out asks for nothing."""
+    recipe = Recipe.load(str(bases(base)))
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    again = Recipe.load(str(tmp_path / "recipe.yaml"))
+    assert again == recipe
+    refuse_what_can_do_nothing(again, base, built)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_shipped_recipes_set_nothing_for_nothing(name: str, tmp_path: Path) -> None:
+    recipe = Recipe.load(name)
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert Recipe.load(str(tmp_path / "recipe.yaml")) == recipe
+
+
+def test_held_out_data_are_for_an_evaluation(bases: Callable[[Base], Path]) -> None:
+    with pytest.raises(UserError, match=r"data\.heldout: .*but nothing is evaluated; add `evaluation: \{\}`"):
+        Recipe.load(str(bases("any")), ["evaluation=null"])
+    with pytest.raises(UserError, match=r"data\.heldout\.0\.weight: found 2\.0, but held-out data sets are not mixed"):
+        Recipe.load(str(bases("any")), ["data.heldout.0.weight=2"])
