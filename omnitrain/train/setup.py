@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from omnitrain.checkpoint.store import newest_checkpoint, require_as_saved
 from omnitrain.data.chat_renderer import ChatRenderer
+from omnitrain.data.native import NativeInputs
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.renderer import Renderer
 from omnitrain.data.template_renderer import TemplateRenderer
@@ -214,20 +215,40 @@ def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
     """The chat format: of the foundation's own processor where it has a say, else the recipe's."""
     data, source = recipe.data, recipe.model.foundation
     assert source is not None
-    native = model.native_inputs
+    native = _of_whole_rows(recipe, model.native_inputs)
     starts = data.chat or ChatFormat()
     marks = [getattr(starts, modality) for modality in sorted(attached)]
-    named = data.processor or (source.path if native.placeholders else None)
+    is_processors = native.placeholders or (native.in_forward and data.chat is None)
+    named = data.processor or (source.path if is_processors else None)
     if named is not None:
-        renderer = TemplateRenderer.from_recipe(data, named, native)
-        _add_tokens(renderer.tokenizer, marks)
-        return renderer
+        try:
+            renderer = TemplateRenderer.from_recipe(data, named, native)
+            _add_tokens(renderer.tokenizer, marks)
+            return renderer
+        except UserError as error:
+            if data.processor or native.placeholders:
+                raise
+            native = native.without_forward(dict.fromkeys(native.in_forward, str(error)))
     tokenizer = _tokenizer(recipe)
     if data.chat is None and tokenizer.chat_template:
         _add_tokens(tokenizer, marks)
-        return TemplateRenderer(tokenizer, starts=starts)
+        return TemplateRenderer(tokenizer, native, starts=starts)
     _add_tokens(tokenizer, [starts.end, *marks])
-    return ChatRenderer(tokenizer, starts)
+    return ChatRenderer(tokenizer, starts, refused=native.without_forward(_of_text_alone(native)).refused)
+
+
+def _of_whole_rows(recipe: Recipe, native: NativeInputs) -> NativeInputs:
+    """Without what the foundation's own forward reads, where ranks share its sequences: they have parts of a row."""
+    plan = recipe.parallel.of(FOUNDATION)
+    if (plan.ulysses or 1) * (plan.cp or 1) == 1:
+        return native
+    fact = "its own forward reads that over whole rows, and ranks share its sequences; set ulysses and cp to 1"
+    return native.without_forward(dict.fromkeys(native.in_forward, fact))
+
+
+def _of_text_alone(native: NativeInputs) -> dict[str, str]:
+    fact = "data.chat says how texts are written, and its own forward needs a HF processor: set data.processor"
+    return dict.fromkeys(native.in_forward, fact)
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
