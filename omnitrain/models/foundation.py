@@ -185,7 +185,8 @@ class FoundationRunner:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
-        self.in_forward.require_possible(pack, part)
+        if part is not None:
+            self.in_forward.require_whole_row(pack)
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
         own = pack if part is None else cut_pack(pack, part)
         row = self.row_of(pack, part)

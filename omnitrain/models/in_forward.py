@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import RowPart
 from omnitrain.recipe.globs import any_layer
 
 
@@ -75,20 +74,21 @@ class ForwardReader:
             modalities: that its forward alone reads.
             unreached: see :func:`outermost_unreached`.
         """
-        self._model, self.modalities, self._unreached = model, modalities, unreached
+        self._model, self._name = model, type(model).__name__  # sharding will give it another class
+        self.modalities, self._unreached = modalities, unreached
         if modalities:
             model.register_forward_pre_hook(_cast_floats, with_kwargs=True)
 
-    def require_possible(self, pack: Pack, part: RowPart | None) -> None:
-        """Refuse a sample that ranks share: its inputs are of the whole row.
+    def require_whole_row(self, pack: Pack) -> None:
+        """Refuse a sample whose inputs are of the whole row, for a pack that ranks share.
 
         Raises:
             UserError: names the sample.
         """
-        if pack.forward_inputs and part is not None:
+        if pack.forward_inputs:
             raise UserError(
-                f"sample {pack.info.ids[0]!r}: the own forward of {type(self._model).__name__} reads its media, over "
-                "the whole row; ranks cannot share its sequence: set ulysses and cp to 1, or leave such samples out"
+                f"sample {pack.info.ids[0]!r}: the own forward of {self._name} reads its media, over the whole row, and "
+                "ranks share its sequence; set ulysses and cp to 1, or leave such samples out"
             )
 
     def with_zero_gradients(self, loss: Tensor) -> Tensor:
