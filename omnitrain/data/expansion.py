@@ -93,9 +93,7 @@ class MediaExpander:
                 "processor that belongs to the foundation (data.processor)"
             )
         if audio_in_video and _sound_arguments(processor) is None:
-            raise UserError(
-                f"data.audio_in_video: {self.name} reads videos without their sound; remove it"
-            )
+            raise UserError(f"data.audio_in_video: {self.name} reads videos without their sound; remove it")
 
     def decode(self, row: Row, part: MediaPart) -> Medium:
         """The medium of ``part``.

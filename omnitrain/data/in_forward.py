@@ -123,7 +123,9 @@ class ForwardEncoder:
         except ValueError:  # lists of several shapes
             array = np.array(None)
         if array.dtype.kind not in "biuf":
-            raise UserError(f"{self._expander.name} returns {name!r} as a {type(value).__name__}, which is no one array")
+            raise UserError(
+                f"{self._expander.name} returns {name!r} as a {type(value).__name__}, which is no one array"
+            )
         return array
 
 

@@ -148,7 +148,7 @@ class Pack:
         """Lay samples end to end, sorted by length so that attention can batch equal ones.
 
         Raises:
-            ValueError: no samples, or samples that differ in position axes or per-token arguments, or that must be alone.
+            ValueError: no samples, or several that differ in position axes or per-token arguments, or must be alone.
         """
         if not samples:
             raise ValueError("a pack needs at least one sample")

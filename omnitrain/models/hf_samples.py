@@ -21,8 +21,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     Args:
         native: the modalities that the foundation reads by itself.
         arguments: of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``, ``labels`` of
-            that shape (-100: ignored; not shifted), and its media. All media of one modality become one item; with media
-            that only the model's own forward reads, the sample is read there, with all arguments.
+            that shape (-100: ignored; not shifted), and its media. All media of one modality become one item. With
+            media that only the model's own forward reads, the sample is read there, with all arguments.
         index: position of the sample, and its id.
 
     Raises:

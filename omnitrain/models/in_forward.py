@@ -87,8 +87,8 @@ class ForwardReader:
         """
         if pack.forward_inputs:
             raise UserError(
-                f"sample {pack.info.ids[0]!r}: the own forward of {self._name} reads its media, over the whole row, and "
-                "ranks share its sequence; set ulysses and cp to 1, or leave such samples out"
+                f"sample {pack.info.ids[0]!r}: the own forward of {self._name} reads its media, over the whole row, "
+                "and ranks share its sequence; set ulysses and cp to 1, or leave such samples out"
             )
 
     def with_zero_gradients(self, loss: Tensor) -> Tensor:

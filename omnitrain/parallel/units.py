@@ -46,8 +46,9 @@ def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = N
 
     A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). It is called
     as often whatever is encoded: no projector in a loop over images, which ranks with more of them would gather more
-    often, and no tower that the foundation's own forward calls for some samples only. What is in no unit, such as a bare parameter beside the foundation's modules, is the root's. Where the root
-    has none of that, the foundation is a unit, too, so that it can be called by itself.
+    often, and no tower that the foundation's own forward calls for some samples only. What is in no unit, such as a
+    bare parameter beside the foundation's modules, is the root's. Where the root has none of that, the foundation is a
+    unit, too, so that it can be called by itself.
 
     Args:
         model: the model.

@@ -39,7 +39,7 @@ def test_ids_and_trained_tokens_are_those_of_a_foundation_with_towers_apart(fami
     ours, expected = whole.sample(conversation), apart.sample(conversation)
     np.testing.assert_array_equal(ours.input_ids, expected.input_ids)
     np.testing.assert_array_equal(ours.loss_mask, expected.loss_mask)
-    assert trained(whole, ours).count("|") == 1  # two answers
+    assert trained(whole, ours) == trained(apart, expected) and ours.loss_mask.any()
     features = [span.item.features for span in expected.spans]
     for name in features[0].keys() & TAKEN:
         np.testing.assert_array_equal(ours.forward_inputs[name], np.concatenate([each[name] for each in features]))
@@ -114,5 +114,5 @@ def test_texts_between_media_are_found_from_both_ends() -> None:
     assert written_between(["a", "b", "c"], "a11b22c") == ["11", "22"]
     assert written_between(["a", "\n", "c"], "a1\n1\n2\n2c") == ["1", "1\n2\n2"]
     for pieces, whole in ((["a", "b"], "xb"), (["a", "b"], "a1"), (["a", "b", "b"], "a1b"), (["ab", "bc"], "abc")):
-        with pytest.raises(ValueError, match=""):
+        with pytest.raises(ValueError):
             written_between(pieces, whole)

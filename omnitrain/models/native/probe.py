@@ -29,7 +29,11 @@ MAIN_ARGUMENTS = {
 }
 """Modality -> names of the argument that holds the medium itself."""
 
-_WORDS = {"image": ("image", "pixel_values"), "video": ("video",), "audio": ("audio", "speech", *MAIN_ARGUMENTS["audio"])}
+_WORDS = {
+    "image": ("image", "pixel_values"),
+    "video": ("video",),
+    "audio": ("audio", "speech", *MAIN_ARGUMENTS["audio"]),
+}
 
 
 def media_arguments(model_class: type[PreTrainedModel], modality: str) -> tuple[str, ...]:
