@@ -136,17 +136,20 @@ class MediaExpander:
 
         Returns:
             Its output, and the text that it gave to its tokenizer.
+        """
+        output, whole, _ = self._call(text, media)
+        return output, whole
+
+    def require_uncut(self, media: Sequence[Medium], output: Mapping[str, Any]) -> None:
+        """Refuse a conversation whose clips the processor would cut. ``output``: what it made of all ``media``.
 
         Raises:
-            ValueError: the processor refuses a medium, or would cut it.
+            ValueError: it would.
         """
-        with costing_one_row(f"{self.name} cannot prepare the media of this conversation"):
-            output, whole, _ = self._call(text, media)
         clips = [medium.value for medium in media if medium.modality == "audio"]
         if clips:
             heard = getattr(self._listener, "model_input_names", ())
             self._check_uncut(clips, {name: np.asarray(output[name]) for name in heard if name in output})
-        return output, whole
 
     def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
         """The processor's output, the text that it gave to its tokenizer, and the names of per-token outputs."""

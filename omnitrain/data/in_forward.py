@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.data.chat_template import Span
 from omnitrain.data.expansion import MediaExpander, Medium
 from omnitrain.data.inserts import Insert, PlacedTokens
+from omnitrain.data.media import costing_one_row
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.renderer import Encoded
 from omnitrain.data.sample import Features, MediaSpan
@@ -59,7 +60,9 @@ class ForwardEncoder:
         pieces = list(_pieces(text, inserts))
         media = [insert.medium for insert in inserts if isinstance(insert, ForwardInsert)]
         shown = [self._expander.tokens[medium.modality] for medium in media]
-        output, whole = self._expander.run(_joined(pieces, shown), media)
+        with costing_one_row(f"{self._expander.name} cannot prepare the media of this conversation"):
+            output, whole = self._expander.run(_joined(pieces, shown), media)
+        self._expander.require_uncut(media, output)
         early, late = self._written(pieces, whole)
         if not any(early):
             raise ValueError(f"{self._expander.name} makes no token of these media: they are too short or too small")

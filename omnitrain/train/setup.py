@@ -220,13 +220,14 @@ def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
     marks = [getattr(starts, modality) for modality in sorted(attached)]
     is_processors = native.placeholders or (native.in_forward and data.chat is None)
     named = data.processor or (source.path if is_processors else None)
+    is_asked = data.audio_in_video or any(data.processor_arguments.model_dump().values())
     if named is not None:
         try:
             renderer = TemplateRenderer.from_recipe(data, named, native)
             _add_tokens(renderer.tokenizer, marks)
             return renderer
         except UserError as error:
-            if data.processor or native.placeholders:
+            if data.processor or native.placeholders or is_asked:
                 raise
             native = native.without_forward(dict.fromkeys(native.in_forward, str(error)))
     tokenizer = _tokenizer(recipe)
