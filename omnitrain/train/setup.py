@@ -213,29 +213,37 @@ def _source(source: HFSource) -> Any:
 
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
     """The chat format: of the foundation's own processor where it has a say, else the recipe's."""
-    data, source = recipe.data, recipe.model.foundation
-    assert source is not None
-    native = _of_whole_rows(recipe, model.native_inputs)
+    data = recipe.data
+    found = _by_processor(recipe, _of_whole_rows(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()
     marks = [getattr(starts, modality) for modality in sorted(attached)]
-    is_processors = native.placeholders or (native.in_forward and data.chat is None)
-    named = data.processor or (source.path if is_processors else None)
-    is_asked = data.audio_in_video or any(data.processor_arguments.model_dump().values())
-    if named is not None:
-        try:
-            renderer = TemplateRenderer.from_recipe(data, named, native)
-            _add_tokens(renderer.tokenizer, marks)
-            return renderer
-        except UserError as error:
-            if data.processor or native.placeholders or is_asked:
-                raise
-            native = native.without_forward(dict.fromkeys(native.in_forward, str(error)))
+    if isinstance(found, TemplateRenderer):
+        _add_tokens(found.tokenizer, marks)
+        return found
     tokenizer = _tokenizer(recipe)
     if data.chat is None and tokenizer.chat_template:
         _add_tokens(tokenizer, marks)
-        return TemplateRenderer(tokenizer, native, starts=starts)
+        return TemplateRenderer(tokenizer, NativeInputs({}, refused=found), starts=starts)
     _add_tokens(tokenizer, [starts.end, *marks])
-    return ChatRenderer(tokenizer, starts, refused=native.without_forward(_of_text_alone(native)).refused)
+    return ChatRenderer(tokenizer, starts, refused=found)
+
+
+def _by_processor(recipe: Recipe, native: NativeInputs) -> TemplateRenderer | Mapping[str, str]:
+    """The format of the HF processor that is named, or of the foundation's own; without one: modality -> why not."""
+    data, source = recipe.data, recipe.model.foundation
+    assert source is not None
+    is_asked = data.processor or data.audio_in_video or any(data.processor_arguments.model_dump().values())
+    is_free = data.chat is None and recipe.model.tokenizer is None
+    is_own = native.placeholders or (native.in_forward and is_free)
+    reason = "its own forward needs the HF processor; set data.processor"
+    if (named := data.processor or (source.path if is_own else None)) is not None:
+        try:
+            return TemplateRenderer.from_recipe(data, named, native)
+        except UserError as error:
+            if native.placeholders or is_asked:
+                raise
+            reason = str(error)
+    return {**native.refused, **dict.fromkeys(native.in_forward, reason)}
 
 
 def _of_whole_rows(recipe: Recipe, native: NativeInputs) -> NativeInputs:
@@ -245,11 +253,6 @@ def _of_whole_rows(recipe: Recipe, native: NativeInputs) -> NativeInputs:
         return native
     fact = "its own forward reads that over whole rows, and ranks share its sequences; set ulysses and cp to 1"
     return native.without_forward(dict.fromkeys(native.in_forward, fact))
-
-
-def _of_text_alone(native: NativeInputs) -> dict[str, str]:
-    fact = "data.chat says how texts are written, and its own forward needs a HF processor: set data.processor"
-    return dict.fromkeys(native.in_forward, fact)
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
