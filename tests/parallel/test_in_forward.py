@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from omnitrain.data.pack import Pack
@@ -28,6 +29,7 @@ def test_a_text_only_rank_gives_the_gradients_of_one_process(ranks: RankPool) ->
     assert "own forward of Qwen2AudioForConditionalGeneration reads its media, over the whole row" in sequence.reason
 
 
+@pytest.mark.slow
 def test_ranks_with_media_of_several_kinds_give_the_gradients_of_one_process(ranks: RankPool) -> None:
     samples = batch("phi4_multimodal", ("i+what?", "A"), ("a+what?", "B"), ("i+a+and", "C"), ("you", "D"))
     (data,) = verify(phi4_model, samples, ["dp2.recompute"], nproc=2, pool=ranks).rows
