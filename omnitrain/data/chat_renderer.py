@@ -56,7 +56,7 @@ class ChatRenderer:
         Raises:
             UserError: it is not one token of the tokenizer.
         """
-        self.tokenizer, self.chat, self.refused_modalities = tokenizer, chat, refused
+        self.tokenizer, self.chat, self.refused_modalities = tokenizer, chat, dict(refused)  # can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[str, list[int]] = {}
 
