@@ -56,7 +56,8 @@ class ChatRenderer:
         Raises:
             UserError: it is not one token of the tokenizer.
         """
-        self.tokenizer, self.chat, self.refused_modalities = tokenizer, chat, dict(refused)  # can be pickled
+        self.tokenizer, self.chat = tokenizer, chat
+        self.refused_modalities: Mapping[str, str] = dict(refused)  # can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[str, list[int]] = {}
 
