@@ -99,14 +99,18 @@ class TinyVideoProcessor:
         return blocks.reshape(t * h * w * merge**2, -1), [t, h * merge, w * merge]
 
 
-def _of(processor_class: type[ProcessorMixin], *args: Any, **kwargs: Any) -> ProcessorMixin:
-    """The processor, without its check that a video processor is one of transformers' own."""
+def processor_class(base: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """The class of processors, without its check that all parts are transformers' own."""
 
     def skip(self: ProcessorMixin, name: str, argument: Any) -> None: ...
 
-    made = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": skip})
-    made.__module__ = processor_class.__module__
-    return made(*args, **kwargs)
+    made = type(base.__name__, (base,), {"check_argument_for_proper_class": skip})
+    made.__module__ = base.__module__
+    return made
+
+
+def _of(base: type[ProcessorMixin], *args: Any, **kwargs: Any) -> ProcessorMixin:
+    return processor_class(base)(*args, **kwargs)
 
 
 def _qwen_images(**options: Any) -> Qwen2VLImageProcessorPil:
@@ -164,13 +168,13 @@ def qwen3_omni() -> tuple[ProcessorMixin, NativeInputs]:
     return _omni(Qwen3OmniMoeProcessor)
 
 
-def _omni(processor_class: type[ProcessorMixin]) -> tuple[ProcessorMixin, NativeInputs]:
+def _omni(base: type[ProcessorMixin]) -> tuple[ProcessorMixin, NativeInputs]:
     named = {f"{m}_token": f"<|{m.upper()}|>" for m in ("image", "video", "audio")}
     named |= {f"{kind}_{e}_token": f"<|{kind}_{e}|>" for kind in ("vision", "audio") for e in ("bos", "eos")}
     tokenizer = byte_tokenizer(_OMNI, eos_token="<|im_end|>", **named)
     listener = WhisperFeatureExtractor(feature_size=8, hop_length=160, chunk_length=4)
     made = _of(
-        processor_class,
+        base,
         image_processor=_qwen_images(),
         video_processor=TinyVideoProcessor(),
         feature_extractor=listener,

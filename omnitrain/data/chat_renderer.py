@@ -34,19 +34,30 @@ class ChatRenderer:
         chat: the format.
         end_token: id of ``chat.end``.
         native_modalities: none.
-        refused_modalities: none.
+        refused_modalities: what the foundation would read with another format -> why not with this.
     """
 
     native_modalities: frozenset[str] = frozenset()
-    refused_modalities: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatFormat,
+        *,
+        refused: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Check the end token.
+
+        Args:
+            tokenizer: of the foundation.
+            chat: the format.
+            refused: see :attr:`refused_modalities`.
 
         Raises:
             UserError: it is not one token of the tokenizer.
         """
         self.tokenizer, self.chat = tokenizer, chat
+        self.refused_modalities: Mapping[str, str] = dict(refused)  # can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[str, list[int]] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,7 @@ class MediaExpander:
     """A HF processor, called for one medium at a time.
 
     Attributes:
+        name: of the processor's class.
         tokens: modality -> the text by which the chat template shows a medium.
     """
 
@@ -82,20 +83,17 @@ class MediaExpander:
         Raises:
             UserError: the processor has no token for a modality, or cannot read videos with their sound.
         """
-        self._processor = processor
+        self._processor, self.name = processor, type(processor).__name__
         self._arguments = {**arguments, "return_tensors": "pt"}
         self._audio_in_video, self._max_frames = audio_in_video, max_frames
-        named = {modality: getattr(processor, f"{modality}_token", None) for modality in sorted(modalities)}
-        self.tokens = {modality: str(token) for modality, token in named.items() if token is not None}
+        self.tokens = shown_by(processor, modalities)
         if missing := sorted(modalities - self.tokens.keys()):
             raise UserError(
-                f"{type(processor).__name__} names no token for {missing}, which the foundation reads; name the "
+                f"{self.name} names no token for {missing}, which the foundation reads; name the "
                 "processor that belongs to the foundation (data.processor)"
             )
         if audio_in_video and _sound_arguments(processor) is None:
-            raise UserError(
-                f"data.audio_in_video: {type(processor).__name__} reads videos without their sound; remove it"
-            )
+            raise UserError(f"data.audio_in_video: {self.name} reads videos without their sound; remove it")
 
     def decode(self, row: Row, part: MediaPart) -> Medium:
         """The medium of ``part``.
@@ -119,11 +117,10 @@ class MediaExpander:
         Raises:
             ValueError: the processor refuses it, or would cut it.
         """
-        name = type(self._processor).__name__
-        with costing_one_row(f"{name} cannot prepare this {medium.modality}"):
+        with costing_one_row(f"{self.name} cannot prepare this {medium.modality}"):
             output, text, per_token = self._call(self.tokens[medium.modality], [medium])
         if not text:
-            raise ValueError(f"{name} makes no token of this {medium.modality}: it is too short or too small")
+            raise ValueError(f"{self.name} makes no token of this {medium.modality}: it is too short or too small")
         features = {name: np.asarray(value) for name, value in output.items() if name not in per_token}
         by_modality = {medium.modality: features}
         if medium.sound is not None:
@@ -131,13 +128,28 @@ class MediaExpander:
             pictures = {name: value for name, value in features.items() if name not in sound}
             by_modality = {"video": pictures, "audio": sound}
         elif medium.modality == "audio":
-            self._check_uncut(medium.value, features)
+            self._check_uncut([medium.value], features)
         return Expansion(text, by_modality, frozenset(_PER_TOKEN & output.keys()))
 
-    def expand_whole(self, text: str, media: Sequence[Medium]) -> dict[str, np.ndarray]:
-        """Run the processor on a whole conversation, as transformers does: its per-token outputs, ``[T]`` each."""
-        output, _, per_token = self._call(text, media)
-        return {name: np.asarray(output[name])[0] for name in per_token & output.keys()}
+    def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str]:
+        """Run the processor on a whole conversation, as transformers does.
+
+        Returns:
+            Its output, and the text that it gave to its tokenizer.
+        """
+        output, whole, _ = self._call(text, media)
+        return output, whole
+
+    def require_uncut(self, media: Sequence[Medium], output: Mapping[str, Any]) -> None:
+        """Refuse a conversation whose clips the processor would cut. ``output``: what it made of all ``media``.
+
+        Raises:
+            ValueError: it would.
+        """
+        clips = [medium.value for medium in media if medium.modality == "audio"]
+        if clips:
+            heard = getattr(self._listener, "model_input_names", ())
+            self._check_uncut(clips, {name: np.asarray(output[name]) for name in heard if name in output})
 
     def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
         """The processor's output, the text that it gave to its tokenizer, and the names of per-token outputs."""
@@ -183,20 +195,32 @@ class MediaExpander:
     def _sampling_rate(self) -> int:
         return int(getattr(self._listener, "sampling_rate", 16_000))
 
-    def _check_uncut(self, samples: np.ndarray, features: Features) -> None:
-        """Many extractors cut long clips in silence (Whisper's after 30 s): count the frames that they kept."""
+    def _check_uncut(self, clips: Sequence[np.ndarray], features: Features) -> None:
+        """Many extractors cut long clips in silence (Whisper's after 30 s): count the frames that they kept.
+
+        Of several clips it is as many frames of each, where they are stacked, and all frames together else.
+        """
         listener = self._listener
         hop, bins = getattr(listener, "hop_length", None), getattr(listener, "feature_size", None)
         if hop is None or bins is None:
             return
         rate = self._sampling_rate
-        sizes = [array.size for array in features.values() if np.issubdtype(array.dtype, np.floating)]
-        kept = max(sizes, default=0) // bins
-        if kept * hop < len(samples) - _UNHEARD_SECONDS * rate:
+        floats = [array for array in features.values() if np.issubdtype(array.dtype, np.floating)]
+        largest = max(floats, key=np.size, default=np.zeros(0))
+        is_stacked = len(largest) == len(clips)
+        kept = largest.size // bins // (len(clips) if is_stacked else 1)
+        needed = max(map(len, clips)) if is_stacked else sum(map(len, clips))
+        if kept * hop < needed - _UNHEARD_SECONDS * rate:
             raise ValueError(
-                f"audio of {len(samples) / rate:.1f} s, of which {type(listener).__name__} keeps "
-                f"{kept * hop / rate:.1f} s; split it"
+                f"audio of {needed / rate:.1f} s, of which {type(listener).__name__} keeps {kept * hop / rate:.1f} s; "
+                "split it"
             )
+
+
+def shown_by(processor: Any, modalities: Collection[str]) -> dict[str, str]:
+    """Modality -> the text by which the chat template of a HF processor shows a medium, as far as it names one."""
+    named = {modality: getattr(processor, f"{modality}_token", None) for modality in sorted(modalities)}
+    return {modality: str(token) for modality, token in named.items() if token is not None}
 
 
 class _Recorder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -41,11 +41,13 @@ class NativeInputs:
     """How a foundation reads media by itself.
 
     Attributes:
-        placeholders: modality -> id of the tokens that its rows fill; its keys are what the foundation reads.
+        placeholders: modality -> id of the tokens that its rows fill.
         token_inputs: names of the foundation's per-token arguments that every sample must bring.
         token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each; None: the processor's own,
             which tell modalities apart.
         positions: position ids of a sample; None: 0, 1, 2, ...
+        in_forward: modalities that only the foundation's own forward reads, with all that its processor returns.
+        forward_arguments: what of the processor's output that forward takes.
         refused: modality that the foundation has a way to read, which cannot be used -> why.
     """
 
@@ -53,4 +55,10 @@ class NativeInputs:
     token_inputs: tuple[str, ...] = ()
     positions: PositionFunction | None = None
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
+    in_forward: frozenset[str] = frozenset()
+    forward_arguments: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
+        """The same, without some of the modalities that only the forward reads. ``reasons``: modality -> why."""
+        return replace(self, in_forward=self.in_forward - reasons.keys(), refused={**self.refused, **reasons})

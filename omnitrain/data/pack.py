@@ -96,6 +96,8 @@ class Pack:
         targets: decoder name -> items to learn to write.
         info: ids, sources and lengths of the samples.
         token_inputs: further per-token arguments of the foundation's forward, ``[1, T]`` each.
+        forward_inputs: all further arguments of that forward, of a sample that is read there, alone in its pack; such a
+            sample's ``position_ids`` are not used.
     """
 
     input_ids: torch.Tensor
@@ -107,6 +109,7 @@ class Pack:
     targets: dict[str, MediaBatch]
     info: PackInfo
     token_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    forward_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +140,7 @@ class Pack:
             targets={name: batch.to(device) for name, batch in self.targets.items()},
             info=self.info,
             token_inputs={name: moved(tensor, device) for name, tensor in self.token_inputs.items()},
+            forward_inputs={name: moved(tensor, device) for name, tensor in self.forward_inputs.items()},
         )
 
     @classmethod
@@ -144,7 +148,7 @@ class Pack:
         """Lay samples end to end, sorted by length so that attention can batch equal ones.
 
         Raises:
-            ValueError: no samples, or samples that differ in position axes or per-token arguments.
+            ValueError: no samples, or several that differ in position axes or per-token arguments, or must be alone.
         """
         if not samples:
             raise ValueError("a pack needs at least one sample")
@@ -177,6 +181,7 @@ class Pack:
                 name: _row([sample.token_inputs[name] for sample in ordered], ordered)
                 for name in ordered[0].token_inputs
             },
+            forward_inputs={name: torch.from_numpy(array) for name, array in ordered[0].forward_inputs.items()},
         )
 
 
@@ -189,7 +194,9 @@ class _Placed(NamedTuple):
 def _check_alike(samples: Sequence[Sample]) -> None:
     first = samples[0]
     for sample in samples[1:]:
-        if sample.position_ids.shape[:-1] != first.position_ids.shape[:-1]:
+        if sample.is_alone or first.is_alone:
+            found = "the model's own forward reads one of them, which must be alone"
+        elif sample.position_ids.shape[:-1] != first.position_ids.shape[:-1]:
             found = f"position ids {sample.position_ids.shape} and {first.position_ids.shape}"
         elif sample.token_inputs.keys() != first.token_inputs.keys():
             found = f"per-token arguments {sorted(sample.token_inputs)} and {sorted(first.token_inputs)}"

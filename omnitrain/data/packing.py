@@ -20,6 +20,11 @@ class Packable(Protocol):
         """Place in the order of arrival."""
         ...
 
+    @property
+    def is_alone(self) -> bool:
+        """No other may be in its pack."""
+        ...
+
     def __len__(self) -> int:
         """Tokens."""
         ...
@@ -42,10 +47,10 @@ def fill_pack(held: Sequence[Held], capacity: int, *, alone: bool = False) -> li
         alone: one sample per pack, for a model that cannot keep several apart.
     """
     chosen, free = [held[0]], capacity - len(held[0])
-    if alone:
+    if alone or chosen[0].is_alone:
         return chosen
     for sample in sorted(held[1:], key=lambda sample: (-len(sample), sample.index)):
-        if len(sample) <= free:
+        if len(sample) <= free and not sample.is_alone:
             chosen.append(sample)
             free -= len(sample)
     return chosen
@@ -74,7 +79,8 @@ def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -
     for sample in samples:
         if len(sample) > capacity:
             raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, a pack holds {capacity}")
-        if held and (alone or num_tokens(held) + len(sample) > capacity):
+        is_alone = alone or sample.is_alone or any(other.is_alone for other in held)
+        if held and (is_alone or num_tokens(held) + len(sample) > capacity):
             yield Pack.from_samples(held)
             held = []
         held.append(sample)

@@ -116,6 +116,7 @@ class OmniProcessor:
             spans=encoded.spans,
             index=index,
             token_inputs=encoded.token_inputs,
+            forward_inputs=encoded.forward_inputs,
         )
 
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:

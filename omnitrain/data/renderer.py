@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.data.attached import AttachedMedia
 from omnitrain.data.parts import Message
 from omnitrain.data.rows import Row
-from omnitrain.data.sample import MediaSpan
+from omnitrain.data.sample import Features, MediaSpan
 from omnitrain.errors import UserError
 
 
@@ -26,6 +26,7 @@ class Encoded:
     position_ids: np.ndarray
     spans: tuple[MediaSpan, ...]
     token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
+    forward_inputs: Features = field(default_factory=dict)
 
 
 class Renderer(Protocol):

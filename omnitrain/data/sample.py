@@ -69,6 +69,8 @@ class Sample:
         index: position in the global data order; negative: it stands in for no sample of the data.
         token_inputs: further arguments of the foundation's forward with one value per token, ``[T]`` each
             (``mm_token_type_ids``, ``token_type_ids``).
+        forward_inputs: of a sample that the foundation reads in its own forward, alone: all that its HF processor gave
+            beside the ids, batch axis included. Positions are then the model's own.
         num_inputs: how many tokens, from the first on, the model is given; None: all. One behind them is a label at
             most.
     """
@@ -81,7 +83,13 @@ class Sample:
     spans: tuple[MediaSpan, ...] = ()
     index: int = 0
     token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
+    forward_inputs: Features = field(default_factory=dict)
     num_inputs: int | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """No other sample may be in its pack."""
+        return bool(self.forward_inputs)
 
     def __len__(self) -> int:
         return len(self.input_ids) if self.num_inputs is None else self.num_inputs
@@ -89,8 +97,11 @@ class Sample:
     def without_tail(self) -> Sample:
         """The same sample, of which the model is given nothing behind the last token that a loss reads.
 
-        Media are given whole. For a causal model it changes neither a loss nor a gradient.
+        Media are given whole, and so is all that a processor gave for all tokens. For a causal model it changes neither
+        a loss nor a gradient.
         """
+        if self.forward_inputs:
+            return self
         media = [int(span.positions.max(initial=0)) + 1 for span in self.spans]
         trained = np.flatnonzero(self.loss_mask)[-1:].tolist()  # it is read one token before
         return replace(self, num_inputs=max([1, *media, *trained]))

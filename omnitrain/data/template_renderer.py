@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from omnitrain.data.attached import AttachedMedia
 from omnitrain.data.chat_template import ChatTemplate, Span
-from omnitrain.data.expansion import MediaExpander
+from omnitrain.data.expansion import MediaExpander, shown_by
 from omnitrain.data.hf_processor import load_hf_processor, require_known_arguments
+from omnitrain.data.in_forward import ForwardEncoder, ForwardInsert
 from omnitrain.data.inserts import AttachedInsert, Insert, NativeInsert, PlacedTokens
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.parts import MediaPart, Message, content_parts, media_parts
@@ -75,8 +76,8 @@ class TemplateRenderer:
             )
         has_template = getattr(processor, "chat_template", None)
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
-        self.native = native or NativeInputs({})
-        self.native_modalities = frozenset(self.native.placeholders)
+        self.native = _as_shown(processor, native or NativeInputs({}))
+        self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
         self.refused_modalities = self.native.refused
         self._starts = starts or ChatFormat()
         self._settings: dict[str, Any] = {
@@ -87,6 +88,7 @@ class TemplateRenderer:
         self._expander = None
         if self.native_modalities:
             self._expander = MediaExpander(processor, self.native_modalities, **self._settings)
+            self._forward = ForwardEncoder(self._expander, self.tokenizer, self.native)
         self.end_token = self._end_token()
         self._verified: set[tuple[tuple[str, int], ...]] = set()
 
@@ -111,6 +113,9 @@ class TemplateRenderer:
         answers = [] if for_generation else self.template.assistant_spans(text, shown)
         places = self._places(text, parts, media)
         inserts = [self._insert(row, part, media, at) for part, at in places]
+        if any(isinstance(insert, ForwardInsert) for insert in inserts):
+            self._require_one_way(inserts)
+            return self._forward.encode(text, answers, inserts, adds_special=self._adds_special(text))
         tokens = PlacedTokens.of(self.tokenizer, text, inserts, adds_special=self._adds_special(text))
         trained = tokens.covered(answers)
         spans: list[MediaSpan] = []
@@ -163,8 +168,17 @@ class TemplateRenderer:
                 at, getattr(self._starts, part.modality) * (1 + item.num_tokens), name, item, part.is_target
             )
         medium = self._native_expander.decode(row, part)
+        if part.modality in self.native.in_forward:
+            return ForwardInsert(at, "", medium)
         expansion = self._native_expander.expand(medium)
         return NativeInsert(at, expansion.text, row.id, medium, expansion)
+
+    def _require_one_way(self, inserts: Sequence[Insert]) -> None:
+        if apart := sorted({insert.medium.modality for insert in inserts if isinstance(insert, NativeInsert)}):
+            raise UserError(
+                f"the conversation shows {', '.join(apart)} with {', '.join(sorted(self.native.in_forward))}; the "
+                "foundation's own forward reads the latter and its towers, apart, the former: have one of them in a row"
+            )
 
     def _check_placeholders(self, tokens: PlacedTokens, spans: list[MediaSpan]) -> None:
         """Placeholder tokens outside every span come from the row's own text, and no row would fill them."""
@@ -220,9 +234,9 @@ class TemplateRenderer:
         mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
         if not media or len(media) < len(inserts) or mixture in self._verified:
             return
-        whole = self._native_expander.expand_whole(text, media)
+        whole, _ = self._native_expander.run(text, media)
         for name, ours in {"input_ids": tokens.ids, **token_inputs}.items():
-            theirs = whole.get(name, ours)
+            theirs = np.asarray(whole[name])[0] if name in whole else ours
             if not np.array_equal(ours, theirs):
                 raise UserError(
                     f"row {row.id!r}: {type(self._processor).__name__} gives other {name} for media alone than "
@@ -266,6 +280,13 @@ class TemplateRenderer:
         """Read what :meth:`save_pretrained` wrote; ``settings`` are what it returned."""
         options = {name: value for name, value in settings.items() if name != "starts"}
         return cls(load_hf_processor(folder), native, starts=ChatFormat(**settings["starts"]), **options)
+
+
+def _as_shown(processor: ProcessorMixin | PreTrainedTokenizerBase, native: NativeInputs) -> NativeInputs:
+    """Without what only the foundation's forward reads and its processor does not show."""
+    is_processor = isinstance(processor, ProcessorMixin)
+    unshown = native.in_forward - (shown_by(processor, native.in_forward).keys() if is_processor else set())
+    return native.without_forward(dict.fromkeys(unshown, f"{type(processor).__name__} names no token for it"))
 
 
 def _with_stand_ins(messages: list[Message], parts: Sequence[MediaPart], media: AttachedMedia) -> list[Message]:

@@ -20,6 +20,7 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.calls import Apart, MediaCall, media_calls
 from omnitrain.models.contract.findings import Contract
+from omnitrain.models.in_forward import ForwardReader, require_length
 from omnitrain.models.left_out import call_what_is_left_out
 from omnitrain.models.native import Discovery, NativeRows, check_rows, discover, override
 from omnitrain.models.native.text_run import StopRunError, first_block
@@ -67,6 +68,7 @@ class FoundationRunner:
         model: the HF model, unmodified.
         contract: what the check found out about it.
         native: the modalities that it reads by itself.
+        in_forward: those of which only its own forward makes rows.
         own_attention: classes of models in it that do not ask for the registered attention.
         loss_backend: of :func:`linear_cross_entropy`.
     """
@@ -86,6 +88,7 @@ class FoundationRunner:
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
         self.loss_backend = "auto"  # of linear_cross_entropy
+        self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
         self.own_attention: tuple[str, ...] = ()
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
@@ -182,18 +185,22 @@ class FoundationRunner:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
+        if part is not None:
+            self.in_forward.require_whole_row(pack)
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
         own = pack if part is None else cut_pack(pack, part)
         row = self.row_of(pack, part)
         read = moved(here(part, pack.read_rows)[1], own.input_ids.device)
-        with reading(ReadRows(read, own.num_tokens)):
-            return run(own, media or EncodedMedia(), row)
+        with reading(None if pack.forward_inputs else ReadRows(read, own.num_tokens)):
+            term, hidden = run(own, media or EncodedMedia(), row)
+        return replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden
 
     def _loss_in_head(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor]:
         """Logits of the supervised rows only, chunk by chunk."""
         made: list[tuple[LossTerm, Tensor]] = []
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            require_length(pack, hidden)
             term = linear_cross_entropy(
                 hidden[0, moved(pack.text_rows, hidden.device)],
                 lm_head.weight,
@@ -215,6 +222,7 @@ class FoundationRunner:
         text_rows = moved(pack.text_rows, pack.input_ids.device)
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
+            require_length(pack, hidden)
             states.append(hidden)
             logits: Tensor = lm_head.forward(hidden[:, text_rows])
             return logits
@@ -226,7 +234,7 @@ class FoundationRunner:
 
     def row_of(self, pack: Pack, part: RowPart | None) -> PackedRow | None:
         """Where samples share a row, or ranks; from the host's side, so that no device is waited for."""
-        if part is None and not self.contract.packs:
+        if part is None and (pack.forward_inputs or not self.contract.packs):
             return None
         borders = (0, *accumulate(pack.info.lengths))
         return PackedRow(borders, part, None if part is None else cache(partial(self._whole_masks, pack, borders)))
@@ -304,6 +312,8 @@ class FoundationRunner:
 
 
 def _of_pack(pack: Pack) -> dict[str, Any]:
+    if pack.forward_inputs:
+        return {"use_cache": False, **pack.forward_inputs, **pack.token_inputs}
     return {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
 
 

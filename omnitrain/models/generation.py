@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -91,7 +91,7 @@ def generate(
     numbers: Sequence[int] | None = None,
     peers: Peers = ALONE,
 ) -> list[Answer]:
-    """Answers to prompts of any lengths, in one batch.
+    """Answers to prompts of any lengths, in one batch; those that the foundation's own forward reads, one by one.
 
     Each prompt draws from a stream of its own, which follows from ``seed`` and its number. So its answer does not
     depend on the prompts beside it, nor on how prompts are divided into batches or over ranks.
@@ -112,17 +112,28 @@ def generate(
         One :class:`Answer` per prompt. Media that were cut short by ``max_new_tokens`` are left out.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
-    order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), prompts[place].index))  # as in packs
-    ordered, uniform = [prompts[place] for place in order], _UniformStreams(seed, [numbers[place] for place in order])
+    sequences: dict[int, _Sequence] = {}
     was_training = model.training
     model.eval()
     try:
-        sequences = _decode(model, processor, ordered, max_new_tokens, sampling or {}, uniform, use_cache, peers)
+        for batch in _batches(prompts, peers):
+            own, uniform = [prompts[place] for place in batch], _UniformStreams(seed, [numbers[p] for p in batch])
+            made = _decode(model, processor, own, max_new_tokens, sampling or {}, uniform, use_cache, peers)
+            sequences |= zip(batch, made, strict=True)
     finally:
         model.train(was_training)
-    for sequence in sequences:
+    for sequence in sequences.values():
         sequence.answer.parts = _parts(model, processor, sequence.answer.tokens)
-    return [sequence.answer for _, sequence in sorted(zip(order, sequences, strict=True), key=lambda pair: pair[0])]
+    return [sequences[place].answer for place in range(len(prompts))]
+
+
+def _batches(prompts: Sequence[Sample], peers: Peers) -> list[list[int]]:
+    """Which prompts run together, in the order of packs, as many batches on all ranks. One that is alone is so here."""
+    order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), prompts[place].index))
+    together = [place for place in order if not prompts[place].is_alone]
+    batches = [together] * bool(together) + [[place] for place in order if prompts[place].is_alone]
+    rounds = peers.most({"batches": len(batches)})["batches"]
+    return batches + [[]] * (rounds - len(batches))
 
 
 def _decode(
@@ -217,6 +228,8 @@ class _Foundation:
         self.token_inputs = {name: left_padded([pack.token_inputs[name] for pack in packs], 0) for name in names}
         self.placeholders = set(self.runner.native.token_ids.values())
         self.text_token = text_token
+        self.given = packs[0].forward_inputs  # of a prompt alone
+        _require_no_rows(self.given, longest)
         self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
         self.native = self._encoded(prompts, torch.tensor(pads), peers)
         self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
@@ -260,8 +273,8 @@ class _Foundation:
             head=head,
             media=EncodedMedia(self.native if self.seen == 0 else {}, inserted),
             arguments={
+                **self._places(columns),
                 "attention_mask": self.mask,
-                "position_ids": self.position_ids[..., columns],
                 "past_key_values": self.cache,
                 "use_cache": self.cache is not None,
                 **{name: values[:, columns] for name, values in self.token_inputs.items()},
@@ -275,6 +288,12 @@ class _Foundation:
                 f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here"
             )
         return states[0], output.logits[:, -1]
+
+    def _places(self, columns: slice) -> dict[str, torch.Tensor]:
+        """Position ids; for a prompt that the model's own forward reads, its inputs: positions are the model's own."""
+        if not self.given:
+            return {"position_ids": self.position_ids[..., columns]}
+        return self.given if self.seen == 0 else {}
 
     def append(self, tokens: list[int], embeds: torch.Tensor) -> None:
         """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
@@ -293,6 +312,16 @@ class _Foundation:
             name: torch.cat([values, values.new_full((len(values), 1), kind)], dim=1)
             for name, values in self.token_inputs.items()
         }
+
+
+def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:
+    """Which of the media a token sees, in a tensor with a row for each: nobody knows that of a token that is drawn."""
+    for name, value in given.items():
+        if value.ndim > 2 and not value.is_floating_point() and value.shape[:2] == (1, length):
+            raise UserError(
+                f"the foundation's own forward reads this prompt, with {name!r} for each token of it; answers to such "
+                "prompts cannot be generated here: save the model, and use generate of transformers"
+            )
 
 
 class _UniformStreams:

@@ -21,7 +21,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     Args:
         native: the modalities that the foundation reads by itself.
         arguments: of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``, ``labels`` of
-            that shape (-100: ignored; not shifted), and its media. All media of one modality become one item.
+            that shape (-100: ignored; not shifted), and its media. All media of one modality become one item. With
+            media that only the model's own forward reads, the sample is read there, with all arguments.
         index: position of the sample, and its id.
 
     Raises:
@@ -41,7 +42,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         modality: {name: np.asarray(arguments[name]) for name in port.arguments if arguments.get(name) is not None}
         for modality, port in native.ports.items()
     }
-    _require_read(native, arguments, index)
+    if _is_read_in_forward(native, arguments, index):
+        return _in_forward(native, arguments, ids, trained, index)
     given = {modality: arrays for modality, arrays in features.items() if arrays}
     places = _places(native, list(given), ids, index)
     spans = [_span(modality, native.ports[modality].token_id, given[modality], at) for modality, at in places.items()]
@@ -60,14 +62,34 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     )
 
 
-def _require_read(native: Discovery, arguments: Mapping[str, Any], index: int) -> None:
-    """Media are the arguments with several dims of floats."""
+def _in_forward(
+    native: Discovery, arguments: Mapping[str, Any], ids: np.ndarray, trained: np.ndarray, index: int
+) -> Sample:
+    known = native.forward_arguments
+    return Sample(
+        id=str(index),
+        source="samples",
+        input_ids=ids,
+        loss_mask=trained,
+        position_ids=np.arange(ids.size),
+        index=index,
+        token_inputs={name: values for name, values in native.extras(ids, trained).items() if name not in known},
+        forward_inputs={name: np.asarray(value) for name, value in arguments.items() if name in known},
+    )
+
+
+def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: int) -> bool:
+    """Media are the arguments with several dims of floats; no port reads some that the forward takes."""
     read = {name for port in native.ports.values() for name in port.arguments}
     floats = {name for name, value in arguments.items() if (a := np.asarray(value)).dtype.kind == "f" and a.ndim > 1}
-    if unread := sorted(floats - read):
+    unread = sorted(floats - read)
+    if unread and native.in_forward and native.forward_arguments.issuperset(unread):
+        return True
+    if unread:
         reasons = "".join(f"; {modality}: {why}" for modality, why in native.refused.items())
         takes = sorted(read) or "only text"
         raise UserError(f"sample {index}: {', '.join(unread)} would not be read; the model reads {takes}{reasons}")
+    return False
 
 
 def _places(native: Discovery, modalities: Sequence[str], ids: np.ndarray, index: int) -> dict[str, np.ndarray]:

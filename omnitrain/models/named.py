@@ -8,6 +8,7 @@ from torch import nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.omni import OmniModel
+from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.recipe.suggest import nearest
 
 
@@ -29,8 +30,18 @@ def parameters_named(model: OmniModel, name: str, key: str) -> list[nn.Parameter
         candidates = sorted({*components, *(path for path in modules if path.count(".") <= name.count("."))})
         close = _same_tail(modules, name) or nearest(name, candidates)
         hint = f"did you mean {close!r}?" if close else f"components: {sorted(components)}"
+        hint = _without_component(model, name) or hint
         raise UserError(f"{key}: {name!r} matches no parameter; {hint}")
     return matched
+
+
+def _without_component(model: OmniModel, name: str) -> str:
+    """What to name instead of a component that would read a modality, had it one."""
+    runner = model.runner
+    if name not in {f"{modality}_encoder" for modality in runner.native.in_forward}:
+        return ""
+    modules = ", ".join(f"{FOUNDATION}.{path}" for path in runner.contract.beyond_text if "*" not in path)
+    return f"the foundation's own forward reads it, with modules of the foundation; name these: {modules}"
 
 
 def _same_tail(modules: dict[str, nn.Module], name: str) -> str | None:

@@ -79,6 +79,8 @@ def _ops(model: OmniModel, name: str) -> list[str]:
         contract = model.runner.contract
         shown.append("loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised rows")
         shown += [] if contract.packs else ["one sample per row"]
+        if read := ", ".join(model.runner.native.in_forward):
+            shown.append(f"{read}: in its own forward, one sample per row")
         shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
         shown += map(str, kernels_of(module))
     return shown

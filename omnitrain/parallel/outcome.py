@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.pack import Pack
+from omnitrain.data.packing import pack_all
 from omnitrain.data.sample import Sample
 from omnitrain.models.encoding import Share
 from omnitrain.models.in_step import idle_prompt
@@ -62,8 +63,8 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
     table = []
     for rank in range(ranks):
         parts = [batch[rank::ranks][part::accumulation] or idle for part in range(accumulation)]
-        shared = parts if runner.contract.packs else [[sample] for part in parts for sample in part]
-        table.append([Pack.from_samples(samples) for samples in shared])
+        alone, capacity = not runner.contract.packs, sum(map(len, [*batch, *idle]))
+        table.append([pack for part in parts for pack in pack_all(part, capacity, alone=alone)])
     longest = max(map(len, table))
     return [packs + [Pack.from_samples(idle)] * (longest - len(packs)) for packs in table]
 

@@ -46,8 +46,9 @@ def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = N
 
     A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). It is called
     as often whatever is encoded: no projector in a loop over images, which ranks with more of them would gather more
-    often. What is in no unit, such as a bare parameter beside the foundation's modules, is the root's. Where the root
-    has none of that, the foundation is a unit, too, so that it can be called by itself.
+    often, and no tower that the foundation's own forward calls for some samples only. What is in no unit, such as a
+    bare parameter beside the foundation's modules, is the root's. Where the root has none of that, the foundation is a
+    unit, too, so that it can be called by itself.
 
     Args:
         model: the model.
@@ -105,6 +106,7 @@ class _Parameters:
             for name in port.called_by_number
         }
         keep = stays_fp32(model)
+        self._beyond_text = set(model.runner.in_forward.parameters)
         self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
 
     def units_of(self, component: str, experts: Sequence[str]) -> ComponentUnits:
@@ -147,9 +149,9 @@ class _Parameters:
                 waiting += [f"{name}.{child}" for child, _ in module.named_children()][::-1]
 
     def _is_unit(self, module: nn.Module, component: str) -> bool:
-        if module in self._uneven:
-            return False
         managed = self._managed(module)
+        if module in self._uneven or not self._beyond_text.isdisjoint(managed):
+            return False
         below = set(module.modules())
         return bool(managed) and all(self._owner[p] == component and self._holders[p] <= below for p in managed)
 

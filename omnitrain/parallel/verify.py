@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -362,6 +363,8 @@ def _train_on_rank(
     try:
         state = init_state_of(case.plan)
         table = micro_batches(model, batch, state.dp_size, case.accumulation)
+        for pack in chain(*table) if state.size("sequence") > 1 else ():
+            model.runner.in_forward.require_whole_row(pack)
         build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
     except UserError as error:
         return str(error)

@@ -70,7 +70,8 @@ def kept_by_source(
         pack_tokens: length of a pack; rows of which no two fit are left out.
     """
     firsts = first_samples(sources, processor)
-    samples = [first for _, first in firsts if isinstance(first, Sample) and 2 * len(first) <= pack_tokens]
+    found = [first for _, first in firsts if isinstance(first, Sample)]
+    samples = [first for first in found if 2 * len(first) <= pack_tokens and not first.is_alone]
     return measure_kept_memory(model, samples).of_full_packs(samples, pack_tokens) if samples else {}
 
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from omnitrain.checkpoint.store import newest_checkpoint, require_as_saved
 from omnitrain.data.chat_renderer import ChatRenderer
+from omnitrain.data.native import NativeInputs
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.renderer import Renderer
 from omnitrain.data.template_renderer import TemplateRenderer
@@ -223,22 +224,46 @@ def _source(source: HFSource) -> Any:
 
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
     """The chat format: of the foundation's own processor where it has a say, else the recipe's."""
-    data, source = recipe.data, recipe.model.foundation
-    assert source is not None
-    native = model.native_inputs
+    data = recipe.data
+    found = _by_processor(recipe, _of_whole_rows(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()
     marks = [getattr(starts, modality) for modality in sorted(attached)]
-    named = data.processor or (source.path if native.placeholders else None)
-    if named is not None:
-        renderer = TemplateRenderer.from_recipe(data, named, native)
-        _add_tokens(renderer.tokenizer, marks)
-        return renderer
+    if isinstance(found, TemplateRenderer):
+        _add_tokens(found.tokenizer, marks)
+        return found
     tokenizer = _tokenizer(recipe)
     if data.chat is None and tokenizer.chat_template:
         _add_tokens(tokenizer, marks)
-        return TemplateRenderer(tokenizer, starts=starts)
+        return TemplateRenderer(tokenizer, NativeInputs({}, refused=found), starts=starts)
     _add_tokens(tokenizer, [starts.end, *marks])
-    return ChatRenderer(tokenizer, starts)
+    return ChatRenderer(tokenizer, starts, refused=found)
+
+
+def _by_processor(recipe: Recipe, native: NativeInputs) -> TemplateRenderer | Mapping[str, str]:
+    """The format of the HF processor that is named, or of the foundation's own; without one: modality -> why not."""
+    data, source = recipe.data, recipe.model.foundation
+    assert source is not None
+    is_asked = data.processor or data.audio_in_video or any(data.processor_arguments.model_dump().values())
+    is_free = data.chat is None and recipe.model.tokenizer is None
+    is_own = native.placeholders or (native.in_forward and is_free)
+    reason = "its own forward needs the HF processor; set data.processor"
+    if (named := data.processor or (source.path if is_own else None)) is not None:
+        try:
+            return TemplateRenderer.from_recipe(data, named, native)
+        except UserError as error:
+            if native.placeholders or is_asked:
+                raise
+            reason = str(error)
+    return {**native.refused, **dict.fromkeys(native.in_forward, reason)}
+
+
+def _of_whole_rows(recipe: Recipe, native: NativeInputs) -> NativeInputs:
+    """Without what the foundation's own forward reads, where ranks share its sequences: they have parts of a row."""
+    plan = recipe.parallel.of(FOUNDATION)
+    if (plan.ulysses or 1) * (plan.cp or 1) == 1:
+        return native
+    fact = "its own forward reads that over whole rows, and ranks share its sequences; set ulysses and cp to 1"
+    return native.without_forward(dict.fromkeys(native.in_forward, fact))
 
 
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 MOST_PARAMETERS = 30_000_000
 PACKED, PARTLY, UNPACKED, REFUSED, NO_REFERENCE = VERDICTS = (
     "exact",
-    "exact, a modality refused",
+    "exact, a modality read in its own forward or refused",
     "exact, one sample per row",
     "refused",
     "not small in plain transformers",
@@ -78,7 +78,8 @@ def outcome(family: str) -> Outcome:
     except UserError as refusal:
         return Outcome(REFUSED, (str(refusal),))
     facts = tuple(f"{finding.check}: {finding.fact}" for finding in contract.findings if finding.outcome != "passed")
-    verdict = UNPACKED if not contract.packs else PARTLY if both.ours.runner.native.refused else PACKED
+    native = both.ours.runner.native
+    verdict = UNPACKED if not contract.packs else PARTLY if native.in_forward or native.refused else PACKED
     return Outcome(verdict, facts, differences(both))
 
 

@@ -30,6 +30,7 @@ from omnitrain.models.contract.probes import probe_samples
 from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.contract.twin import build_twin, twin_configs
+from omnitrain.models.in_forward import outermost_unreached
 from omnitrain.models.kernels import kernels_of, torch_kernels
 
 _MOST_SEGMENTED_CLASSES = 3
@@ -96,6 +97,9 @@ def _modalities(trial: Trial) -> None:
     """Each modality's rows can be made apart from the forward, as many as there are placeholders."""
     for modality, port in trial.native.ports.items():
         trial.note(f"modality {modality}", "passed", f"rows of {port.component} enter through {port.method}")
+    for modality, reason in trial.native.in_forward.items():
+        fact = f"read by the model's own forward, one sample per row: {reason}"
+        trial.note(f"modality {modality}", "fallback", fact)
     for modality, reason in trial.native.refused.items():
         trial.note(f"modality {modality}", "fallback", f"samples with it are refused: {reason}")
     for probe in probe_samples(trial.plain, trial.native):
@@ -229,7 +233,8 @@ def _gradients(trial: Trial) -> None:
     trial.note("gradients", "passed", "loss and gradients are those of transformers")
     if without := without_gradient(trial):
         shown = ", ".join(without[:4]) + (", ..." if len(without) > 4 else "")
-        trial.use(without_gradient=without)
+        reached = [name for name, scale in trial.scales.items() if scale]
+        trial.use(without_gradient=without, beyond_text=outermost_unreached(reached, without))
         trial.note("unused parameters", "passed", f"{len(without)} of the twin never get a gradient: {shown}")
 
 

@@ -56,6 +56,8 @@ class Contract:
         without_tails: what comes behind the last token that a loss reads makes no difference.
         left_out: modules that some samples leave out, in the order of a forward that leaves nothing out.
         without_gradient: parameters of the twin that no loss reaches.
+        beyond_text: modules and bare parameters that no sample of text, or of media with rows of their own, reaches;
+            ``*`` for places in module lists.
         findings: every check with what it measured.
     """
 
@@ -68,6 +70,7 @@ class Contract:
     without_tails: bool = False
     left_out: tuple[LeftOut, ...] = ()
     without_gradient: tuple[str, ...] = ()
+    beyond_text: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property

@@ -17,7 +17,7 @@ from omnitrain.models.native.failure import raise_if_ours
 from omnitrain.models.native.placeholders import TokenExtras, extra_arguments, marks, video_marks
 from omnitrain.models.native.port import NativePort, method_name
 from omnitrain.models.native.positions import PositionFunction, own_function
-from omnitrain.models.native.probe import MAIN_ARGUMENTS
+from omnitrain.models.native.probe import media_arguments
 from omnitrain.models.native.search import find_port
 from omnitrain.models.native.text_run import (
     MODALITIES,
@@ -42,13 +42,17 @@ class Discovery:
         ports: modality -> how its rows are made and taken.
         components: name -> names of its parameters; ``foundation`` has all that no other component reads, and what a
             feature method reads of the text model (embeddings of image codes).
-        refused: modality -> why its rows cannot be made apart from the forward.
+        in_forward: modality that only the model's own forward reads -> why its rows cannot be made apart from that.
+        forward_arguments: what the forward takes of a sample with such a modality beside its ids.
+        refused: modality that the model has a feature method for and its forward does not take -> why.
         positions: position ids of a sample.
         extras: per-token arguments of a sample.
     """
 
     ports: dict[str, NativePort]
     components: dict[str, tuple[str, ...]]
+    in_forward: dict[str, str]
+    forward_arguments: frozenset[str]
     refused: dict[str, str]
     positions: PositionFunction
     extras: TokenExtras
@@ -68,27 +72,29 @@ def discover(model: PreTrainedModel) -> Discovery:
         model: a causal language model of transformers, with or without other modalities.
     """
     ports: dict[str, NativePort] = {}
+    in_forward: dict[str, str] = {}
     refused: dict[str, str] = {}
     with undisturbed(model):
         text = _text_parameters(model)
         for modality in MODALITIES:
-            if not feature_hosts(model, modality):
-                if taken := _media_arguments(model, modality):
-                    refused[modality] = f"its forward takes {taken}, but no {method_name(modality)} makes rows of it"
-                continue
-            found = find_port(model, modality)
-            if isinstance(found, str):
-                refused[modality] = found
-            else:
+            found, taken = _port_or_why_not(model, modality), media_arguments(type(model), modality)
+            if isinstance(found, NativePort):
                 ports[modality] = found
+            elif taken:
+                in_forward[modality] = found
+            elif feature_hosts(model, modality):
+                refused[modality] = found
         extras = _extras(model, ports)
         positions = _positions(model, ports, extras)
-    return _grouped(model, ports, refused, text, positions, extras)
+    grouped = _grouped(model, ports, text, positions, extras)
+    return replace(grouped, in_forward=in_forward, refused=refused)
 
 
-def _media_arguments(model: PreTrainedModel, modality: str) -> str:
-    parameters = inspect.signature(type(model).forward).parameters
-    return ", ".join(name for name in MAIN_ARGUMENTS[modality] if name in parameters)
+def _port_or_why_not(model: PreTrainedModel, modality: str) -> NativePort | str:
+    if feature_hosts(model, modality):
+        return find_port(model, modality)
+    taken = ", ".join(media_arguments(type(model), modality))
+    return f"its forward takes {taken}, but no {method_name(modality)} makes rows of it"
 
 
 def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExtras:
@@ -155,7 +161,6 @@ def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativeP
 def _grouped(
     model: PreTrainedModel,
     ports: dict[str, NativePort],
-    refused: dict[str, str],
     text: set[str],
     positions: PositionFunction,
     extras: TokenExtras,
@@ -179,10 +184,18 @@ def _grouped(
     return Discovery(
         ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
         components=everything,
-        refused=refused,
+        in_forward={},
+        forward_arguments=_forward_arguments(model, extras),
+        refused={},
         positions=positions,
         extras=extras,
     )
+
+
+def _forward_arguments(model: PreTrainedModel, extras: TokenExtras) -> frozenset[str]:
+    """Types that tell prompt from answer follow from what is trained on, which no processor knows."""
+    ours = {"input_ids", "labels", *(extras.names if extras.marks_answer else ())}
+    return frozenset(inspect.signature(type(model).forward).parameters) - ours
 
 
 def _text_parameters(model: PreTrainedModel) -> set[str]:

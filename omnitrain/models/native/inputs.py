@@ -21,6 +21,8 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         token_inputs=discovery.extras.names,
         positions=SamplePositions(discovery.positions),
         token_types=discovery.extras,
+        in_forward=frozenset(discovery.in_forward),
+        forward_arguments=discovery.forward_arguments,
         refused=discovery.refused,
     )
 

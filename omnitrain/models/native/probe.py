@@ -6,12 +6,13 @@ the layout of the array beside it is one of a few conventions, which are tried i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native.geometry import (
     AudioSizes,
@@ -27,6 +28,19 @@ MAIN_ARGUMENTS = {
     "audio": ("input_features", "input_values"),
 }
 """Modality -> names of the argument that holds the medium itself."""
+
+_WORDS = {
+    "image": ("image", "pixel_values"),
+    "video": ("video",),
+    "audio": ("audio", "speech", *MAIN_ARGUMENTS["audio"]),
+}
+
+
+def media_arguments(model_class: type[PreTrainedModel], modality: str) -> tuple[str, ...]:
+    """Arguments of the forward whose names say that they are of a modality (``image_pixel_values``)."""
+    names = [name for name in inspect.signature(model_class.forward).parameters if not name.startswith("use_")]
+    own = [name for name in names if any(word in name for word in _WORDS[modality])]
+    return tuple(name for name in own if modality != "image" or "video" not in name)
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,12 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
     kept = {name for name in own if keep(name)}
     assert plan.precision is not None
     if kept and plan.precision.compute != "float32":
+        in_forward = set(model.runner.in_forward.parameters)
+        for name in sorted(name for name in kept if model.components[component][name] in in_forward):
+            yield (
+                f"components.{component}.precision: {name} must stay float32, and only some samples reach it in the "
+                "foundation's own forward; use compute: float32, or freeze it"
+            )
         for name in sorted(kept):
             beside = [other for other in own if other.rpartition(".")[0] == name.rpartition(".")[0]]
             if not kept.issuperset(beside):

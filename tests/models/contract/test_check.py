@@ -159,8 +159,9 @@ def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> Non
     assert contract.packs and not contract.refusals
 
 
-def test_images_that_no_feature_method_makes_rows_of_are_said_to_be_refused() -> None:
+def test_images_that_no_feature_method_makes_rows_of_are_read_by_the_models_own_forward() -> None:
     fact = facts(checked(broken.CrossAttending), "modality image")
+    assert fact.startswith("fallback: read by the model's own forward, one sample per row: ")
     assert fact.endswith("its forward takes pixel_values, but no get_image_features makes rows of it")
 
 
