@@ -53,7 +53,8 @@ class ArrowTable:
             start += len(chunk)
         if self._columns.tools in self.column_names:
             given = _is_filled(self._data.data.column(self._columns.tools))
-            firsts |= {("tools", None): position for position in pc.indices_nonzero(given)[:1].to_pylist()}
+            for position in pc.indices_nonzero(given)[:1].to_pylist():
+                firsts["tools", None] = position
         return sorted(set(firsts.values()))
 
     def problems(self) -> list[str]:

@@ -138,16 +138,15 @@ class ChatTemplate:
         for opening in self._openings:
             if text.startswith(opening, start):
                 return start + len(opening)
-        if not self._openings or text[:start].endswith(self._openings):
-            return start
-        prompts = self._prompts(before, tools)  # such as after an answer of a tool
-        found = next((prompt for prompt in prompts if text.startswith(prompt, start)), None)
-        if prompts and found is None:
+        prompts = self._prompts(before, tools) if before else []  # it may depend on what is before
+        if found := [prompt for prompt in prompts if text.startswith(prompt, start)]:
+            return start + len(found[0])
+        if prompts and not text[:start].endswith(tuple(prompts)):
             raise ValueError(
                 f"the chat template opens message {len(before) + 1} with {text[start : start + 40]!r}, and gives "
                 f"generation {prompts[0]!r} there"
             )
-        return start + len(found or "")
+        return start
 
     def _stop(self, text: str, start: int, stop: int) -> int:
         """The end of the last special token before ``stop``, or of one that follows at once, or ``stop``."""
@@ -272,9 +271,9 @@ def _asks(content: str | list[Message]) -> Message:
 def _require_shown(shown: MarkedText, messages: list[Message]) -> None:
     """Refuse a text in which a turn of the assistant lacks what it says, or has what another message says."""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index not in shown.pieces:
             continue
-        text = "".join(shown.text[start:stop] for start, stop in shown.pieces.get(index, []))
+        text = "".join(shown.text[start:stop] for start, stop in shown.pieces[index])
         seen, calls = shown.seen.get(index, set()), calls_of(message)
         if OTHERS in seen:
             raise ValueError(f"the chat template writes other messages within message {index + 1}, of the assistant")

@@ -82,7 +82,9 @@ def is_trained(message: Message) -> bool:
     if weight not in (0, 1) or isinstance(weight, str):
         raise ValueError(f"weight {weight!r} of a message: expected 0 (not trained) or 1")
     if weight and not is_assistant:
-        raise ValueError(f"weight {weight!r} of a message of role {message['role']!r}: the assistant's alone are trained")
+        raise ValueError(
+            f"weight {weight!r} of a message of role {message['role']!r}: the assistant's alone are trained"
+        )
     if is_assistant and not weight and (media := [p["type"] for p in content_parts(message) if p["type"] != "text"]):
         raise ValueError(f"weight 0 of a message in which the assistant writes {media}: media it writes are trained")
     return is_assistant and bool(weight)

@@ -163,7 +163,7 @@ class OmniProcessor:
         if "template" in settings:
             renderer = TemplateRenderer.from_pretrained(folder, settings["template"], native)
         else:
-            renderer = ChatRenderer(load_tokenizer(folder, "tokenizer"), ChatFormat(**settings["chat"]))
+            renderer = ChatRenderer(load_tokenizer(folder, "checkpoint"), ChatFormat(**settings["chat"]))
         return cls(renderer, readers, writers)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
-from typing import Any
 
 import jinja2
 
@@ -55,8 +54,9 @@ class MarkedText:
         Raises:
             ValueError: they do not pair up.
         """
-        read, at, began = cls(), [], []
-        end = 0
+        read, end = cls(), 0
+        at: list[int] = []
+        began: list[int] = []
         for mark in _MARKS.finditer(marked):
             read._write(marked[end : mark.start()], at)
             end = mark.end()
@@ -96,8 +96,7 @@ def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message
     A mark in a text stands before its last character that is not white space, where templates that trim leave it.
     """
     return [
-        (_marked_texts(message) if texts else message)
-        | {_BEGIN_KEY: f"{_BEGIN}{index}{_BEGUN}", _END_KEY: _END}
+        (_marked_texts(message) if texts else message) | {_BEGIN_KEY: f"{_BEGIN}{index}{_BEGUN}", _END_KEY: _END}
         for index, message in enumerate(messages)
     ]
 

@@ -27,7 +27,7 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # each tokenizer class stumbles over missing or broken files in its own way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{key}: no tokenizer at {str(path)!r}: {reason}") from None
     require_whole(tokenizer, path, key)
     return tokenizer
@@ -36,8 +36,8 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str) -> None:
     """Refuse a tokenizer without a vocabulary, which transformers makes of a folder that lacks the tokenizer's files.
 
-    A text in many scripts must become at least one token that is not the unknown one; if the vocabulary has none of
-    these scripts, the first words of the vocabulary itself must.
+    A text in many scripts must become at least one token that is neither the unknown one nor an added one; if the
+    vocabulary has none of these scripts, the first tokens of the vocabulary itself must.
 
     Args:
         tokenizer: as it was loaded.
@@ -47,16 +47,15 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str
     Raises:
         UserError: it makes nothing, or unknown tokens alone, of any text.
     """
-    special = set(tokenizer.all_special_ids)
-    own = tokenizer.decode([one for one in range(min(len(tokenizer), 200)) if one not in special])
-    for text in (_SCRIPTS, own):
-        if set(tokenizer(text, add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
-            return
+    useless = {tokenizer.unk_token_id, *tokenizer.added_tokens_decoder}
+    own = tokenizer.decode([one for one in range(min(len(tokenizer), 1000)) if one not in useless])
+    if any(set(tokenizer(text, add_special_tokens=False)["input_ids"]) - useless for text in (_SCRIPTS, own)):
+        return
     found = tokenizer(_SCRIPTS, add_special_tokens=False)["input_ids"]
     raise UserError(
         f"{key}: {str(path)!r} has no whole text tokenizer: the {type(tokenizer).__name__} from there knows "
-        f"{len(tokenizer)} tokens and makes {found[:4] or 'no token'} of a text, as transformers builds an empty one where "
-        "files are missing; put tokenizer.json (or the tokenizer's other files) there, or name a folder that has them "
+        f"{len(tokenizer)} tokens and makes {found[:4] or 'no token'} of a text, as transformers builds an empty one "
+        "where files are missing; put tokenizer.json (or the tokenizer's other files) there, or name a folder that has them "
         "(`model.tokenizer`, or `data.processor` for a processor or chat template)"
     )
 
@@ -77,8 +76,8 @@ def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str)
     """
     if len(tokenizer) < _LEAST_SHARE * rows:
         raise UserError(
-            f"model.tokenizer: {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, and the pretrained foundation at "
-            f"{path!r} has {rows} embeddings: the tokenizer is incomplete or another model's; name the one that the "
+            f"model.tokenizer: {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, and the pretrained foundation "
+            f"at {path!r} has {rows} embeddings: the tokenizer is incomplete or another model's; name the one that the "
             "foundation was trained with (`model.tokenizer` or `data.processor`)"
         )
 
