@@ -53,10 +53,10 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str
         return
     found = tokenizer(_SCRIPTS, add_special_tokens=False)["input_ids"]
     raise UserError(
-        f"{key}: {str(path)!r} has no whole text tokenizer: the {type(tokenizer).__name__} from there knows "
-        f"{len(tokenizer)} tokens and makes {found[:4] or 'no token'} of a text, as transformers builds an empty one "
-        "where files are missing; put tokenizer.json (or the tokenizer's other files) there, or name a folder that has them "
-        "(`model.tokenizer`, or `data.processor` for a processor or chat template)"
+        f"{key}: {str(path)!r} has no whole text tokenizer: the {type(tokenizer).__name__} from there "
+        f"knows {len(tokenizer)} tokens and makes {found[:4] or 'no token'} of a text, as transformers builds an empty "
+        "one where files are missing; put tokenizer.json (or the tokenizer's other files) there, or name a "
+        "folder that has them (`model.tokenizer`, or `data.processor` for a processor or chat template)"
     )
 
 
