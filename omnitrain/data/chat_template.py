@@ -276,7 +276,7 @@ def _require_shown(shown: MarkedText, messages: list[Message]) -> None:
         text = "".join(shown.text[start:stop] for start, stop in shown.pieces[index])
         seen, calls = shown.seen.get(index, set()), calls_of(message)
         if OTHERS in seen:
-            raise ValueError(f"the chat template writes other messages within message {index + 1}, of the assistant")
+            raise ValueError(f"the chat template writes what others say within message {index + 1}, of the assistant")
         if missing := [name_of(call) for call in calls if name_of(call) not in text]:
             raise ValueError(f"the chat template does not write these calls of message {index + 1}: {missing}")
         says = any(part.get("text", "").strip() for part in content_parts(message))

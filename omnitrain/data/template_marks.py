@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
+from typing import Any
 
 import jinja2
 
@@ -102,11 +103,19 @@ def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message
 
 
 def _marked_texts(message: Message) -> Message:
-    mark, content = OWN if message["role"] == "assistant" else OTHERS, message.get("content")
-    if isinstance(content, str):
-        return message | {"content": _marked(content, mark)}
-    parts = [part | {"text": _marked(part["text"], mark)} if "text" in part else part for part in content or ()]
-    return message | {"content": parts} if content else message
+    """Marks in the content, and in what is nested in fields that others than the assistant fill (``tool_responses``)."""
+    mark = OWN if message["role"] == "assistant" else OTHERS
+    nested = {key: value for key, value in message.items() if isinstance(value, (list, dict)) and key != "tool_calls"}
+    marked = message | {key: _marked_within(value, OTHERS) for key, value in nested.items()}
+    return marked | ({"content": _marked_within(message["content"], mark)} if "content" in message else {})
+
+
+def _marked_within(value: Any, mark: str) -> Any:
+    if isinstance(value, str):
+        return _marked(value, mark)
+    if isinstance(value, dict):
+        return {key: one if key == "type" else _marked_within(one, mark) for key, one in value.items()}
+    return [_marked_within(one, mark) for one in value] if isinstance(value, list) else value
 
 
 def _marked(text: str, mark: str) -> str:

@@ -251,12 +251,17 @@ def test_a_template_without_tools_is_refused_for_rows_with_them() -> None:
             "{% for m in messages %}{% if not loop.last %}{{ messages[loop.index].content }}{% endif %}",
             "within message 2",
         ),
+        (
+            "{% for m in messages %}{% for r in m.tool_responses or [] %}{{ r.response }}{% endfor %}",
+            "within message 2",
+        ),
         ("{% for m in messages %}{% set m = {'role': m.role, 'content': '-'} %}", "does not write what the assistant"),
     ],
 )
 def test_what_cannot_be_told_is_an_error_of_the_row(loop: str, reason: str) -> None:
     turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     talk = [{"role": role, "content": "hello"} for role in ("user", "assistant", "user")]
+    talk[1]["tool_responses"] = [{"name": "weather", "response": "25"}]
     rejected = made(loop + turn, talk, None)
     assert isinstance(rejected, Rejected) and reason in rejected.reason, rejected
 
