@@ -10,7 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnitrain.data.turns import MARKERS, TURN_FIELDS
+from omnitrain.data.turns import MARKERS, MORE_FIELDS, TURN_FIELDS
 from omnitrain.recipe import Columns
 
 _LISTS = (datasets.List, datasets.LargeList)
@@ -35,7 +35,10 @@ class ArrowTable:
         return len(self._data)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        return dict(self._data[position])
+        """A row. Fields that other rows have and this one lacks are null in parquet, and absent here."""
+        record = dict(self._data[position])
+        nested = {self._columns.messages, self._columns.tools} & record.keys()
+        return record | {name: _without_nulls(record[name]) for name in nested}
 
     def sources(self) -> list[Any]:
         """The value of each row in the column of sources."""
@@ -50,6 +53,10 @@ class ArrowTable:
             for kind, position in _first_of_each_kind(chunk, self._marked):
                 firsts.setdefault(kind, start + position)
             start += len(chunk)
+        if self._columns.tools in self.column_names:
+            given = _is_filled(self._data.data.column(self._columns.tools))
+            for position in pc.indices_nonzero(given)[:1].to_pylist():
+                firsts["tools", None] = position
         return firsts
 
     def problems(self) -> list[str]:
@@ -67,6 +74,19 @@ class ArrowTable:
                     "{bytes, path}, bytes or paths"
                 )
         return found
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _is_filled(values: pa.Array | pa.ChunkedArray) -> Any:
+    """``[n]`` bool: neither null nor an empty list."""
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    filled = pc.greater(pc.list_value_length(values), 0) if is_list else pc.is_valid(values)
+    return pc.fill_null(filled, False)
 
 
 def _inner(feature: Any) -> Any:
@@ -105,6 +125,11 @@ def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: Collection[
     row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
     roles, contents = pc.struct_field(messages, role), pc.struct_field(messages, content)
     kinds = [pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})]
+    for name in MORE_FIELDS:
+        if messages.type.get_field_index(name) >= 0:
+            filled = _is_filled(pc.struct_field(messages, name))
+            at = {"role": roles.filter(filled), "row": row_of_message.filter(filled)}
+            kinds.append(pa.table(at | {"type": pa.repeat(name, len(at["role"]))}))
     if _is_list_of(contents.type, "type"):
         message_of_part = pc.list_parent_indices(contents)
         types = pc.struct_field(pc.list_flatten(contents), "type")

@@ -10,6 +10,7 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.processing_utils import AudioKwargs, ImagesKwargs, VideosKwargs
 from transformers.utils import is_torchvision_available
 
+from omnitrain.data.text_tokenizer import require_whole
 from omnitrain.errors import UserError
 from omnitrain.recipe.suggest import hint
 
@@ -18,7 +19,7 @@ def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerB
     """The processor of a folder or Hub id; its tokenizer where it has no more.
 
     Raises:
-        UserError: none there, or a package that it needs is missing.
+        UserError: none there, a package that it needs is missing, or its tokenizer is not whole.
     """
     try:
         processor = AutoProcessor.from_pretrained(str(path))
@@ -28,6 +29,7 @@ def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerB
         raise UserError(f"data.processor: no HF processor can be read from {str(path)!r}: {reason}{remedy}") from error
     if not isinstance(processor, (ProcessorMixin, PreTrainedTokenizerBase)):
         raise UserError(f"data.processor: {path!r} holds a {type(processor).__name__}, expected one with a tokenizer")
+    require_whole(getattr(processor, "tokenizer", processor), path, "data.processor")
     return processor
 
 

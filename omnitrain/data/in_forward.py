@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from omnitrain.data.chat_template import Span
 from omnitrain.data.expansion import MediaExpander, Medium
 from omnitrain.data.inserts import Insert, PlacedTokens
 from omnitrain.data.media import costing_one_row
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.renderer import Encoded
 from omnitrain.data.sample import Features, MediaSpan
+from omnitrain.data.template_marks import Span
 from omnitrain.errors import UserError
 
 

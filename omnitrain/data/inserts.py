@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from omnitrain.data.chat_template import Span
 from omnitrain.data.expansion import Expansion, Medium
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.sample import NATIVE_PREFIX, MediaItem, MediaSpan
+from omnitrain.data.template_marks import Span
 from omnitrain.errors import UserError
 
 

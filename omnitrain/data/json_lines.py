@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from omnitrain.data.turns import as_messages
+from omnitrain.data.turns import MORE_FIELDS, as_messages
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
@@ -59,6 +59,8 @@ class JsonLines:
                 names |= dict.fromkeys(record)
                 for kind in _kinds(as_messages(record.get(columns.messages), marked=marked)):
                     self.kinds.setdefault(kind, len(self._sources))
+                if record.get(columns.tools):
+                    self.kinds.setdefault(("tools", None), len(self._sources))
                 source = record.get(columns.source)
                 self._sources.append(sys.intern(source) if isinstance(source, str) else source)
                 starts.append(start)
@@ -129,11 +131,12 @@ def _record(line: bytes, columns: Columns) -> dict[str, Any]:
 
 
 def _kinds(messages: Any) -> Iterator[tuple[Any, Any]]:
-    """The role of each message, and role and type of each of its parts; nothing of what is no message."""
+    """The role of each message, and role and type of each of its parts and calls; nothing of what is no message."""
     for message in messages or ():
         if isinstance(message, dict):
             role, content = str(message.get("role")), message.get("content")
             yield role, None
+            yield from ((role, name) for name in MORE_FIELDS if message.get(name))
             for part in content if isinstance(content, list) else ():
                 if isinstance(part, dict):
                     yield role, str(part.get("type"))

@@ -27,14 +27,16 @@ class MediaPart:
 
 
 def content_parts(message: Message) -> list[Message]:
-    """The content of a message as a list of parts; a string is one text part.
+    """The content of a message as a list of parts; a string is one text part, null beside tool calls is none.
 
     Raises:
         UserError: a part of a type that is neither text nor a modality.
         TypeError, KeyError: not a message.
         UnicodeEncodeError: half a character, which JSON can spell, and no tokenizer takes.
     """
-    content = message["content"]
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return []
     if not isinstance(content, (str, list)):
         raise TypeError(f"content {content!r}")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -65,3 +67,24 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
             found.append(MediaPart(modality, seen[modality], is_target))
             seen[modality] += 1
     return found
+
+
+def is_trained(message: Message) -> bool:
+    """Whether a message is trained on: the assistant's are, but for those with a ``weight`` of 0.
+
+    Raises:
+        ValueError: a weight that is neither 0 nor 1, or that cannot be honoured.
+    """
+    is_assistant = message["role"] == "assistant"
+    weight = message.get("weight")
+    if weight is None:
+        return is_assistant
+    if weight not in (0, 1) or isinstance(weight, str):
+        raise ValueError(f"weight {weight!r} of a message: expected 0 (not trained) or 1")
+    if weight and not is_assistant:
+        raise ValueError(
+            f"weight {weight!r} of a message of role {message['role']!r}: the assistant's alone are trained"
+        )
+    if is_assistant and not weight and (media := [p["type"] for p in content_parts(message) if p["type"] != "text"]):
+        raise ValueError(f"weight 0 of a message in which the assistant writes {media}: media it writes are trained")
+    return is_assistant and bool(weight)

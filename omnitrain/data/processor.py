@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from omnitrain.data.attached import AttachedMedia, MediaAdapter
 from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.native import NativeInputs
@@ -17,6 +15,7 @@ from omnitrain.data.renderer import Renderer
 from omnitrain.data.rows import Row, is_file
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.template_renderer import TemplateRenderer
+from omnitrain.data.text_tokenizer import load_tokenizer
 from omnitrain.data.turns import how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
@@ -155,7 +154,7 @@ class OmniProcessor:
             native: what the foundation reads by itself; None: nothing.
 
         Raises:
-            UserError: ``folder`` holds no omni processor.
+            UserError: ``folder`` holds no omni processor, or no whole tokenizer.
         """
         settings_file = Path(folder, _SETTINGS_FILE)
         if not settings_file.is_file():
@@ -165,8 +164,7 @@ class OmniProcessor:
         if "template" in settings:
             renderer = TemplateRenderer.from_pretrained(folder, settings["template"], native)
         else:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
-            renderer = ChatRenderer(tokenizer, ChatFormat(**settings["chat"]))
+            renderer = ChatRenderer(load_tokenizer(folder, "checkpoint"), ChatFormat(**settings["chat"]))
         return cls(renderer, readers, writers)
 
 

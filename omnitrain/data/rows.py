@@ -31,6 +31,7 @@ class Row:
         messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...]}, ...]``.
         media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
         extra: all other columns, for scorers.
+        tools: what the assistant may call, as the column has it; None: nothing.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Row:
     messages: list[dict[str, Any]]
     media: dict[str, list[Any]]
     extra: dict[str, Any]
+    tools: Any = None
 
     @property
     def question(self) -> list[dict[str, Any]]:
@@ -137,6 +139,7 @@ class RowSource(Sequence[Row]):
             source=_text(record.pop(columns.source, None), self.name),
             messages=as_messages(record.pop(columns.messages), marked=self._marked),
             media=media,
+            tools=record.pop(columns.tools, None),
             extra=record,
         )
 
@@ -158,6 +161,8 @@ class RowSource(Sequence[Row]):
 
     def first_of_each_kind(self) -> list[int]:
         """Positions of the first row with each role, and of the first in which each role says each type of part.
+
+        Calls of tools count as a type of part, and so does a column of tools.
 
         Empty where the message column does not hold messages.
         """

@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from omnitrain.data.attached import AttachedMedia
-from omnitrain.data.chat_template import ChatTemplate, Span
+from omnitrain.data.chat_template import ChatTemplate
 from omnitrain.data.expansion import MediaExpander, shown_by
 from omnitrain.data.hf_processor import load_hf_processor, require_known_arguments
 from omnitrain.data.in_forward import ForwardEncoder, ForwardInsert
@@ -27,6 +27,8 @@ from omnitrain.data.parts import MediaPart, Message, content_parts, media_parts
 from omnitrain.data.renderer import Encoded, single_token
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Features, MediaSpan
+from omnitrain.data.template_marks import Span
+from omnitrain.data.tool_calls import tools_of
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Data
 
@@ -93,8 +95,8 @@ class TemplateRenderer:
         self._verified: set[tuple[tuple[str, int], ...]] = set()
 
     def _end_token(self) -> int:
-        if self.template.ends:
-            return int(self.tokenizer.convert_tokens_to_ids(self.template.ends[0]))
+        if self.template.end is not None:
+            return int(self.tokenizer.convert_tokens_to_ids(self.template.end))
         if self.tokenizer.eos_token_id is None:
             raise UserError(
                 f"neither the chat template nor {type(self.tokenizer).__name__} names a token that ends an answer"
@@ -109,8 +111,9 @@ class TemplateRenderer:
         """See :meth:`Renderer.encode`."""
         parts = media_parts(messages)
         shown = _with_stand_ins(messages, parts, media)
-        text = self.template.render(shown, add_generation_prompt=for_generation)
-        answers = [] if for_generation else self.template.assistant_spans(text, shown)
+        tools = tools_of(row.tools)
+        text = self.template.render(shown, tools, add_generation_prompt=for_generation)
+        answers = [] if for_generation else self.template.assistant_spans(text, shown, tools)
         places = self._places(text, parts, media)
         inserts = [self._insert(row, part, media, at) for part, at in places]
         if any(isinstance(insert, ForwardInsert) for insert in inserts):
@@ -294,6 +297,9 @@ def _with_stand_ins(messages: list[Message], parts: Sequence[MediaPart], media: 
     remaining = iter(parts)
     shown = []
     for message in messages:
+        if not isinstance(message.get("content"), list):
+            shown.append(message)
+            continue
         contents = []
         for part in content_parts(message):
             is_attached = part["type"] != "text" and media.handles(next(remaining))

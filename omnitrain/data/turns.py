@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 TURN_FIELDS = (("role", "content"), ("from", "value"))  # OpenAI's, and ShareGPT's and LLaVA's
+MORE_FIELDS = ("tool_calls", "function_call", "reasoning_content")  # what else an assistant's message may say
 MARKERS = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
 
 _ROLES = {"human": "user", "gpt": "assistant"}

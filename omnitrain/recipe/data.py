@@ -20,6 +20,9 @@ class Columns(Strict):
     images: str = Field("images", description="Images of the row, in the order of its image parts.")
     audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
     videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
+    tools: str = Field(
+        "tools", description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or its JSON text."
+    )
 
     def of_media(self) -> dict[str, str]:
         """The fields that name columns of media -> these columns."""

@@ -14,6 +14,7 @@ import torch
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.packing import pack_all
+from omnitrain.data.parts import content_parts
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row, RowSource
 from omnitrain.data.sample import Rejected, Sample
@@ -259,9 +260,7 @@ def reference_text(row: Row) -> str:
     last = row.messages[-1]
     if last["role"] != "assistant":
         return ""
-    content = last["content"]
-    parts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-    return "".join(parts).strip()
+    return "".join(part["text"] for part in content_parts(last) if part["type"] == "text").strip()
 
 
 def load_scorer(name: str | None) -> Scorer:

@@ -10,6 +10,7 @@ from typing import Any
 import soundfile
 from PIL import Image
 
+from omnitrain.data.parts import content_parts
 from omnitrain.data.rows import MODALITIES, Row
 from omnitrain.train.evaluate import Answered, reference_text
 
@@ -76,8 +77,7 @@ def _write_prompt(row: Row, folder: Path, stem: str) -> list[str | Path]:
     shown: list[str | Path] = []
     seen = dict.fromkeys(MODALITIES, 0)
     for message in row.question:
-        content = message["content"]
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        for part in content_parts(message):
             if part["type"] == "text":
                 shown.append(part["text"])
                 continue

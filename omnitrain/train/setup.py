@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from omnitrain.checkpoint.store import newest_checkpoint, require_as_saved
 from omnitrain.data.chat_renderer import ChatRenderer
@@ -15,6 +15,7 @@ from omnitrain.data.native import NativeInputs
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.renderer import Renderer
 from omnitrain.data.template_renderer import TemplateRenderer
+from omnitrain.data.text_tokenizer import load_tokenizer, require_vocabulary
 from omnitrain.errors import UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.attention_trial import require_attention_backend
@@ -31,6 +32,7 @@ from omnitrain.ops.unread_rows import UNREAD_ROWS
 from omnitrain.parallel.lora import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
 from omnitrain.recipe.effect import Idle, idle_problems
+from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.train.state import OPTIMIZER
 
 
@@ -60,7 +62,8 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     readers, writers = model.media_adapters()
     attached = {modality for adapter in (*readers.values(), *writers.values()) for modality in adapter.modalities}
     renderer = _renderer(recipe, model, attached)
-    _fit_vocabulary(model, renderer.tokenizer)
+    assert parts.foundation is not None
+    _fit_vocabulary(model, renderer.tokenizer, parts.foundation)
     freeze(model, recipe.model.freeze)
     _add_adapters(model, recipe.parallel)
     return model, OmniProcessor(renderer, readers, writers)
@@ -272,10 +275,7 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if path is None:
         raise UserError("model.tokenizer: a foundation made from a config needs the path of a text tokenizer")
     require_folder(path, "text tokenizer")
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.tokenizer: no tokenizer at {path!r}: {str(error).splitlines()[0]}") from None
+    return load_tokenizer(path, "model.tokenizer")
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> None:
@@ -284,9 +284,14 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> None:
     tokenizer.add_tokens(new, special_tokens=True)
 
 
-def _fit_vocabulary(model: OmniModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Grow the foundation's embeddings where the tokenizer has more tokens than they have rows."""
+def _fit_vocabulary(model: OmniModel, tokenizer: PreTrainedTokenizerBase, source: HFSource) -> None:
+    """Grow the foundation's embeddings where the tokenizer has more tokens than they have rows.
+
+    Far fewer tokens are an error where the embeddings are pretrained; fresh ones mean nothing yet.
+    """
     rows = model.foundation.get_input_embeddings().weight.size(0)
+    if source.path is not None:
+        require_vocabulary(tokenizer, rows, source.path)
     if len(tokenizer) > rows:
         model.foundation.resize_token_embeddings(len(tokenizer), mean_resizing=model.device.type != "meta")
         model.config.foundation = as_dict(model.foundation.config)

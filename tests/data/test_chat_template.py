@@ -69,18 +69,14 @@ def test_a_question_alone_has_no_answer() -> None:
 
 def test_the_end_of_an_answer_is_what_the_template_writes_last() -> None:
     ends = {
-        name: ChatTemplate(tokenizer(t), tokenizer(t)).ends
+        name: ChatTemplate(tokenizer(t), tokenizer(t)).end
         for name, t in globals().items()
         if name.isupper() and isinstance(t, str)
     }
-    assert ends == {
-        "REASONING": ("<|im_end|>",),
-        "INSTRUCT": ("</s>",),
-        "CHANNELS": ("<|return|>", "<|end|>"),
-    }
+    assert ends == {"REASONING": "<|im_end|>", "INSTRUCT": "</s>", "CHANNELS": "<|return|>"}
 
 
 def test_a_template_that_hides_answers_is_refused_for_its_rows() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content | upper | length }};{% endfor %}"
-    with pytest.raises(ValueError, match="rewrites the assistant's 1 messages"):
+    with pytest.raises(ValueError, match="does not write what the assistant says in message 2"):
         written(template, "q", "a")
