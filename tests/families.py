@@ -288,8 +288,7 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 3,
             "num_kv_shared_layers": 3,
         },
-        _VIT
-        | {"head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2, "position_embedding_size": 64},
+        _VIT | {"head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2, "position_embedding_size": 64},
         audio_config=None,
         image_token_id=190,
         video_token_id=191,

@@ -1,7 +1,7 @@
 """Whole HF models as foundation: components, rows, positions; found from signatures and configs."""
 
 from omnitrain.models.native.discover import Discovery, discover
-from omnitrain.models.native.failure import failure_of_model, raise_if_ours
+from omnitrain.models.native.failure import failure_of_model, raise_if_ours, refusing
 from omnitrain.models.native.geometry import config_nodes
 from omnitrain.models.native.inputs import native_inputs
 from omnitrain.models.native.peaked import peaked_
@@ -22,5 +22,6 @@ __all__ = [
     "override",
     "peaked_",
     "raise_if_ours",
+    "refusing",
     "special_ids",
 ]
