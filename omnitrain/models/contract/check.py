@@ -28,6 +28,7 @@ from omnitrain.models.contract.measure import (
     without_gradient,
 )
 from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.read_outside import read_from_outside
 from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.contract.twin import build_twin, twin_configs
@@ -106,6 +107,7 @@ def _checks() -> dict[str, Callable[[Trial], None]]:
         "side features": _side_features,
         "packing": _packing,
         "left out": _left_out,
+        "units": _units,
         "own loss": _own_loss,
         "last rows": _last_rows,
         "tails": _tails,
@@ -208,6 +210,13 @@ def _left_out(trial: Trial) -> None:
         trial.note("left out", "fallback", f"some samples leave out {names}; {'; '.join(problems)}: one rank only")
     else:
         trial.note("left out", "passed", f"some samples leave out {names}; there they are called on nothing")
+
+
+def _units(trial: Trial) -> None:
+    """A module gathers its parameters when it is called; those that are read at other moments belong to one around."""
+    if found := read_from_outside(trial):
+        trial.use(read_outside=found)
+        trial.note("units", "passed", f"parameters are read while their module does not run: {', '.join(found)}")
 
 
 def _own_loss(trial: Trial) -> None:

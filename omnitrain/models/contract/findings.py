@@ -55,6 +55,7 @@ class Contract:
             are named by their place from its end.
         without_tails: what comes behind the last token that a loss reads makes no difference.
         left_out: modules that some samples leave out, in the order of a forward that leaves nothing out.
+        read_outside: modules whose parameters are read while they do not run, with ``*`` for places in module lists.
         without_gradient: parameters of the twin that no loss reaches.
         findings: every check with what it measured.
     """
@@ -67,6 +68,7 @@ class Contract:
     row_local: tuple[str, ...] = ()
     without_tails: bool = False
     left_out: tuple[LeftOut, ...] = ()
+    read_outside: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 

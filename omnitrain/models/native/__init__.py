@@ -8,11 +8,12 @@ from omnitrain.models.native.peaked import peaked_
 from omnitrain.models.native.placeholders import special_ids
 from omnitrain.models.native.port import override
 from omnitrain.models.native.rows import NativeRows, check_rows
-from omnitrain.models.native.touch import float_tensors
+from omnitrain.models.native.touch import ParameterReads, float_tensors
 
 __all__ = [
     "Discovery",
     "NativeRows",
+    "ParameterReads",
     "check_rows",
     "config_nodes",
     "discover",
