@@ -93,10 +93,14 @@ def gradient_errors(both: Pair, packs: Sequence[Pack]) -> dict[str, float]:
     of a query), and a recurrence multiplies it. So a tensor beyond that bound is held against plain transformers in
     fp64: it may be at most 4 x as far from that as plain transformers in fp32 is itself.
     """
+    return step_errors(both, *our_step(both, packs))
+
+
+def step_errors(both: Pair, our_loss: float, got: dict[str, Tensor]) -> dict[str, float]:
+    """The same of a loss and gradients that were computed elsewhere."""
     order = range(len(both.probes))
     loss, expected = plain_step(both, order)
     _, reordered = plain_step(both, order[::-1])
-    our_loss, got = our_step(both, packs)
     wrong = {} if abs(our_loss - loss) <= TOLERANCE * abs(loss) else {"loss": abs(our_loss - loss) / abs(loss)}
     for name, one, other, again in _aligned(got, expected, reordered):
         error, noise = _relative(one, other), _relative(again, other)

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
 from omnitrain.models.hf import foundation_class
 from omnitrain.models.native import peaked_
+from omnitrain.parallel.outcome import micro_batches, train
+from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.ranks import RankPool
-from omnitrain.parallel.verify import VerifyRow, verify
+from omnitrain.parallel.state import init_state_of
+from omnitrain.recipe.layout import parse_layout
 from tests.families import FAMILIES
-from tests.models.acceptance import differences
+from tests.models.acceptance import differences, step_errors
 from tests.models.plain import Pair, paired
 from tests.models.shrunk import small_configs
 
@@ -50,6 +56,19 @@ class Outcome:
     wrong: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """What became of a family on two ranks.
+
+    Attributes:
+        refusal: why the layout is refused; empty: it is not.
+        wrong: what differs from plain transformers.
+    """
+
+    refusal: str
+    wrong: dict[str, float] = field(default_factory=dict)
+
+
 def every_family() -> list[str]:
     """Names of the suite's own families, then all model types that generate text."""
     names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
@@ -73,22 +92,41 @@ def outcome(family: str) -> Outcome:
     return Outcome(verdict, facts, differences(both))
 
 
-def on_ranks(family: str, pool: RankPool) -> tuple[VerifyRow, ...]:
-    """Under each of :data:`LAYOUTS`, against this process; nothing for a family that does not train in one process."""
-    try:
-        both = _pair(family)
-    except UserError:
-        return ()
+def on_ranks(family: str, layout: str, pool: RankPool) -> Ranked | None:
+    """The same step on two ranks, against plain transformers; None: the family does not train in one process."""
+    both = _pair(family)
     if both is None:
-        return ()
+        return None
     samples = [probe.sample for probe in both.probes]
-    make = partial(peaked_model, family)
-    return verify(make, samples, LAYOUTS, nproc=2, timeout_s=_SECONDS_ON_RANKS, pool=pool).rows
+    found = pool.run(step_on_rank, family, layout, samples, timeout_s=_SECONDS_ON_RANKS, world=2)[0]
+    if isinstance(found, str):
+        return Ranked(found)
+    return Ranked("", step_errors(both, *found))
 
 
+def step_on_rank(family: str, layout: str, samples: list[Sample]) -> tuple[float, dict[str, Tensor]] | str:
+    """Loss and gradients of the foundation, whole; or why the layout is refused."""
+    plan = parse_layout(layout).plan()
+    torch.manual_seed(0)
+    model = build_omni_model(foundation=peaked_model(family)).train()
+    try:
+        state = init_state_of(plan)
+        table = micro_batches(model, samples, state.dp_size, 1)
+        build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=False)
+    except UserError as refusal:
+        return str(refusal)
+    outcome = train(model, table, state.dp_rank)
+    return outcome.loss, {name.removeprefix("foundation."): value for name, value in outcome.gradients.items()}
+
+
+@lru_cache(maxsize=1)
 def _pair(family: str) -> Pair | None:
-    model = smallest_that_runs(family)
-    return None if isinstance(model, str) else paired(model)
+    torch.manual_seed(0)
+    try:
+        model = smallest_that_runs(family)
+        return None if isinstance(model, str) else paired(model)
+    except UserError:
+        return None
 
 
 def peaked_model(family: str) -> PreTrainedModel:
