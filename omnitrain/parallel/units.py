@@ -45,10 +45,11 @@ class ComponentUnits:
 def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, ComponentUnits]:
     """The units of every component, the root's left out.
 
-    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). It is called
-    as often whatever is encoded: no projector in a loop over images, which ranks with more of them would gather more
-    often. Nor are its parameters read while it does not run. What is in no unit, such as a bare parameter beside the foundation's modules, is the root's. Where the root
-    has none of that, the foundation is a unit, too, so that it can be called by itself.
+    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights), and none of
+    its parameters is read while it does not run. It is called as often whatever is encoded: no projector in a loop over
+    images, which ranks with more of them would gather more often. What is in no unit, such as a bare parameter beside
+    the foundation's modules, is the root's. Where the root has none of that, the foundation is a unit, too, so that it
+    can be called by itself.
 
     Args:
         model: the model.

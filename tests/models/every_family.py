@@ -25,7 +25,7 @@ from omnitrain.parallel.ranks import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import parse_layout
 from tests.families import FAMILIES
-from tests.models.acceptance import differences, step_errors
+from tests.models.acceptance import beyond_neighbours, differences, step_errors
 from tests.models.plain import Pair, paired
 from tests.models.shrunk import small_configs
 
@@ -101,7 +101,8 @@ def on_ranks(family: str, layout: str, pool: RankPool) -> Ranked | None:
     found = pool.run(step_on_rank, family, layout, samples, timeout_s=_SECONDS_ON_RANKS, world=2)[0]
     if isinstance(found, str):
         return Ranked(found)
-    return Ranked("", step_errors(both, *found))
+    wrong = step_errors(both, *found)
+    return Ranked("", beyond_neighbours(both, wrong) if wrong else wrong)
 
 
 def step_on_rank(family: str, layout: str, samples: list[Sample]) -> tuple[float, dict[str, Tensor]] | str:
