@@ -34,7 +34,7 @@ test: install
 test-slow: install
 	@$(BIN)/python -m pytest -q -m slow
 
-# Families of transformers that nothing here names; prints which are exact, which are refused, and why.
+# All families of transformers, in one process and on two ranks; prints which that nothing here names are exact, and why not.
 test-families: install
 	@$(BIN)/python -m pytest -q -m slow tests/models/test_unnamed_families.py
 

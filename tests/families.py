@@ -50,6 +50,15 @@ _GRID_VIT: dict[str, Any] = {
 }
 _DEEPSTACK_VIT = _GRID_VIT | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 WINDOW_VIT = _GRID_VIT | {"window_size": 16, "fullatt_block_indexes": [1]}
+_SIGLIP = _VIT | {"model_type": "siglip_vision_model", "vision_use_head": False}
+_LAYERS_APART = {
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+}
 _VISION_TOKENS = {
     "image_token_id": 190,
     "video_token_id": 191,
@@ -79,7 +88,7 @@ def _text(model_type: str, **values: Any) -> Callable[[], PreTrainedConfig]:
 
 
 def _vision(
-    model_type: str, text: dict[str, Any], vision: dict[str, Any], **values: Any
+    model_type: str, text: dict[str, Any], vision: dict[str, Any] | None, **values: Any
 ) -> Callable[[], PreTrainedConfig]:
     return lambda: AutoConfig.for_model(model_type, text_config=_TEXT | text, vision_config=vision, **values)
 
@@ -209,14 +218,14 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": _vision(
         "gemma3",
         _HEAD | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-        _VIT | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        _SIGLIP,
         image_token_index=190,
         mm_tokens_per_image=4,
     ),
     "paligemma": _vision(
         "paligemma",
         _HEAD | {"model_type": "gemma"},
-        _VIT | {"model_type": "siglip_vision_model", "vision_use_head": False, "projection_dim": 64},
+        _SIGLIP | {"projection_dim": 64},
         image_token_index=190,
         projection_dim=64,
     ),
@@ -230,7 +239,7 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "aya_vision": _vision(
         "aya_vision",
         {"model_type": "cohere2", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
-        _VIT | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        _SIGLIP,
         image_token_index=190,
         downsample_factor=2,
         alignment_intermediate_size=64,
@@ -253,6 +262,50 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
             "num_patches": 4,
             "image_token_embed_dim": 64,
         },
+        image_token_id=190,
+    ),
+    "llama4": _vision(
+        "llama4",
+        _HEAD | {"num_local_experts": 4, "interleave_moe_layer_step": 2, "attention_chunk_size": 8},
+        _VIT
+        | {"intermediate_size": 128, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+        image_token_index=190,
+    ),
+    "llava_onevision": _vision(
+        "llava_onevision",
+        {"model_type": "qwen2"},
+        _SIGLIP,
+        image_token_index=190,
+        video_token_index=191,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+    ),
+    "gemma4": _vision(
+        "gemma4",
+        _HEAD
+        | _LAYERS_APART
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+        },
+        _VIT | {"head_dim": 16, "num_key_value_heads": 2, "pooling_kernel_size": 2, "position_embedding_size": 64},
+        audio_config=None,
+        image_token_id=190,
+        video_token_id=191,
+    ),
+    "gemma4_moe": _vision(
+        "gemma4",
+        _HEAD
+        | _LAYERS_APART
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        None,
+        audio_config=None,
         image_token_id=190,
     ),
 }

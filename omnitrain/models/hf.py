@@ -19,6 +19,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
+from omnitrain.models.native.failure import refusing
 from omnitrain.models.unused import counted, names_not_in_model
 from omnitrain.recipe.suggest import nearest
 
@@ -69,7 +70,7 @@ def resolve(
         part_of: which part of a config is built; None: all of it.
 
     Raises:
-        UserError: nothing there, or an unknown architecture.
+        UserError: nothing there, an unknown architecture, or a config that its class does not take.
         WeightsError: tensors missing, renamed or of another shape.
     """
     class_of, part_of = class_of or model_class, part_of or (lambda config: config)
@@ -79,8 +80,9 @@ def resolve(
     if not isinstance(source, (dict, PreTrainedConfig)):
         return source if dtype is None else source.to(dtype)
     config = part_of(as_config(source) if isinstance(source, dict) else source)
-    model = class_of(config)(config)
-    return model.to(dtype or torch.float32)
+    kind = class_of(config)
+    with refusing(f"{kind.__name__} cannot be built from its config"):
+        return kind(config).to(dtype or torch.float32)
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -57,39 +57,46 @@ class _Calls:
         self._next = 0
         self._near: Tensor | None = None
         self._nothing: list[Tensor] = []
-        self._is_own = False
+        self._is_open = self._is_own = False
         parent.register_forward_pre_hook(self._begin, with_kwargs=True)
         parent.register_forward_hook(self._end)
         for child, _ in children:
             child.register_forward_pre_hook(self._arrive)
 
     def _begin(self, parent: nn.Module, args: Any, kwargs: Any) -> None:
-        self._next, self._nothing = 0, []
+        self._next, self._nothing, self._is_open = 0, [], True
         self._near = next(_floating((args, kwargs)), None)
 
     def _arrive(self, child: nn.Module, args: Any) -> None:
-        if self._near is not None and not self._is_own:
+        if self._is_open and not self._is_own:
             place = next(place for place, (known, _) in enumerate(self._children) if known is child)
             self._catch_up(place)
             self._next = max(self._next, place + 1)
 
     def _end(self, parent: nn.Module, args: Any, output: Any) -> Any:
         self._catch_up(len(self._children))
-        nothing, self._nothing, self._near = self._nothing, [], None
+        nothing, self._nothing, self._near, self._is_open = self._nothing, [], None, False
         first = next(_floating(output))
         tied = _Tied.apply(first, *nothing)
         return tree_map(lambda value: tied if value is first else value, output)
 
     def _catch_up(self, place: int) -> None:
-        assert self._near is not None
         for child, kind in self._children[self._next : place]:
             self._is_own = True
+            empty = self._empty(child)
             try:
-                output = child(*(self._near.flatten()[:0].view(sizes) for sizes in kind.takes))
+                output = child(*(empty.view(sizes) for sizes in kind.takes))
             finally:
                 self._is_own = False
             self._nothing.append(next(_floating(output)))  # its first result is what a forward goes on with
         self._next = max(self._next, place)
+
+    def _empty(self, child: nn.Module) -> Tensor:
+        """Nothing of the rows that the parent was given; where it was given none, of the child's own dtype."""
+        if self._near is not None:
+            return self._near.flatten()[:0]
+        weight = next(child.parameters())
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
 
 class _Tied(torch.autograd.Function):

@@ -25,7 +25,7 @@ from omnitrain.models.foundation import FoundationRunner
 from omnitrain.models.hf import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.in_step import idle_prompt
 from omnitrain.models.lora_files import load_adapters, remove_adapters, save_adapters, split_weights
-from omnitrain.models.native import config_nodes, native_inputs
+from omnitrain.models.native import config_nodes, native_inputs, refusing
 from omnitrain.models.outputs import OmniOutput
 from omnitrain.models.own_configs import take_own_configs
 from omnitrain.models.part import filled_up, here
@@ -106,7 +106,8 @@ class OmniModel(PreTrainedModel):
         Raises:
             UserError: the check refused the foundation; names what was measured.
         """
-        return FoundationRunner(self.foundation, contract_of(self.foundation))
+        with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
+            return FoundationRunner(self.foundation, contract_of(self.foundation))
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:

@@ -54,11 +54,15 @@ def manners_of(model: PreTrainedModel, contract: Contract) -> Manners:
         Kinds of the modules that are handed a mask of the packed row; others are not listed.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        trial = Trial.by(model, contract)
-        found = attempt(lambda: _attention_calls(trial))
-        if isinstance(found, Failure):
-            return {}
-        return {kind_of(module): _manner(module, arguments) for module, arguments in found}
+        found = attempt(lambda: _attention_calls(Trial.by(model, contract)))
+        calls = [] if isinstance(found, Failure) else found
+        return {kind_of(module): _manner_or_failure(module, arguments) for module, arguments in calls}
+
+
+def _manner_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | str:
+    """Whatever a module's code raises where it is driven, the plain form is there."""
+    found = attempt(lambda: _manner(module, arguments))
+    return f"it fails when it is driven: {found}" if isinstance(found, Failure) else found
 
 
 def _manner(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | str:
@@ -69,8 +73,6 @@ def _manner(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | st
         return next((m for m, found in zip(manners, differences, strict=True) if found is None), str(differences[0]))
     except _NotDrivenError as reason:
         return str(reason)
-    except Exception as error:  # whatever a module's code says of being driven, the plain form is there
-        return f"it fails when it is driven: {type(error).__name__}: {error}"
 
 
 def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArguments]]:

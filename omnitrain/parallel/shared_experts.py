@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from omnitrain.models.contract.trial import Failure, attempt
 from omnitrain.ops.experts import LayerSpans
 
 _TRIAL_TOKENS = 4
@@ -64,10 +65,8 @@ def _called_behind(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.M
                 stack.callback(child.register_forward_pre_hook(note, with_kwargs=True).remove)
         stack.callback(delattr, experts, "forward")
         experts.forward = compute_nothing
-        try:
-            functional_call(layer, zeros, (hidden,))
-        except Exception:  # of a model's code that is asked for something else than in training
-            return None
+        if isinstance(attempt(lambda: functional_call(layer, zeros, (hidden,))), Failure):
+            return None  # it wants something else than in training
     return calls[0][0] if [is_alike for _, is_alike in calls] == [True] else None
 
 

@@ -17,6 +17,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.contract.twin import build_twin, moved_tokens, sizes, tower_config, twin_config
 from omnitrain.models.hf import as_config, as_dict
 from omnitrain.models.lora import Adapters, adapters_of, adapters_within, add_lora
+from omnitrain.models.native import refusing
 from omnitrain.models.omni import OmniConfig, OmniModel
 from omnitrain.parallel.memory import available_memory
 
@@ -114,7 +115,7 @@ def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> 
     if fits(model, ranks, memory):
         return _twin(model, model.config) if model.device.type == "meta" else None
     twin = _twin(model, _small(model))
-    with torch.device("meta"):
+    with refusing(f"no small {type(model).__name__} can be built, by which this one is verified"), torch.device("meta"):
         shapes = twin.model_class(copy.deepcopy(twin.config))
     if not fits(shapes, ranks, memory):
         assert memory is not None

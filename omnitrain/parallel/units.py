@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from omnitrain.models.omni import OmniModel
 from omnitrain.ops.compile import blocks_in
+from omnitrain.recipe.globs import any_layer
 from omnitrain.recipe.parallel import FOUNDATION
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -21,7 +22,7 @@ class ComponentUnits:
     """Modules that gather and reduce their parameters together, by name.
 
     Attributes:
-        fp32: modules that stay fp32 whatever the component computes in, and train.
+        fp32: modules that stay fp32 whatever the component computes in, and train; blocks in them before these.
         experts: the experts of layers that are spread over ranks.
         in_experts: modules inside these that every rank has, such as a norm behind them.
         blocks: see :func:`~omnitrain.ops.compile.blocks_in`.
@@ -44,11 +45,11 @@ class ComponentUnits:
 def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, ComponentUnits]:
     """The units of every component, the root's left out.
 
-    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights). It is called
-    as often whatever is encoded: no projector in a loop over images, which ranks with more of them would gather more
-    often, and no tower that the foundation's own forward calls for some samples only. What is in no unit, such as a
-    bare parameter beside the foundation's modules, is the root's. Where the root has none of that, the foundation is a
-    unit, too, so that it can be called by itself.
+    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights), and none of
+    its parameters is read while it does not run. It is called as often whatever is encoded: no projector in a loop over
+    images, which ranks with more of them would gather more often, and no tower that the foundation's own forward calls
+    for some samples only. What is in no unit, such as a bare parameter beside the foundation's modules, is the root's.
+    Where the root has none of that, the foundation is a unit, too, so that it can be called by itself.
 
     Args:
         model: the model.
@@ -105,6 +106,8 @@ class _Parameters:
             for port in model.runner.native.ports.values()
             for name in port.called_by_number
         }
+        outside = {f"{FOUNDATION}.{name}" for name in model.runner.contract.read_outside}
+        self._outside = {module for name, module in self._modules.items() if any_layer(name) in outside}
         keep = stays_fp32(model)
         self._beyond_text = set(model.runner.in_forward.parameters)
         self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
@@ -112,7 +115,9 @@ class _Parameters:
     def units_of(self, component: str, experts: Sequence[str]) -> ComponentUnits:
         """The component's units; the foundation's without what is beside its blocks."""
         shared = [f"{name}.{child}" for name in experts for child, _ in self._modules[name].named_children()]
-        fp32 = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
+        whole = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
+        inside = [name for name in self.blocks(component) if any(name.startswith(f"{outer}.") for outer in whole)]
+        fp32 = [*inside, *whole]
         blocks = [name for name in self.blocks(component) if name not in fp32]
         rest = [] if component == FOUNDATION else list(self._largest(component, lambda _: True))
         inner = {*fp32, *blocks}
@@ -150,7 +155,7 @@ class _Parameters:
 
     def _is_unit(self, module: nn.Module, component: str) -> bool:
         managed = self._managed(module)
-        if module in self._uneven or not self._beyond_text.isdisjoint(managed):
+        if module in self._uneven or module in self._outside or not self._beyond_text.isdisjoint(managed):
             return False
         below = set(module.modules())
         return bool(managed) and all(self._owner[p] == component and self._holders[p] <= below for p in managed)

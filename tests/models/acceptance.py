@@ -14,6 +14,7 @@ from tests.models.plain import (
     Pair,
     exact_logits,
     exact_step,
+    neighbour_of,
     our_logits,
     our_step,
     plain_logits,
@@ -93,10 +94,14 @@ def gradient_errors(both: Pair, packs: Sequence[Pack]) -> dict[str, float]:
     of a query), and a recurrence multiplies it. So a tensor beyond that bound is held against plain transformers in
     fp64: it may be at most 4 x as far from that as plain transformers in fp32 is itself.
     """
+    return step_errors(both, *our_step(both, packs))
+
+
+def step_errors(both: Pair, our_loss: float, got: dict[str, Tensor]) -> dict[str, float]:
+    """The same of a loss and gradients that were computed elsewhere."""
     order = range(len(both.probes))
     loss, expected = plain_step(both, order)
     _, reordered = plain_step(both, order[::-1])
-    our_loss, got = our_step(both, packs)
     wrong = {} if abs(our_loss - loss) <= TOLERANCE * abs(loss) else {"loss": abs(our_loss - loss) / abs(loss)}
     for name, one, other, again in _aligned(got, expected, reordered):
         error, noise = _relative(one, other), _relative(again, other)
@@ -108,6 +113,19 @@ def gradient_errors(both: Pair, packs: Sequence[Pack]) -> dict[str, float]:
     if not abs(exact_loss - loss) <= TOLERANCE * abs(loss):  # other experts were chosen: this is not about rounding
         return wrong
     return beyond_rounding(wrong, got, expected, exact)
+
+
+def beyond_neighbours(both: Pair, wrong: dict[str, float]) -> dict[str, float]:
+    """Those of ``wrong`` that are off by more than what moves them in plain transformers when each weight is another.
+
+    Each becomes one of the two numbers beside it. A matrix of which a rank has a part adds up in another order, so
+    there every product rounds otherwise, and recurrences multiply that.
+    """
+    order = range(len(both.probes))
+    _, expected = plain_step(both, order)
+    _, moved = plain_step(neighbour_of(both), order)
+    change = {name: _relative(one, other) for name, one, other, _ in _aligned(moved, expected, expected)}
+    return {name: error for name, error in wrong.items() if not error <= change.get(name, 0.0)}
 
 
 def beyond_rounding(

@@ -115,6 +115,17 @@ def exact_step(pair: Pair) -> tuple[float, dict[str, Tensor]]:
         return plain_step(exact, range(len(exact.probes)))
 
 
+@torch.no_grad()
+def neighbour_of(pair: Pair) -> Pair:
+    """The same with each weight of the plain model at one of the two numbers beside it, by chance."""
+    plain = copy.deepcopy(pair.plain)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in plain.parameters():
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)))
+    return replace(pair, plain=plain)
+
+
 def exact_logits(pair: Pair) -> dict[int, Tensor]:
     """Sample index -> :func:`plain_logits` in fp64, ``[T, vocabulary]``."""
     with _doubled(pair) as exact:

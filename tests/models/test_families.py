@@ -32,7 +32,8 @@ CASES = [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
 # Its tower puts images of all sizes into one row. Plain transformers runs sdpa over that row with a block-diagonal
 # mask, we run each image's rows by themselves; sdpa adds in another order where a mask leaves keys out.
 ROUNDED = ("mistral3",)
-VIDEO = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "ernie4_5_vl_moe", "qwen3_5", "glm4v", *AUDIO_FAMILIES)
+VIDEO = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "ernie4_5_vl_moe", "qwen3_5", "glm4v", "llava_onevision", "gemma4")
+VIDEO += tuple(AUDIO_FAMILIES)
 
 
 @lru_cache(maxsize=1)

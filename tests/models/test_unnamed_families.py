@@ -1,62 +1,32 @@
-"""Model families of transformers that no file of this repository mentions, each against plain transformers.
+"""Model families of transformers, each against plain transformers: in one process, and on two ranks.
 
-What is compared is found at run time: every model type for which transformers builds a model that generates text.
+What is compared is found at run time: every model type for which transformers builds a model that generates text. Most
+of them no file of this repository mentions. ``-k`` picks some: ``pytest -m slow tests/models/test_unnamed_families.py
+-k "llama and tp2"``.
 """
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
-from omnitrain.errors import UserError
-from omnitrain.models.hf import foundation_class
-from tests.models.acceptance import differences
-from tests.models.plain import paired
-from tests.models.shrunk import small_configs
+from omnitrain.parallel.ranks import RankPool
+from tests.models.every_family import LAYOUTS, PACKED, VERDICTS, Outcome, every_family, on_ranks, outcome
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-MOST_PARAMETERS = 30_000_000
-PACKED, PARTLY, UNPACKED, REFUSED, NO_REFERENCE = VERDICTS = (
-    "exact",
-    "exact, a modality read in its own forward or refused",
-    "exact, one sample per row",
-    "refused",
-    "not small in plain transformers",
-)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a family.
-
-    Attributes:
-        verdict: one of the five above.
-        facts: what the contract check said beside "passed", or why there is no verdict on the numbers.
-        wrong: what differs from plain transformers.
-    """
-
-    verdict: str
-    facts: tuple[str, ...] = ()
-    wrong: dict[str, float] = field(default_factory=dict)
-
-
+@cache
 def unnamed_families() -> list[str]:
-    names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-    listed = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in names]
     text = "\n".join(path.read_text(errors="ignore").lower() for path in _files() if path.is_file())
-    return [family for family in dict.fromkeys(key for mapping in listed for key in mapping) if family not in text]
+    return [family for family in every_family() if family not in text]
 
 
 def _files() -> Iterator[Path]:
@@ -67,63 +37,16 @@ def _files() -> Iterator[Path]:
     return (path for path in ROOT.rglob("*") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
 
 
-@cache
-def outcome(family: str) -> Outcome:
-    try:
-        model = _smallest_that_runs(family)
-        if isinstance(model, str):
-            return Outcome(NO_REFERENCE, (model,))
-        both = paired(model)
-        contract = both.ours.runner.contract
-    except UserError as refusal:
-        return Outcome(REFUSED, (str(refusal),))
-    facts = tuple(f"{finding.check}: {finding.fact}" for finding in contract.findings if finding.outcome != "passed")
-    native = both.ours.runner.native
-    verdict = UNPACKED if not contract.packs else PARTLY if native.in_forward or native.refused else PACKED
-    return Outcome(verdict, facts, differences(both))
-
-
-def _smallest_that_runs(family: str) -> PreTrainedModel | str:
-    """The model of the smallest config that plain transformers runs on text; why there is none."""
-    reason = ""
-    try:
-        for config in small_configs(family):
-            found = _running(config)
-            if not isinstance(found, str):
-                return found
-            reason = reason or found
-    except UserError:
-        raise
-    except Exception as error:  # whatever a config class raises
-        return _in_one_line(error)
-    return reason
-
-
-def _running(config: PreTrainedConfig) -> PreTrainedModel | str:
-    model_class = foundation_class(config)
-    ids = torch.arange(20, 32)[None]
-    taken = inspect.signature(model_class.forward).parameters
-    extra = {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
-    try:
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in model_class(config).parameters())
-        if size > MOST_PARAMETERS:
-            return f"{size / 1e6:.0f}M parameters"
-        model = model_class(config)
-        with torch.no_grad():
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **extra)
-    except Exception as error:  # whatever a model raises
-        return _in_one_line(error)
-    return model
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-@pytest.mark.parametrize("family", unnamed_families())
-def test_an_unnamed_family_is_exact_or_refused(family: str) -> None:
+@pytest.mark.parametrize("family", every_family())
+def test_a_family_is_exact_or_refused(family: str) -> None:
     assert outcome(family).wrong == {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", every_family())
+def test_a_family_is_exact_or_refused_on_two_ranks(ranks: RankPool, family: str, layout: str) -> None:
+    found = on_ranks(family, layout, ranks)
+    assert found is None or found.wrong == {}
 
 
 def test_twenty_unnamed_families_are_exact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,11 @@ def gemma3() -> PreTrainedModel:
     return _family("gemma3")
 
 
+def gemma4_moe() -> PreTrainedModel:
+    """Heads that differ by layer; experts."""
+    return _family("gemma4_moe")
+
+
 def llava() -> PreTrainedModel:
     """A layer inside of the tower gives the rows, not its last one."""
     return _family("llava")

@@ -79,3 +79,20 @@ def test_units_of_every_family_cover_each_parameter_once(name: str) -> None:
                 assert covered.setdefault(parameter, component) == component or unit == "foundation"
     left = {path for path, p in model.named_parameters() if p not in covered}
     assert not left or units["foundation"].rest == ()
+
+
+def test_a_module_that_stays_fp32_is_a_unit_behind_its_blocks() -> None:
+    model = omni("llava")
+    model._keep_in_fp32_modules_strict = ["vision_tower"]
+    tower = "foundation.model.vision_tower"
+    units = find_units(model)["image_encoder"]
+    assert units.fp32[-1] == tower
+    assert {f"{tower}.encoder.layers.0", f"{tower}.encoder.layers.1"} == set(units.fp32[:-1])
+    assert units.blocks == ()
+
+
+def test_a_module_whose_parameters_are_read_while_it_does_not_run_is_no_unit() -> None:
+    model = omni("gemma3")
+    contract = replace(model.runner.contract, read_outside=("model.vision_tower",))
+    model.runner.contract = contract
+    assert "foundation.model.vision_tower" not in find_units(model)["image_encoder"].rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +28,7 @@ from omnitrain.models.contract.measure import (
     without_gradient,
 )
 from omnitrain.models.contract.probes import probe_samples
+from omnitrain.models.contract.read_outside import read_from_outside
 from omnitrain.models.contract.row_local import row_local_modules
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.contract.twin import build_twin, twin_configs
@@ -71,7 +73,8 @@ def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig)
             contract = attempt(partial(_contract_on, model_class, small))
             if isinstance(contract, Contract) and {f.outcome for f in contract.findings} - {"left out"} <= accepted:
                 return contract
-        return _contract_on(model_class, twins[-1])
+        contract = attempt(partial(_contract_on, model_class, twins[-1]))
+        return Contract().noting("twin", "refused", contract) if isinstance(contract, Failure) else contract
 
 
 def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> Contract:
@@ -85,12 +88,32 @@ def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> 
 
 
 def _checked(trial: Trial) -> Contract:
-    outputs = (_modalities, _attention, _head, _items, _side_features, _packing, _left_out, _own_loss)
-    for check in (*outputs, _last_rows, _tails, _gradients):
-        check(trial)
+    """Every check, until one refuses. What a model's code raises in one, where that has no fallback, is a refusal."""
+    for name, check in _checks().items():
+        failed = attempt(partial(check, trial))
+        if isinstance(failed, Failure):
+            trial.note(name, "refused", failed)
         if trial.contract.refusals:
             break
     return trial.contract
+
+
+def _checks() -> dict[str, Callable[[Trial], None]]:
+    """By name, in order: what a model gives, then what it need not compute for that, then its gradients."""
+    return {
+        "modalities": _modalities,
+        "attention": _attention,
+        "head": _head,
+        "items": _items,
+        "side features": _side_features,
+        "packing": _packing,
+        "left out": _left_out,
+        "units": _units,
+        "own loss": _own_loss,
+        "last rows": _last_rows,
+        "tails": _tails,
+        "gradients": _gradients,
+    }
 
 
 def _modalities(trial: Trial) -> None:
@@ -191,6 +214,13 @@ def _left_out(trial: Trial) -> None:
         trial.note("left out", "fallback", f"some samples leave out {names}; {'; '.join(problems)}: one rank only")
     else:
         trial.note("left out", "passed", f"some samples leave out {names}; there they are called on nothing")
+
+
+def _units(trial: Trial) -> None:
+    """A module gathers its parameters when it is called; those that are read at other moments belong to one around."""
+    if found := read_from_outside(trial):
+        trial.use(read_outside=found)
+        trial.note("units", "passed", f"parameters are read while their module does not run: {', '.join(found)}")
 
 
 def _own_loss(trial: Trial) -> None:

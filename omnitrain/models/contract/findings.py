@@ -55,6 +55,7 @@ class Contract:
             are named by their place from its end.
         without_tails: what comes behind the last token that a loss reads makes no difference.
         left_out: modules that some samples leave out, in the order of a forward that leaves nothing out.
+        read_outside: modules whose parameters are read while they do not run, with ``*`` for places in module lists.
         without_gradient: parameters of the twin that no loss reaches.
         beyond_text: modules and bare parameters that no sample of text, or of media with rows of their own, reaches;
             ``*`` for places in module lists.
@@ -69,6 +70,7 @@ class Contract:
     row_local: tuple[str, ...] = ()
     without_tails: bool = False
     left_out: tuple[LeftOut, ...] = ()
+    read_outside: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     beyond_text: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()

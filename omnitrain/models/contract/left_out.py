@@ -38,7 +38,8 @@ def left_out_modules(trial: Trial) -> tuple[LeftOut, ...]:
         own = [arguments for seen in calls for arguments in seen.get(name, ())]
         caller = _caller(name, everything)
         kind = LeftOut(any_layer(name), any_layer(caller))
-        found.setdefault(kind.module, _with_sizes(kind, own, everything[caller][0]))
+        is_near = all(any(map(_is_rows, seen[caller][0].values())) for seen in calls)
+        found.setdefault(kind.module, _with_sizes(kind, own, is_near or _is_flat(trial.ours.get_submodule(name))))
     return tuple(found.values())
 
 
@@ -67,10 +68,15 @@ def _caller(name: str, called: _Calls) -> str:
     return next((around for around in outer if around in called), "")
 
 
-def _with_sizes(kind: LeftOut, calls: Sequence[dict[str, Any]], around: dict[str, Any]) -> LeftOut:
-    """With what it takes where there is nothing for it; ``around``: the arguments of its caller."""
-    if not any(_is_rows(value) for value in around.values()):
-        return replace(kind, problem="what calls it takes no rows")
+def _is_flat(module: nn.Module) -> bool:
+    """Whether it has no blocks, which ranks gather one after the other, so that their place among others counts."""
+    return not any(isinstance(part, nn.ModuleList) for part in module.modules())
+
+
+def _with_sizes(kind: LeftOut, calls: Sequence[dict[str, Any]], is_placed: bool) -> LeftOut:
+    """With what it takes where there is nothing for it; ``is_placed``: it can be called at its place, or at any."""
+    if not is_placed:
+        return replace(kind, problem="it has blocks, and what calls it is not always given rows")
     for name, value in ((name, value) for arguments in calls for name, value in arguments.items()):
         if not _is_rows(value):
             return replace(kind, problem=f"it takes `{name}`, of which nobody says what it is for no rows")

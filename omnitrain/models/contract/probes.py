@@ -14,6 +14,7 @@ from omnitrain.data.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan,
 from omnitrain.errors import UserError
 from omnitrain.models.contract.twin import TWIN_THRESHOLD
 from omnitrain.models.native import Discovery, config_nodes, special_ids
+from omnitrain.ops.config_value import config_value
 
 # Shorter than the twin's windows, and longer.
 _TEXT_LENGTHS = (TWIN_THRESHOLD - 2, TWIN_THRESHOLD + 3, TWIN_THRESHOLD + 5)
@@ -157,7 +158,7 @@ def _named(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> lis
         for form in forms:
             name = form.format(stem if form.startswith("{") else stem[0])
             for node in config_nodes(config):
-                if isinstance(value := getattr(node, name, None), int):
+                if isinstance(value := config_value(node, name), int):
                     return [value]
     return []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.models.native import config_nodes, peaked_
+from omnitrain.ops.config_value import config_value
 
 # What counts the repeated parts of a config.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _TOWER_DEPTHS = (*_DEPTHS, "depth", "encoder_layers")
+# What counts the last layers, which take keys and values from earlier ones.
+_SHARING = ("num_kv_shared_layers",)
+# Layers that differ by position and say so with a number (the first dense ones, every nth expert one).
+_FIRST_LAYERS = ("first_k_dense_replace", "decoder_sparse_step", "interleave_moe_layer_step", "num_dense_layers")
 _TWIN_TOWER_DEPTH = 3  # an index from the end (the feature layer, -2) still leaves one layer before it
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
@@ -163,17 +168,38 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     if name is None:
         return
     depth: int = getattr(text, name)
-    per_layer = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
-    kinds = list(zip(*per_layer.values(), strict=True)) if per_layer else []
-    kept = max([least, *(index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index])])
-    # Layers that differ by position and say so with a number (the first dense ones, every nth expert one).
-    for key in ("first_k_dense_replace", "decoder_sparse_step", "interleave_moe_layer_step", "num_dense_layers"):
-        kept = max(kept, int(getattr(text, key, None) or 0) + 1)
-    if kept >= depth:
+    lists = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
+    own = _values_by_layer(text, depth)
+    kinds = list(zip(*lists.values(), own, strict=True))
+    least = max(least, *(int(config_value(text, key) or 0) + 1 for key in _FIRST_LAYERS))
+    sharing = _first(text, _SHARING)
+    first = depth - (getattr(text, sharing) if sharing else 0)
+    shared = range(first, first + _up_to_last_kind(kinds[first:]))
+    kept = [*range(min(first, max(least, _up_to_last_kind(kinds[:first])))), *shared]
+    if len(kept) >= depth:
         return
-    for key, values in per_layer.items():
-        setattr(text, key, values[:kept])
-    setattr(text, name, kept)
+    for key, values in lists.items():
+        setattr(text, key, type(values)(values[place] for place in kept))
+    if sharing:
+        setattr(text, sharing, len(shared))
+    if any(own):
+        text.per_layer_config = None
+    setattr(text, name, len(kept))
+    if any(own):
+        text.per_layer_config = {new: own[place] for new, place in enumerate(kept)}
+
+
+def _up_to_last_kind(kinds: Sequence[Any]) -> int:
+    """How many of the first layers have a layer of each kind."""
+    return max((place + 1 for place, kind in enumerate(kinds) if kind not in kinds[:place]), default=0)
+
+
+def _values_by_layer(text: PreTrainedConfig, depth: int) -> list[dict[str, Any]]:
+    """Of each layer, the values that a config gives layer by layer (transformers' ``per_layer_config``)."""
+    names = getattr(text, "per_layer_attributes", None)
+    if names is None:
+        return [{} for _ in range(depth)]
+    return [{name: getattr(layer, name) for name in ("skip", *sorted(names))} for layer in text.per_layer_config]
 
 
 def _cut_tower(node: PreTrainedConfig) -> None:
@@ -203,9 +229,9 @@ def _cut_mlps(node: PreTrainedConfig) -> None:
 
 def _cut_thresholds(text: PreTrainedConfig) -> None:
     for name in _THRESHOLDS:
-        if isinstance(value := getattr(text, name, None), int) and value > TWIN_THRESHOLD:
+        if isinstance(value := config_value(text, name), int) and value > TWIN_THRESHOLD:
             setattr(text, name, TWIN_THRESHOLD)
-    rope = getattr(text, "rope_parameters", None) or {}
+    rope = config_value(text, "rope_parameters") or {}
     for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if values.get("rope_type") == "longrope":
             values["original_max_position_embeddings"] = TWIN_THRESHOLD
@@ -215,10 +241,10 @@ def _cut_thresholds(text: PreTrainedConfig) -> None:
 
 
 def _cut_experts(text: PreTrainedConfig) -> None:
-    groups = int(getattr(text, "n_group", None) or 1)
+    groups = int(config_value(text, "n_group") or 1)
     for names, most in ((_EXPERTS, _TWIN_EXPERTS * groups), (_CHOSEN_EXPERTS, _TWIN_CHOSEN_EXPERTS)):
         for name in names:
-            if isinstance(value := getattr(text, name, None), int) and value > most:
+            if isinstance(value := config_value(text, name), int) and value > most:
                 setattr(text, name, most)
 
 
@@ -251,4 +277,4 @@ def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:
 
 
 def _first(node: Any, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if isinstance(getattr(node, name, None), int)), None)
+    return next((name for name in names if isinstance(config_value(node, name), int)), None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 import omnitrain
+from omnitrain.errors import UserError
 
 _OURS = Path(omnitrain.__file__).parent
 # What no model can bring about in our own lines. Others (a missing attribute, an odd shape) may be an output's fault.
@@ -35,6 +38,22 @@ def failure_of_model(error: Exception) -> str:
     file, line = _origin(error)
     message = next(iter(str(error).splitlines()), "")[:200]
     return f"{type(error).__name__}: {message} ({Path(file).name}:{line})"
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """What a model's own code raises in here becomes a refusal that begins with ``what``.
+
+    Raises:
+        UserError: the code raised something.
+        Exception: see :func:`raise_if_ours`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # foreign code raises anything
+        raise UserError(f"{what}: {failure_of_model(error)}") from error
 
 
 def _origin(error: Exception) -> tuple[str, int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from omnitrain.ops.config_value import config_value
+
 _PATCH = ("patch_size", "vit_patch_size")
 _SIDE = ("image_size", "img_size", "max_image_size", "resolution", "input_size")
 _CHANNELS = ("num_channels", "in_channels", "in_chans", "n_channels")
@@ -130,7 +132,7 @@ def _nodes_for(config: PreTrainedConfig, modality: str) -> list[PreTrainedConfig
 def _first(nodes: list[PreTrainedConfig], names: tuple[str, ...], default: Any = None) -> Any:
     for node in nodes:
         for name in names:
-            if (value := getattr(node, name, None)) is not None:
+            if (value := config_value(node, name)) is not None:
                 return value
     return default
 

@@ -44,8 +44,13 @@ class ParameterReads(TorchFunctionMode):
             args, kwargs = map_leaves(args, self._off_meta), map_leaves(kwargs, self._off_meta)
         result = func(*args, **kwargs)
         if given and any(isinstance(value, Tensor) for value in leaves(result)):
-            self.names |= {self._names[id(value)] for value in given}
+            for value in given:
+                self.note(self._names[id(value)])
         return self._off_meta(result) if self._seeds else result
+
+    def note(self, name: str) -> None:
+        """The parameter of this name enters a computation."""
+        self.names.add(name)
 
     def _off_meta(self, value: Any) -> Any:
         if isinstance(value, torch.device) and value.type == "meta":

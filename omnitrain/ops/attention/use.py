@@ -16,6 +16,7 @@ from omnitrain.ops.attention.choose import AUTO, backend_names
 from omnitrain.ops.attention.entry import omnitrain_attention, omnitrain_mask
 from omnitrain.ops.attention.packing import packed_row
 from omnitrain.ops.attention.plain import SDPA
+from omnitrain.ops.config_value import config_value
 
 SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -78,7 +79,7 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
 
 def _implementation(config: Any, backend: str) -> Implementation:
     # By a name with "flash" in it, transformers would refuse chunks, which a spec cuts at exactly.
-    passes_borders = getattr(config, "attention_chunk_size", None) is None
+    passes_borders = config_value(config, "attention_chunk_size") is None
     return Implementation(backend, plain_implementation(config), passes_borders)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from omnitrain.models.lora import without_adapters
 from omnitrain.models.omni import OmniModel
+from omnitrain.ops.config_value import config_value
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.globs import any_layer, matches
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
@@ -211,8 +212,11 @@ def _heads(module: nn.Module) -> dict[str, int]:
         return {}
     if not isinstance(config, PreTrainedConfig):
         return {}
+    layer = getattr(module, "layer_idx", None)
+    if isinstance(layer, int) and getattr(config, "per_layer_attributes", None):
+        config = config.per_layer_config[layer]
     found = {"heads": "num_attention_heads", "key-value heads": "num_key_value_heads"}
-    numbers = {what: getattr(config, attribute, None) for what, attribute in found.items()}
+    numbers = {what: config_value(config, attribute) for what, attribute in found.items()}
     return {what: number for what, number in numbers.items() if isinstance(number, int)}
 
 

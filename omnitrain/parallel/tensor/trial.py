@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.probes import Probe, probe_samples
@@ -71,37 +71,47 @@ def _tried(
     inside = {n.removeprefix(f"{FOUNDATION}."): s for n, s in styles.items() if n.startswith(f"{FOUNDATION}.")}
     if not inside:
         return "", frozenset()
-    ends: set[str] = set()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         twin, probes = _running_twin(foundation)
         with torch_kernels(twin):
             twin.to(state.device_type)
-            if divide:
-                with ends_of(text_blocks(twin), inside, dict(twin.named_modules())) as ends:
-                    _logits(twin, probes[0])
-            expected = _outcome(twin, probes, share=1.0)
-            cut = _divided(twin, inside, state.size("tp"))
-            last = DividedTokens(ends=frozenset(ends)).ends_in(cut)
-            cut_tensors(twin, cut, state.tp_mesh, last)
-            if divide:
-                divide_tokens(twin, [twin.get_submodule(name) for name in last], state.tp_mesh.get_group())
-            twin.zero_grad()
-            found = attempt(partial(_outcome, twin, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state))
-    problem = f"it does not run: {found}" if isinstance(found, Failure) else _difference(found, expected)
-    return problem or "", frozenset(ends)
+            found = attempt(partial(_measured, twin, probes, inside, state, divide=divide))
+    return (f"it does not run: {found}", frozenset()) if isinstance(found, Failure) else found
+
+
+def _measured(
+    twin: PreTrainedModel, probes: Sequence[Probe], styles: Mapping[str, str], state: ParallelState, *, divide: bool
+) -> tuple[str, frozenset[str]]:
+    """The twin is whole before, and cut afterwards."""
+    ends: set[str] = set()
+    if divide:
+        with ends_of(text_blocks(twin), styles, dict(twin.named_modules())) as ends:
+            _logits(twin, probes[0])
+    expected = _outcome(twin, probes, share=1.0)
+    cut = _divided(twin, styles, state.size("tp"))
+    last = DividedTokens(ends=frozenset(ends)).ends_in(cut)
+    cut_tensors(twin, cut, state.tp_mesh, last)
+    if divide:
+        divide_tokens(twin, [twin.get_submodule(name) for name in last], state.tp_mesh.get_group())
+    twin.zero_grad()
+    found = _outcome(twin, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state)
+    return _difference(found, expected) or "", frozenset(ends)
 
 
 def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
     """The smallest twin that plain transformers runs, and the samples that it takes."""
     for config in twin_configs(foundation.config):
-        twin = build_twin(type(foundation), config).train()
-        with torch_kernels(twin):
-            native = attempt(partial(discover, twin))
-            probes = [] if isinstance(native, Failure) else probe_samples(twin, native)
-            running = [p for p in probes if not isinstance(attempt(partial(_logits, twin, p)), Failure)]
-        if running and not running[0].modalities:
-            return twin, running
+        found = attempt(partial(_with_probes, type(foundation), config))
+        if not isinstance(found, Failure) and found[1] and not found[1][0].modalities:
+            return found
     raise UserError(f"tp: no twin of {type(foundation).__name__} runs, on which its plan could be tried; use tp 1")
+
+
+def _with_probes(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, list[Probe]]:
+    twin = build_twin(kind, config).train()
+    with torch_kernels(twin):
+        probes = probe_samples(twin, discover(twin))
+        return twin, [probe for probe in probes if not isinstance(attempt(partial(_logits, twin, probe)), Failure)]
 
 
 def _divided(twin: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -95,6 +95,32 @@ class WithSpareParts(Qwen3ForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.spare = nn.Linear(2, 2)
+
+
+class ReadFromOutside(Qwen3ForCausalLM):
+    """Layers take the weight of a module that they do not call."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.gate_proj.register_forward_hook(partial(_add_product, layer.mlp.up_proj))
+
+
+def _add_product(other: nn.Linear, module: nn.Module, arguments: tuple[Tensor], output: Tensor) -> Tensor:
+    return output + F.linear(*arguments, other.weight)
+
+
+class TrainingAlone(LlavaForConditionalGeneration):
+    """Its tower fails in training, where features and their sizes must agree in number."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.vision_tower.register_forward_pre_hook(_require_two)
+
+
+def _require_two(tower: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    if tower.training:
+        raise RuntimeError("split_sizes must sum exactly to the number of features")
 
 
 class Refusing(Qwen3ForCausalLM):

@@ -24,6 +24,7 @@ from omnitrain.models.native import NativeRows, discover, peaked_
 from omnitrain.ops.attention import PackedRow, entry, packed
 from omnitrain.ops.attention.mask_spec import plain_spec
 from tests.families import FAMILIES
+from tests.models.acceptance import unpacked_errors
 from tests.models.contract import broken
 from tests.models.plain import pair_of
 
@@ -269,3 +270,22 @@ def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample()
 
 def _plain_head(hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
     return type(lm_head).forward(lm_head, hidden)
+
+
+def test_what_a_model_raises_in_any_check_refuses_it_in_words() -> None:
+    contract = checked(broken.TrainingAlone, "llava")
+    (refusal,) = contract.refusals
+    assert refusal.check == "modalities"
+    assert refusal.fact.startswith("RuntimeError: split_sizes must sum exactly to the number of features (broken.py:")
+
+
+def test_a_module_whose_weight_another_reads_is_found() -> None:
+    assert checked(broken.ReadFromOutside).read_outside == ("model.layers.*.mlp.up_proj",)
+
+
+def test_images_whose_sizes_do_not_agree_with_their_tiles_are_refused_in_words() -> None:
+    config = FAMILIES["llava_onevision"]()
+    config.image_grid_pinpoints = [[24, 24]]  # no multiple of the tower's 16 pixels
+    both = pair_of(config)
+    assert "RuntimeError: split_with_sizes" in both.ours.runner.native.refused["image"]
+    assert unpacked_errors(both) == {}

@@ -7,11 +7,13 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
+from omnitrain.data.pack import Pack
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.contract.findings import Contract, LeftOut
 from omnitrain.models.left_out import call_what_is_left_out
 from tests.families import FAMILIES
 from tests.models.contract import broken
+from tests.models.plain import pair_of
 
 LAYER = ("model.layers.*.mlp.extra", "model.layers.*.mlp")
 
@@ -25,6 +27,14 @@ def test_a_layer_that_short_samples_leave_out_is_called_on_no_rows() -> None:
 def test_a_layer_whose_arguments_for_no_rows_nobody_knows_says_so() -> None:
     (found,) = check_contract(broken.TellingForLongRows, FAMILIES["qwen3"]()).left_out
     assert (found.module, found.parent) == LAYER and found.problem.startswith("it takes `scale`")
+
+
+def test_what_only_images_call_is_called_on_nothing_for_a_text_whose_model_is_given_no_rows() -> None:
+    both = pair_of(FAMILIES["llama4"]())
+    assert both.ours.runner.contract.left_out == (LeftOut("multi_modal_projector", "", takes=((0, 64),)),)
+    text = Pack.from_samples([both.probes[0].sample])
+    both.ours(text).losses["text"].sum.backward()
+    assert not both.ours.foundation.multi_modal_projector.linear_1.weight.grad.any()
 
 
 class _Chooses(nn.Module):

@@ -81,6 +81,20 @@ def test_a_twin_has_a_layer_of_each_kind_and_windows_of_a_few_tokens() -> None:
     assert small.sliding_window == 8
 
 
+def test_a_twin_keeps_layers_that_take_keys_from_others_and_the_values_of_each_layer() -> None:
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    config = AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=35, layer_types=kinds * 7, num_kv_shared_layers=20, hidden_size=64
+    )
+    small = twin_config(config)
+    assert (small.num_hidden_layers, small.num_kv_shared_layers) == (10, 5)
+    assert small.layer_types == kinds * 2
+    assert small.kv_sharing_modes == [None] * 3 + ["store"] * 2 + ["reuse"] * 5
+    assert [layer.head_dim for layer in small.per_layer_config] == [256, 256, 256, 256, 512] * 2
+    assert num_parameters(small) < num_parameters(config) / 3
+    assert config.num_hidden_layers == 35 and config.per_layer_config[34].head_dim == 512
+
+
 def test_a_twin_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
     config = twin_config(FAMILIES["qwen3"]())
     torch.manual_seed(7)

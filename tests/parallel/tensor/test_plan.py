@@ -34,6 +34,12 @@ def problems(model: ot.OmniModel, tp: int = 2, **plan: dict[str, str]) -> str:
     return "\n".join(tensor_plan(model, ot.ParallelPlan(**plan), tp).problems)
 
 
+def test_heads_that_differ_by_layer_are_counted_layer_by_layer() -> None:
+    model = build_omni_model(foundation=factories.gemma4_moe())
+    assert not problems(model)
+    assert "does not divide the 2 key-value heads of model.language_model.layers.*.self_attn" in problems(model, tp=4)
+
+
 def test_a_model_is_cut_by_its_own_plan(any_to_any: ot.OmniModel) -> None:
     styles = planned(any_to_any)
     assert styles["foundation.model.layers.1.self_attn.q_proj"] == "colwise"

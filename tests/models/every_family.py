@@ -1,0 +1,177 @@
+"""Every model family for which transformers builds a small model that generates text, and what becomes of it here.
+
+A family is run as one process, against plain transformers, and on two ranks, against one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.build import build_omni_model
+from omnitrain.models.hf import foundation_class
+from omnitrain.models.native import peaked_
+from omnitrain.parallel.outcome import micro_batches, train
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.state import init_state_of
+from omnitrain.recipe.layout import parse_layout
+from tests.families import FAMILIES
+from tests.models.acceptance import beyond_neighbours, differences, step_errors
+from tests.models.plain import Pair, paired
+from tests.models.shrunk import small_configs
+
+MOST_PARAMETERS = 30_000_000
+LAYOUTS = ("dp2", "tp2")
+_SECONDS_ON_RANKS = 120.0
+PACKED, PARTLY, UNPACKED, REFUSED, NO_REFERENCE = VERDICTS = (
+    "exact",
+    "exact, a modality read in its own forward or refused",
+    "exact, one sample per row",
+    "refused",
+    "not small in plain transformers",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a family in one process.
+
+    Attributes:
+        verdict: one of the five above.
+        facts: what the contract check said beside "passed", or why there is no verdict on the numbers.
+        wrong: what differs from plain transformers.
+    """
+
+    verdict: str
+    facts: tuple[str, ...] = ()
+    wrong: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What became of a family on two ranks.
+
+    Attributes:
+        refusal: why the layout is refused; empty: it is not.
+        wrong: what differs from plain transformers.
+    """
+
+    refusal: str
+    wrong: dict[str, float] = field(default_factory=dict)
+
+
+def every_family() -> list[str]:
+    """Names of the suite's own families, then all model types that generate text."""
+    names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+    listed = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in names]
+    return list(dict.fromkeys([*FAMILIES, *(family for mapping in listed for family in mapping)]))
+
+
+@cache
+def outcome(family: str) -> Outcome:
+    """Against plain transformers, in this process."""
+    try:
+        model = smallest_that_runs(family)
+        if isinstance(model, str):
+            return Outcome(NO_REFERENCE, (model,))
+        both = paired(model)
+    except UserError as refusal:
+        return Outcome(REFUSED, (str(refusal),))
+    contract = both.ours.runner.contract
+    facts = tuple(f"{finding.check}: {finding.fact}" for finding in contract.findings if finding.outcome != "passed")
+    native = both.ours.runner.native
+    verdict = UNPACKED if not contract.packs else PARTLY if native.in_forward or native.refused else PACKED
+    return Outcome(verdict, facts, differences(both))
+
+
+def on_ranks(family: str, layout: str, pool: RankPool) -> Ranked | None:
+    """The same step on two ranks, against plain transformers; None: the family does not train in one process."""
+    both = _pair(family)
+    if both is None:
+        return None
+    samples = [probe.sample for probe in both.probes]
+    found = pool.run(step_on_rank, family, layout, samples, timeout_s=_SECONDS_ON_RANKS, world=2)[0]
+    if isinstance(found, str):
+        return Ranked(found)
+    wrong = step_errors(both, *found)
+    return Ranked("", beyond_neighbours(both, wrong) if wrong else wrong)
+
+
+def step_on_rank(family: str, layout: str, samples: list[Sample]) -> tuple[float, dict[str, Tensor]] | str:
+    """Loss and gradients of the foundation, whole; or why the layout is refused."""
+    plan = parse_layout(layout).plan()
+    torch.manual_seed(0)
+    model = build_omni_model(foundation=peaked_model(family)).train()
+    try:
+        state = init_state_of(plan)
+        table = micro_batches(model, samples, state.dp_size, 1)
+        build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=False)
+    except UserError as refusal:
+        return str(refusal)
+    outcome = train(model, table, state.dp_rank)
+    return outcome.loss, {name.removeprefix("foundation."): value for name, value in outcome.gradients.items()}
+
+
+@lru_cache(maxsize=1)
+def _pair(family: str) -> Pair | None:
+    torch.manual_seed(0)
+    try:
+        model = smallest_that_runs(family)
+        return None if isinstance(model, str) else paired(model)
+    except UserError:
+        return None
+
+
+def peaked_model(family: str) -> PreTrainedModel:
+    """The family's small model, the same on every rank."""
+    model = smallest_that_runs(family)
+    assert not isinstance(model, str), model
+    peaked_(model)
+    return model
+
+
+def smallest_that_runs(family: str) -> PreTrainedModel | str:
+    """The model of the smallest config that plain transformers runs on text; why there is none."""
+    reason = ""
+    try:
+        for config in [FAMILIES[family]()] if family in FAMILIES else small_configs(family):
+            found = _running(config)
+            if not isinstance(found, str):
+                return found
+            reason = reason or found
+    except UserError:
+        raise
+    except Exception as error:  # whatever a config class raises
+        return _in_one_line(error)
+    return reason
+
+
+def _running(config: PreTrainedConfig) -> PreTrainedModel | str:
+    model_class = foundation_class(config)
+    ids = torch.arange(20, 32)[None]
+    taken = inspect.signature(model_class.forward).parameters
+    extra = {name: torch.zeros_like(ids) for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in model_class(config).parameters())
+        if size > MOST_PARAMETERS:
+            return f"{size / 1e6:.0f}M parameters"
+        model = model_class(config)
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **extra)
+    except Exception as error:  # whatever a model raises
+        return _in_one_line(error)
+    return model
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
