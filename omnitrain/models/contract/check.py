@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.contract.cache import contract_path, keep, kept
-from omnitrain.models.contract.findings import Contract
-from omnitrain.models.contract.left_out import left_out_modules
+from omnitrain.models.contract.findings import Contract, LeftOut
+from omnitrain.models.contract.left_out import left_out_modules, unread_by_short_samples
 from omnitrain.models.contract.measure import (
     TOLERANCE,
     gradient_fact,
@@ -201,19 +201,26 @@ def _packing(trial: Trial) -> None:
 
 def _left_out(trial: Trial) -> None:
     """What some samples leave out is called on nothing for them, so that all ranks call the same."""
-    found = attempt(partial(left_out_modules, trial))
-    if isinstance(found, Failure) or not found:
-        return
+    calls = attempt(partial(left_out_modules, trial))
+    found = () if isinstance(calls, Failure) else calls
     trial.use(left_out=found)
-    if isinstance(failed := attempt(partial(logit_error, trial)), Failure):
+    if found and isinstance(failed := attempt(partial(logit_error, trial)), Failure):
         found = tuple(replace(kind, problem=kind.problem or f"called on nothing, it fails: {failed}") for kind in found)
-        trial.use(left_out=found)
+    short = attempt(partial(unread_by_short_samples, trial))
+    found += () if isinstance(short, Failure) else tuple(kind for kind in short if not _is_below(kind, found))
+    trial.use(left_out=found)
+    if not found:
+        return
     names = ", ".join(kind.module for kind in found)
     problems = dict.fromkeys(kind.problem for kind in found if kind.problem)
     if problems:
         trial.note("left out", "fallback", f"some samples leave out {names}; {'; '.join(problems)}: one rank only")
     else:
         trial.note("left out", "passed", f"some samples leave out {names}; there they are called on nothing")
+
+
+def _is_below(kind: LeftOut, others: Sequence[LeftOut]) -> bool:
+    return any(f"{kind.module}.".startswith(f"{other.module}.") for other in others)
 
 
 def _units(trial: Trial) -> None:

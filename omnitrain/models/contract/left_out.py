@@ -9,16 +9,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
 from omnitrain.models.contract.findings import LeftOut
 from omnitrain.models.contract.trial import Case, Trial
 from omnitrain.recipe.globs import any_layer
 
 # Module -> the arguments of each of its calls in one forward.
 _Calls = dict[str, list[dict[str, Any]]]
+
+_SHORTEST = 2  # tokens: one to read, one to predict
 
 
 @torch.no_grad()
@@ -41,6 +45,38 @@ def left_out_modules(trial: Trial) -> tuple[LeftOut, ...]:
         is_near = all(any(map(_is_rows, seen[caller][0].values())) for seen in calls)
         found.setdefault(kind.module, _with_sizes(kind, own, is_near or _is_flat(trial.ours.get_submodule(name))))
     return tuple(found.values())
+
+
+def unread_by_short_samples(trial: Trial) -> tuple[LeftOut, ...]:
+    """Modules whose parameters a long text reads and the shortest does not, such as a compressor of many tokens.
+
+    They get a gradient on some ranks only, so ranks would not reduce the same.
+    """
+    texts = [case.probe.sample for case in trial.cases if not case.probe.modalities]
+    longest = max(texts, key=len, default=None)
+    if longest is None:
+        return ()
+    reads = [_parameters_read(trial, sample) for sample in (_shortest_part(longest), longest)]
+    modules = dict.fromkeys(any_layer(name.rpartition(".")[0]) for name in sorted(reads[1] - reads[0]))
+    problem = f"samples of {_SHORTEST} tokens do not read its parameters"
+    return tuple(LeftOut(module, "", problem=problem) for module in modules)
+
+
+def _shortest_part(sample: Sample) -> Sample:
+    first = slice(_SHORTEST)
+    inputs = {name: values[first] for name, values in sample.token_inputs.items()}
+    trained = np.array([False] * (_SHORTEST - 1) + [True])
+    ids, positions = sample.input_ids[first], sample.position_ids[..., first]
+    return replace(sample, input_ids=ids, loss_mask=trained, position_ids=positions, token_inputs=inputs)
+
+
+def _parameters_read(trial: Trial, sample: Sample) -> set[str]:
+    """Names of those that get a gradient."""
+    trial.ours.zero_grad()
+    trial.runner.text_loss(Pack.from_samples([sample]))[0].sum.backward()
+    read = {name for name, parameter in trial.ours.named_parameters() if parameter.grad is not None}
+    trial.ours.zero_grad()
+    return read
 
 
 def _calls_of(trial: Trial, case: Case) -> _Calls:

@@ -97,6 +97,22 @@ class WithSpareParts(Qwen3ForCausalLM):
         self.spare = nn.Linear(2, 2)
 
 
+class ReadByLongTexts(Qwen3ForCausalLM):
+    """A layer compresses runs of four tokens; a text of fewer has none."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.compressor = nn.Linear(config.hidden_size, config.hidden_size)
+        self.model.layers[0].mlp.register_forward_hook(partial(_add_compressed, self.compressor))
+
+
+def _add_compressed(compressor: nn.Linear, module: nn.Module, arguments: tuple[Tensor], output: Tensor) -> Tensor:
+    if output.size(1) < 4:
+        return output
+    runs = compressor(arguments[0])[:, 3::4]
+    return output + F.pad(runs.repeat_interleave(4, 1), (0, 0, 0, output.size(1) - 4 * runs.size(1)))
+
+
 class ReadFromOutside(Qwen3ForCausalLM):
     """Layers take the weight of a module that they do not call."""
 

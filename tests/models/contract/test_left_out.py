@@ -37,6 +37,12 @@ def test_what_only_images_call_is_called_on_nothing_for_a_text_whose_model_is_gi
     assert not both.ours.foundation.multi_modal_projector.linear_1.weight.grad.any()
 
 
+def test_what_short_texts_do_not_read_keeps_a_model_on_one_rank() -> None:
+    contract = check_contract(broken.ReadByLongTexts, FAMILIES["qwen3"]())
+    (found,) = contract.left_out
+    assert (found.module, found.problem) == ("compressor", "samples of 2 tokens do not read its parameters")
+
+
 class _Chooses(nn.Module):
     """Calls those of three layers whose numbers it is given."""
 
