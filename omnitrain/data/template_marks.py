@@ -103,7 +103,7 @@ def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message
 
 
 def _marked_texts(message: Message) -> Message:
-    """Marks in the content, and in what is nested in fields that others than the assistant fill (``tool_responses``)."""
+    """Marks in the content, and in what is nested in fields that others fill (``tool_responses``)."""
     mark = OWN if message["role"] == "assistant" else OTHERS
     nested = {key: value for key, value in message.items() if isinstance(value, (list, dict)) and key != "tool_calls"}
     marked = message | {key: _marked_within(value, OTHERS) for key, value in nested.items()}
