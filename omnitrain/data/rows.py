@@ -282,11 +282,16 @@ def _nearest_file(path: Path) -> str:
 
 
 def _missing_columns(found: list[str], source: DataSource) -> list[str]:
-    """The message column must exist, and so must every column that the recipe names explicitly."""
-    wanted = {"messages", *source.columns.model_fields_set}
+    """The message column must exist, and so must every one that the recipe calls other than by default.
+
+    A saved recipe has the defaults in it, and means by them no more than the recipe that left them out.
+    """
+    fields = type(source.columns).model_fields
     problems = []
-    for field in sorted(wanted):
+    for field in sorted(fields):
         name = getattr(source.columns, field)
+        if field != "messages" and name == fields[field].default:
+            continue
         if name not in found:
             close = nearest(name, found)
             if field == "messages":  # as LLaVA and ShareGPT call them
