@@ -10,7 +10,7 @@ from datasets import Dataset, Features, Image, LargeList, List, Value
 from omnitrain.data.loader import require_usable
 from omnitrain.data.rows import Row, RowSource, open_sources
 from omnitrain.errors import DataError, UserError
-from omnitrain.recipe import DataSource
+from omnitrain.recipe import Columns, DataSource
 from tests.tiny import TASKS, part, tiny_model, tiny_processor, tiny_row, write_parquet
 
 
@@ -164,3 +164,11 @@ def test_data_sets_of_one_stem_have_names_that_tell_them_apart(tmp_path: Path) -
     assert [rows.name for rows in opened] == ["a/rows", "x/b/rows", "y/b/rows", "more", "a/rows"]
     assert opened[1][0].id == "x/b/rows[0]"
     assert open_sources([DataSource(path=str(path), name="all") for path in paths])[0].name == "all"
+
+
+def test_a_recipe_that_spells_the_default_columns_needs_no_more_of_them(tmp_path: Path) -> None:
+    file = json_lines(tmp_path / "rows.jsonl", asked("hi"))
+    spelled = DataSource.model_validate(DataSource(path=file).model_dump())
+    assert len(open_sources([spelled])[0]) == 1
+    with pytest.raises(DataError, match=r"column 'functions' \(columns\.tools\) is missing"):
+        open_sources([DataSource(path=file, columns=Columns(tools="functions"))])
