@@ -84,9 +84,9 @@ def outcome(family: str) -> Outcome:
         if isinstance(model, str):
             return Outcome(NO_REFERENCE, (model,))
         both = paired(model)
+        contract = both.ours.runner.contract
     except UserError as refusal:
         return Outcome(REFUSED, (str(refusal),))
-    contract = both.ours.runner.contract
     facts = tuple(f"{finding.check}: {finding.fact}" for finding in contract.findings if finding.outcome != "passed")
     verdict = UNPACKED if not contract.packs else PARTLY if both.ours.runner.native.refused else PACKED
     return Outcome(verdict, facts, differences(both))
@@ -125,7 +125,8 @@ def _pair(family: str) -> Pair | None:
     torch.manual_seed(0)
     try:
         model = smallest_that_runs(family)
-        return None if isinstance(model, str) else paired(model)
+        both = None if isinstance(model, str) else paired(model)
+        return both if both is not None and both.ours.runner.contract else None
     except UserError:
         return None
 
