@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
+from transformers import PreTrainedModel
 
 from omnitrain.models.contract.findings import LeftOut
 from omnitrain.recipe.globs import any_layer
@@ -37,7 +38,10 @@ def call_what_is_left_out(model: nn.Module, found: Sequence[LeftOut]) -> None:
     for parent, children in parents.items():
         if not hasattr(modules[parent], _ATTRIBUTE):
             ordered = [(modules[name], kind) for _, name, kind in sorted(children, key=lambda child: child[0])]
-            setattr(modules[parent], _ATTRIBUTE, _Calls(modules[parent], ordered))
+            calls = _Calls(modules[parent], ordered)
+            setattr(modules[parent], _ATTRIBUTE, calls)
+            if parent == "" and isinstance(model, PreTrainedModel):
+                calls.end_before(model.get_output_embeddings())
 
 
 def parent_of(name: str, kind: LeftOut) -> str:
@@ -63,6 +67,10 @@ class _Calls:
         for child, _ in children:
             child.register_forward_pre_hook(self._arrive)
 
+    def end_before(self, head: nn.Module) -> None:
+        """A loss is computed in the language-model head: what a model returns behind it, no loss reads."""
+        head.register_forward_pre_hook(self._reach)
+
     def _begin(self, parent: nn.Module, args: Any, kwargs: Any) -> None:
         self._next, self._nothing, self._is_open = 0, [], True
         self._near = next(_floating((args, kwargs)), None)
@@ -73,12 +81,22 @@ class _Calls:
             self._catch_up(place)
             self._next = max(self._next, place + 1)
 
+    def _reach(self, head: nn.Module, args: Any) -> Any:
+        if not self._is_open:
+            return None
+        self._catch_up(len(self._children))
+        return self._tied(args)
+
     def _end(self, parent: nn.Module, args: Any, output: Any) -> Any:
         self._catch_up(len(self._children))
-        nothing, self._nothing, self._near, self._is_open = self._nothing, [], None, False
-        first = next(_floating(output))
+        self._near, self._is_open = None, False
+        return self._tied(output)
+
+    def _tied(self, tree: Any) -> Any:
+        nothing, self._nothing = self._nothing, []
+        first = next(_floating(tree))
         tied = _Tied.apply(first, *nothing)
-        return tree_map(lambda value: tied if value is first else value, output)
+        return tree_map(lambda value: tied if value is first else value, tree)
 
     def _catch_up(self, place: int) -> None:
         for child, kind in self._children[self._next : place]:

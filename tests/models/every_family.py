@@ -127,7 +127,7 @@ def _pair(family: str) -> Pair | None:
     try:
         model = smallest_that_runs(family)
         both = None if isinstance(model, str) else paired(model)
-        return both and both.ours.runner and both
+        return both if both is not None and both.ours.runner.contract else None
     except UserError:
         return None
 

@@ -225,7 +225,8 @@ def _is_below(kind: LeftOut, others: Sequence[LeftOut]) -> bool:
 
 def _units(trial: Trial) -> None:
     """A module gathers its parameters when it is called; those that are read at other moments belong to one around."""
-    if found := read_from_outside(trial):
+    found = attempt(partial(read_from_outside, trial))
+    if found and not isinstance(found, Failure):
         trial.use(read_outside=found)
         trial.note("units", "passed", f"parameters are read while their module does not run: {', '.join(found)}")
 
