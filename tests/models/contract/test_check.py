@@ -283,9 +283,9 @@ def test_a_module_whose_weight_another_reads_is_found() -> None:
     assert checked(broken.ReadFromOutside).read_outside == ("model.layers.*.mlp.up_proj",)
 
 
-def test_images_whose_sizes_do_not_agree_with_their_tiles_are_refused_in_words() -> None:
+def test_images_whose_sizes_do_not_agree_with_their_tiles_are_left_to_the_models_own_forward() -> None:
     config = FAMILIES["llava_onevision"]()
     config.image_grid_pinpoints = [[24, 24]]  # no multiple of the tower's 16 pixels
     both = pair_of(config)
-    assert "RuntimeError: split_with_sizes" in both.ours.runner.native.refused["image"]
+    assert "RuntimeError: split_with_sizes" in both.ours.runner.native.in_forward["image"]
     assert unpacked_errors(both) == {}
