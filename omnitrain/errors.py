@@ -23,3 +23,7 @@ class TrainingError(RuntimeError):
 
 class DataError(UserError):
     """Data that is missing, has the wrong columns, or holds a modality that the model cannot read or write."""
+
+
+class ModelError(UserError):
+    """A model's own code failed. Whoever knows which key of a recipe names the model says so."""

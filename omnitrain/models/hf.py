@@ -81,7 +81,7 @@ def resolve(
         return source if dtype is None else source.to(dtype)
     config = part_of(as_config(source) if isinstance(source, dict) else source)
     kind = class_of(config)
-    with refusing(f"{kind.__name__} cannot be built from its config"):
+    with refusing(f"{kind.__name__} cannot be built from this config"):
         return kind(config).to(dtype or torch.float32)
 
 

@@ -16,7 +16,7 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.renderer import Renderer
 from omnitrain.data.template_renderer import TemplateRenderer
 from omnitrain.data.text_tokenizer import load_tokenizer, require_vocabulary
-from omnitrain.errors import UserError
+from omnitrain.errors import ModelError, UserError
 from omnitrain.models.build import build_omni_model
 from omnitrain.models.contract.attention_trial import require_attention_backend
 from omnitrain.models.freeze import freeze
@@ -54,6 +54,8 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     torch.manual_seed(recipe.train.seed)
     try:
         model = _build(parts, parts.encoders, parts.decoders, init_device)
+    except ModelError as error:
+        raise UserError(f"{_refused_part(parts)}: {error}") from error
     except UserError:
         raise
     except Exception as error:  # each HF class refuses in its own way

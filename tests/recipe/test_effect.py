@@ -107,7 +107,7 @@ STANDS: dict[str, Always | Idle] = {
     "DataSource.media_folder": idle("no message shows a medium", "data.train.0.media_folder=.", base="text"),
     **{
         f"Columns.{field}": idle("is missing", f"data.train.0.columns.{field}=nothing")
-        for field in ("id", "source", "messages", "images", "audios", "videos")
+        for field in ("id", "source", "messages", "images", "audios", "videos", "tools")
     },
     **{
         f"ChatFormat.{field}": idle(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import omnitrain
-from omnitrain.errors import UserError
+from omnitrain.errors import ModelError, UserError
 
 _OURS = Path(omnitrain.__file__).parent
 # What no model can bring about in our own lines. Others (a missing attribute, an odd shape) may be an output's fault.
@@ -45,7 +45,7 @@ def refusing(what: str) -> Iterator[None]:
     """What a model's own code raises in here becomes a refusal that begins with ``what``.
 
     Raises:
-        UserError: the code raised something.
+        ModelError: the code raised something.
         Exception: see :func:`raise_if_ours`.
     """
     try:
@@ -53,7 +53,7 @@ def refusing(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # foreign code raises anything
-        raise UserError(f"{what}: {failure_of_model(error)}") from error
+        raise ModelError(f"{what}: {failure_of_model(error)}") from error
 
 
 def _origin(error: Exception) -> tuple[str, int]:
