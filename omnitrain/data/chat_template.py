@@ -121,8 +121,8 @@ class ChatTemplate:
         pieces = marked.pieces.get(index, [])
         if len(pieces) != 1:
             raise ValueError(
-                f"the chat template writes message {index + 1} in {len(pieces)} places; what of it the assistant "
-                "writes can be told where a `for` loop over the messages writes each at once"
+                f"the chat template writes message {index + 1} in {len(pieces)} places, so what the "
+                "assistant writes cannot be found; it can where a `for` loop over the messages writes each in one place"
             )
         ((start, stop),) = pieces
         if "endgeneration" not in self._source(tools):

@@ -100,8 +100,8 @@ class ForwardEncoder:
         ids = np.asarray(output["input_ids"]).reshape(-1)
         if not np.array_equal(ids, tokens.ids):
             raise UserError(
-                f"{self._expander.name} makes {len(ids)} tokens of a conversation of which its tokenizer makes "
-                f"{len(tokens.ids)}, or others, so that the tokens to train on cannot be told"
+                f"{self._expander.name} returns {len(ids)} tokens for a conversation, its tokenizer {len(tokens.ids)}, "
+                "or other ids; without the same ids the tokens to train on cannot be found"
             )
 
     def _token_inputs(self, ids: np.ndarray, trained: np.ndarray) -> dict[str, np.ndarray]:

@@ -106,7 +106,7 @@ def test_a_module_that_only_some_ranks_could_call_is_refused(
 ) -> None:
     found = LeftOut("model.extra", "model", problem="it takes `scale`")
     monkeypatch.setattr(model.runner, "contract", replace(model.runner.contract, left_out=(found,)))
-    with pytest.raises(UserError, match=r"only some samples call model.extra .* it takes `scale`; use one rank"):
+    with pytest.raises(UserError, match=r"only some samples use model.extra .* it takes `scale`; use one rank"):
         resolve(model, ot.ParallelPlan())
 
 

@@ -77,7 +77,7 @@ def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
     for found in model.runner.contract.left_out if state.size("loss") > 1 else ():
         if found.problem:
             yield (
-                f"parallel state: found {state.shape}, but only some samples call {found.module} of "
+                f"parallel state: found {state.shape}, but only some samples use {found.module} of "
                 f"{type(model.foundation).__name__}, and other ranks would wait for it: {found.problem}; use one rank"
             )
 
