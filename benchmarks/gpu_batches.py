@@ -59,6 +59,7 @@ class _Ordered:
 
     arguments: dict[str, Any]
     index: int
+    is_alone: bool = False
 
     def __len__(self) -> int:
         return len(self.arguments["input_ids"])
