@@ -19,7 +19,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.ops.experts import set_experts, use_omnitrain_experts
-from omnitrain.parallel.expert_exchange import Link, RankDispatcher
+from omnitrain.parallel.expert.dispatch import Link, RankDispatcher
 
 EXPERTS, TOP_K, HIDDEN, INNER, MOST_TOKENS = 8, 2, 64, 32, 300
 LONGEST_SLEEP = 200_000  # clock cycles of a GPU: some 0.1 ms, in which a step does all that it may do too early
@@ -31,7 +31,7 @@ class PromptLoopback:
     rank, size = 0, 1
 
     def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], Any]:
-        """See :class:`omnitrain.parallel.expert_exchange.Link`."""
+        """See :class:`omnitrain.parallel.expert.dispatch.Link`."""
         out.copy_(rows)
         return lambda: None
 

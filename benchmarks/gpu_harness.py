@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from harness import Result, report, start
 
-from omnitrain.train.metrics import peak_memory_mb
+from omnitrain.train.metrics.meter import peak_memory_mb
 
 LOSS_TOLERANCE = 1e-2  # of bf16
 WARM_UP = 3  # steps of a side before its clock starts: compilation, allocation

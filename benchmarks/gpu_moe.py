@@ -53,8 +53,8 @@ from transformers import AutoConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.integrations.sonicmoe import is_sonicmoe_loadable
 
-from omnitrain.models.omni import OmniModel
-from omnitrain.ops import cross_entropy
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.loss import cross_entropy
 from omnitrain.recipe.parallel import ComponentPlan
 
 FORMULA = (

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, Trai
 from transformers.integrations.liger import apply_liger_kernel
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.hf_samples import to_samples
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.hf.samples import to_samples
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import Optimizer, ParallelPlan, Precision
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
-from omnitrain.train.ranks import leave_ranks
+from omnitrain.train.process_groups import leave_ranks
 
 SETTINGS = Optimizer(learning_rate=1e-5, warmup_steps=0, schedule="constant")
 

@@ -37,15 +37,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedModel
 
 from omnitrain.data.pack import IGNORED, Pack
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.hf_samples import to_samples
-from omnitrain.models.native import Discovery, discover
+from omnitrain.models.discovery import Discovery, discover
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.hf.samples import to_samples
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.optim.adamw import build_optimizer
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Ops, Optimizer, ParallelPlan
 from omnitrain.recipe.parallel import ComponentPlan
-from omnitrain.train.setup import use_ops
+from omnitrain.train.build_from_recipe import use_ops
 
 FORMULA = (
     "time_ratio = median over rounds of (omnitrain / by_hand seconds per step), "

@@ -27,10 +27,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.hf_samples import to_samples
-from omnitrain.models.native import discover
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.models.discovery import discover
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.hf.samples import to_samples
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Optimizer, ParallelPlan
 from omnitrain.recipe.parallel import ComponentPlan
 

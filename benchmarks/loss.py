@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from harness import Result, in_turn, parser, report, start
 
-from omnitrain.ops.cross_entropy import linear_cross_entropy
+from omnitrain.ops.loss.cross_entropy import linear_cross_entropy
 
 FORMULA = (
     "memory_ratio = chunked / plain peak resident memory added by forward and backward; "

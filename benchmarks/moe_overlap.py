@@ -47,11 +47,11 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.ops.experts import ExpertWeights, set_experts
-from omnitrain.ops.experts.grouped import ProductMemory, grouped_experts
-from omnitrain.ops.experts.spans import NOT_RECORDED
-from omnitrain.parallel.activations import ActivationOffload
-from omnitrain.parallel.expert_exchange import GroupLink, Link, RankDispatcher
-from omnitrain.parallel.experts import ExpertLayer, spread_experts
+from omnitrain.ops.experts.grouped_mm import ProductMemory, grouped_experts
+from omnitrain.ops.experts.timing import NOT_RECORDED
+from omnitrain.parallel.expert.apply import ExpertLayer, spread_experts
+from omnitrain.parallel.expert.dispatch import GroupLink, Link, RankDispatcher
+from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.recipe.parallel import ComponentPlan
 

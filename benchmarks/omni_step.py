@@ -8,18 +8,18 @@ import torch
 from transformers import PreTrainedModel
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.build import build_omni_model
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.optim.adamw import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.parallel.applied import layout_of
+from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.planning import step_planner
-from omnitrain.parallel.step import accumulate_gradients
+from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Ops, Optimizer, ParallelPlan
-from omnitrain.train.metrics import LossMeter
+from omnitrain.train.build_from_recipe import use_ops
+from omnitrain.train.metrics.meter import LossMeter
 from omnitrain.train.precision import compute_dtype
-from omnitrain.train.ranks import join_ranks
-from omnitrain.train.setup import use_ops
+from omnitrain.train.process_groups import join_ranks
 
 STALL_SECONDS = 600.0
 

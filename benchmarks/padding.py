@@ -45,12 +45,12 @@ from omnitrain.data.loader import StepLoader
 from omnitrain.data.pack import IGNORED
 from omnitrain.data.rows import RowSource
 from omnitrain.data.sample import Rejected, Sample
-from omnitrain.models.build import build_foundation_model
-from omnitrain.parallel.placing import StepBatch
-from omnitrain.parallel.planning import step_planner
+from omnitrain.models.omni.build import build_foundation_model
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
-from omnitrain.train.display import console
-from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.build_from_recipe import build_from_recipe
+from omnitrain.train.metrics.display import console
 from omnitrain.train.trainer import Trainer
 
 FORMULA = (

@@ -26,9 +26,9 @@ from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
 
 from omnitrain.data.loader import build_dataloader
 from omnitrain.data.pack import Pack
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import build_optimizer
-from omnitrain.parallel.placing import StepBatch
+from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 

@@ -29,14 +29,14 @@ from slow_link import bytes_on_the_wire, joined_ranks, limit, may_limit, run_ran
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from omnitrain.models.contract.findings import Contract
-from omnitrain.models.hf import foundation_class
+from omnitrain.models.components.contract import Contract
+from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
-from omnitrain.parallel.drive_trial import kind_of, manners_of
-from omnitrain.parallel.driven_attention import Manner, drive
-from omnitrain.parallel.head_exchange import equal_spans, heads_to_rows, rows_to_heads
+from omnitrain.parallel.sequence.async_ulysses.attention import Manner, drive
+from omnitrain.parallel.sequence.async_ulysses.check import kind_of, manners_of
+from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_rows, rows_to_heads
+from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.state import init_parallel_state
-from omnitrain.parallel.ulysses import UlyssesShard
 from omnitrain.plan.sequence import split_sequence
 
 FORMULA = (

@@ -16,36 +16,36 @@ if TYPE_CHECKING:
     from omnitrain.data.processor import OmniProcessor
     from omnitrain.data.sample import MediaSpan, Sample
     from omnitrain.data.template_renderer import TemplateRenderer
-    from omnitrain.models.build import build_foundation_model, build_omni_model
-    from omnitrain.models.lora import merge_lora
-    from omnitrain.models.omni import OmniModel
-    from omnitrain.models.outputs import OmniOutput
-    from omnitrain.ops.cross_entropy import LossTerm
+    from omnitrain.models.adapters.lora import merge_lora
+    from omnitrain.models.components.outputs import OmniOutput
+    from omnitrain.models.omni.build import build_foundation_model, build_omni_model
+    from omnitrain.models.omni.model import OmniModel
+    from omnitrain.ops.loss.cross_entropy import LossTerm
     from omnitrain.optim.gradients import clip_gradients, gradient_norm
-    from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, layout_of
-    from omnitrain.parallel.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
+    from omnitrain.parallel.layout import AppliedComponent, AppliedLayout, layout_of
     from omnitrain.parallel.parallelize import build_parallelize_model
-    from omnitrain.parallel.planning import step_planner
+    from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
-    from omnitrain.parallel.step import accumulate_gradients
-    from omnitrain.parallel.verify import VerifyReport, VerifyRow
+    from omnitrain.parallel.step.accumulate import accumulate_gradients
+    from omnitrain.parallel.step.plan import step_planner
+    from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
     from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
     from omnitrain.train.trainer import Trainer
-    from omnitrain.train.verify import verify
+    from omnitrain.train.verbs.verify import verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AppliedComponent": "omnitrain.parallel.applied",
-    "AppliedLayout": "omnitrain.parallel.applied",
+    "AppliedComponent": "omnitrain.parallel.layout",
+    "AppliedLayout": "omnitrain.parallel.layout",
     "ChatRenderer": "omnitrain.data.chat_renderer",
     "ComponentPlan": "omnitrain.recipe",
     "Layout": "omnitrain.recipe",
-    "LossTerm": "omnitrain.ops.cross_entropy",
+    "LossTerm": "omnitrain.ops.loss.cross_entropy",
     "MediaSpan": "omnitrain.data.sample",
     "OmniDataCollatorWithPacking": "omnitrain.data.packing",
-    "OmniModel": "omnitrain.models.omni",
-    "OmniOutput": "omnitrain.models.outputs",
+    "OmniModel": "omnitrain.models.omni.model",
+    "OmniOutput": "omnitrain.models.components.outputs",
     "OmniProcessor": "omnitrain.data.processor",
     "Pack": "omnitrain.data.pack",
     "ParallelPlan": "omnitrain.recipe",
@@ -55,24 +55,24 @@ _HOMES = {
     "Sample": "omnitrain.data.sample",
     "TemplateRenderer": "omnitrain.data.template_renderer",
     "Trainer": "omnitrain.train.trainer",
-    "VerifyReport": "omnitrain.parallel.verify",
-    "VerifyRow": "omnitrain.parallel.verify",
-    "accumulate_gradients": "omnitrain.parallel.step",
+    "VerifyReport": "omnitrain.parallel.verify.verify",
+    "VerifyRow": "omnitrain.parallel.verify.verify",
+    "accumulate_gradients": "omnitrain.parallel.step.accumulate",
     "build_dataloader": "omnitrain.data.loader",
-    "build_foundation_model": "omnitrain.models.build",
-    "build_omni_model": "omnitrain.models.build",
+    "build_foundation_model": "omnitrain.models.omni.build",
+    "build_omni_model": "omnitrain.models.omni.build",
     "build_parallelize_model": "omnitrain.parallel.parallelize",
     "clip_gradients": "omnitrain.optim.gradients",
-    "gather_heads_scatter_seq": "omnitrain.parallel.head_exchange",
-    "gather_seq_scatter_heads": "omnitrain.parallel.head_exchange",
+    "gather_heads_scatter_seq": "omnitrain.parallel.sequence.head_exchange",
+    "gather_seq_scatter_heads": "omnitrain.parallel.sequence.head_exchange",
     "get_parallel_state": "omnitrain.parallel.state",
     "gradient_norm": "omnitrain.optim.gradients",
     "init_parallel_state": "omnitrain.parallel.state",
-    "layout_of": "omnitrain.parallel.applied",
-    "merge_lora": "omnitrain.models.lora",
+    "layout_of": "omnitrain.parallel.layout",
+    "merge_lora": "omnitrain.models.adapters.lora",
     "parse_layout": "omnitrain.recipe",
-    "step_planner": "omnitrain.parallel.planning",
-    "verify": "omnitrain.train.verify",
+    "step_planner": "omnitrain.parallel.step.plan",
+    "verify": "omnitrain.train.verbs.verify",
 }
 
 __all__ = [

@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 import pytest
 import torch
 
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModel, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from omnitrain.models.hf import foundation_class
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.shipped import list_recipes
 from omnitrain.train.trainer import Trainer

@@ -20,8 +20,8 @@ from omnitrain.data.chat_renderer import ChatRenderer
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Rejected, Sample
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import ChatFormat
 
 CHAT = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>", "end": "<|end|>", "separator": ""}

@@ -34,7 +34,7 @@ class _Verbs(TyperGroup):
 
 
 def _say(message: str) -> None:
-    from omnitrain.train.rank import own_words
+    from omnitrain.train.launch.environment import own_words
 
     if (words := own_words(message)) is not None:
         typer.echo(f"omnitrain: {words}", err=True)
@@ -110,7 +110,7 @@ def check(
                 f"{model_or_recipe}: overrides such as `{overrides[0]}` are for recipes, and this is a model"
             )
 
-        from omnitrain.train.check import check_model
+        from omnitrain.train.verbs.check import check_model
 
         check_model(model_or_recipe)
         return
@@ -123,7 +123,7 @@ def check(
         raise RecipeError(f"{error}; nor is there the folder of a model") from None
     resolved = load_recipe(model_or_recipe, overrides)
 
-    from omnitrain.train.check import check_recipe
+    from omnitrain.train.verbs.check import check_recipe
 
     problems = check_recipe(resolved)
     if problems:
@@ -149,18 +149,18 @@ def run(
 ) -> None:
     """Train."""
     from omnitrain.recipe import load_recipe
-    from omnitrain.train.rank import end_with_launcher
+    from omnitrain.train.launch.environment import end_with_launcher
 
     end_with_launcher()
     resolved = load_recipe(recipe, overrides)
     if nproc > 1:
-        from omnitrain.train.launch import launch
+        from omnitrain.train.launch.launch import launch
 
         command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
         raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
 
     from omnitrain.train import Trainer
-    from omnitrain.train.ranks import leave_ranks
+    from omnitrain.train.process_groups import leave_ranks
 
     summary = Trainer(resolved, resume=resume).fit()
     leave_ranks()
@@ -187,7 +187,7 @@ def verify(
 
     resolved = load_recipe(recipe, overrides)
 
-    from omnitrain.train.verify import verify_recipe
+    from omnitrain.train.verbs.verify import verify_recipe
 
     words = [word.strip() for word in layouts.split(",")] if layouts is not None else ()
     report = verify_recipe(resolved, words, nproc=nproc, num_samples=samples)
@@ -215,7 +215,7 @@ def generate(
 ) -> None:
     """Answer a prompt with text, images and audio, on CUDA if there is one."""
     from omnitrain.recipe.plugins import import_plugin
-    from omnitrain.train.answer import answer
+    from omnitrain.train.verbs.answer import answer
 
     for name in plugin or []:
         import_plugin(name)
@@ -245,7 +245,7 @@ def export(
     ] = None,
 ) -> None:
     """Write the foundation for plain transformers and what else reads its files."""
-    from omnitrain.train.export import export as write
+    from omnitrain.train.verbs.export import export as write
 
     if left_out := write(checkpoint, folder, dtype):
         typer.echo(f"left out, as no class of transformers has them: {', '.join(left_out)}")

@@ -12,31 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.build import build_omni_model, require_device
-from omnitrain.models.contract.twin import drawn_in_training
-from omnitrain.models.lora import adapters_of, add_lora
-from omnitrain.models.omni import OmniModel
-from omnitrain.models.shared_tower import SharedTower
-from omnitrain.models.statistics import rest_frozen_statistics
-from omnitrain.ops.compile import compile_blocks
-from omnitrain.parallel.activation_parts import offload_tensors, recompute_parts
-from omnitrain.parallel.activations import ActivationOffload
-from omnitrain.parallel.applied import AppliedComponent, AppliedLayout, remember_layout
-from omnitrain.parallel.async_ulysses import drive_foundation
-from omnitrain.parallel.experts import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
-from omnitrain.parallel.hand_out import SOURCE, HandedOut, ranks_without_weights
-from omnitrain.parallel.recompute import recompute_blocks
-from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
-from omnitrain.parallel.sequence import part_of_call
-from omnitrain.parallel.shard import Sharding, device_of, shard
-from omnitrain.parallel.state import ParallelState, get_parallel_state
-from omnitrain.parallel.tensor.adapters import styles_with_adapters
-from omnitrain.parallel.tensor.apply import cut_tensors
-from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
-from omnitrain.parallel.tensor.tokens import DividedTokens, divide_tokens
-from omnitrain.parallel.tensor.trial import require_same_math, try_tokens
-from omnitrain.parallel.units import ComponentUnits, find_units, stays_fp32
-from omnitrain.parallel.weights import (
+from omnitrain.models.adapters.lora import adapters_of, add_lora
+from omnitrain.models.contract.tiny_model import drawn_in_training
+from omnitrain.models.foundation.shared_tower import SharedTower
+from omnitrain.models.omni.build import build_omni_model, require_device
+from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.compile.blocks import compile_blocks
+from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
+from omnitrain.parallel.fsdp.broadcast_load import SOURCE, HandedOut, ranks_without_weights
+from omnitrain.parallel.fsdp.load import (
     adapters_at,
     by_first,
     load_weights,
@@ -45,6 +30,21 @@ from omnitrain.parallel.weights import (
     require_same_adapters,
     require_same_parameters,
 )
+from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
+from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32
+from omnitrain.parallel.layout import AppliedComponent, AppliedLayout, remember_layout
+from omnitrain.parallel.memory.offload import ActivationOffload
+from omnitrain.parallel.memory.recompute import recompute_blocks
+from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
+from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
+from omnitrain.parallel.sequence.apply import part_of_call
+from omnitrain.parallel.sequence.async_ulysses.apply import drive_foundation
+from omnitrain.parallel.state import ParallelState, get_parallel_state
+from omnitrain.parallel.tensor.adapters import styles_with_adapters
+from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.check import require_same_math, try_tokens
+from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
+from omnitrain.parallel.tensor.sequence_parallel import DividedTokens, divide_tokens
 from omnitrain.peers import is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 

@@ -119,7 +119,7 @@ def _config_class(model_type: Any) -> type | None:
 
     if isinstance(model_type, str) and model_type.startswith("omnitrain") and model_type not in CONFIG_MAPPING:
         # Registers our own types. By name, for recipes are below models and import nothing of them.
-        importlib.import_module("omnitrain.models.omni")
+        importlib.import_module("omnitrain.models.omni.model")
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (its `get` loads nothing)
 
 

@@ -13,7 +13,7 @@ from omnitrain.recipe.located import located
 from omnitrain.recipe.suggest import hint
 
 _TYPE_KEYS = {"image_processor_type", "feature_extractor_type"}
-# What `omnitrain.models.build` makes when no type is named; which of them, only the tower tells.
+# What `omnitrain.models.omni.build` makes when no type is named; which of them, only the tower tells.
 _UNNAMED = (
     ("image_processor_type", "SiglipImageProcessor"),
     ("image_processor_type", "Qwen2VLImageProcessor"),

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from omnitrain.parallel.memory import available_memory
+from omnitrain.parallel.memory.allocator import available_memory
 
 _GIB = 2**30
 

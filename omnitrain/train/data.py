@@ -7,11 +7,11 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import RowSource, open_sources
 from omnitrain.data.slots import LoaderState
 from omnitrain.data.unshown import require_shown
-from omnitrain.models.in_step import idle_prompt
-from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.planning import step_planner
+from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
-from omnitrain.train.ranks import Ranks
+from omnitrain.train.process_groups import Ranks
 
 
 def open_data(

@@ -6,7 +6,7 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.recipe import Train
-from omnitrain.train.rank import local_rank, local_world_size
+from omnitrain.train.launch.environment import local_rank, local_world_size
 
 
 def use_device(settings: Train) -> torch.device:

@@ -10,7 +10,7 @@ from omnitrain.data.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
 from omnitrain.models.decoders.media_tokenizers import settings_of
 from omnitrain.models.decoders.tokens import TokenDecoder
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import experts_in
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.data import CHAT_TEXTS

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.expert_chunks import ExpertChunks
-from omnitrain.parallel.recorded_routing import RoutingOfRun
-from omnitrain.parallel.routers import Routers
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.expert.chunk_tuning import ExpertChunks
+from omnitrain.parallel.expert.load_balance import Routers
+from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.recipe import Recipe
-from omnitrain.train.expert_spans import ExpertSpans
-from omnitrain.train.ranks import Ranks
-from omnitrain.train.state import TrainingState
+from omnitrain.train.metrics.expert_timing import ExpertSpans
+from omnitrain.train.process_groups import Ranks
+from omnitrain.train.run_state.state import TrainingState
 
 
 class ExpertsOfRun:

@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 
 from omnitrain.data.processor import OmniProcessor
-from omnitrain.models.omni import OmniModel
-from omnitrain.ops.compile import CompiledBlocks, compile_blocks
-from omnitrain.ops.fuse import FusedOp
-from omnitrain.parallel.applied import AppliedLayout, layout_of
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
+from omnitrain.ops.fused.install import FusedOp
+from omnitrain.parallel.layout import AppliedLayout, layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.load import require_heads
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
+from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
 from omnitrain.train.effect import require_effect
 from omnitrain.train.precision import compute_dtype, mixed_precision
-from omnitrain.train.ranks import Ranks
-from omnitrain.train.setup import build_from_recipe, load_checkpoint, use_ops
+from omnitrain.train.process_groups import Ranks
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,21 @@ from typing import Any
 
 from omnitrain.data.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
-from omnitrain.models.table import component_rows
+from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.parallel.placing import StepBatch
-from omnitrain.parallel.step import accumulate_gradients
+from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.data import open_data
 from omnitrain.train.device import use_device
-from omnitrain.train.display import (
+from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
+from omnitrain.train.evaluate.results import write_results
+from omnitrain.train.experts import ExpertsOfRun
+from omnitrain.train.interrupt import Interrupt, StoppedError
+from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.metrics.display import (
     StepProgress,
     console,
     quiet_libraries,
@@ -33,21 +38,16 @@ from omnitrain.train.display import (
     show_kept_memory,
     show_unused,
 )
-from omnitrain.train.evaluate import Evaluator, load_scorer
-from omnitrain.train.experts import ExpertsOfRun
-from omnitrain.train.folder import RunFolder
-from omnitrain.train.interrupt import Interrupt, StoppedError
-from omnitrain.train.memory import kept_by_source
-from omnitrain.train.metrics import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.metrics.memory_estimate import kept_by_source
+from omnitrain.train.metrics.meter import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.metrics.trackers import open_trackers, require_trackers
 from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
-from omnitrain.train.ranks import join_ranks
-from omnitrain.train.rates import peaks_of
-from omnitrain.train.results import write_results
-from omnitrain.train.resume import require_same_rows
-from omnitrain.train.save import checkpoint_bytes, save_checkpoint
-from omnitrain.train.state import TrainingState, read_state
-from omnitrain.train.trackers import open_trackers, require_trackers
+from omnitrain.train.process_groups import join_ranks
+from omnitrain.train.run_state.resume import require_same_rows
+from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
+from omnitrain.train.run_state.state import TrainingState, read_state
 
 _IDLE_STEPS = 10  # from the first on without a token to predict, which end a run
 

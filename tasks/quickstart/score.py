@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from omnitrain.data.media import Waveform
-from omnitrain.train.evaluate import Answered
+from omnitrain.train.evaluate.evaluate import Answered
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -17,7 +17,7 @@ from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
 from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.errors import UserError
 from omnitrain.optim.offload import OffloadedOptimizer
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.tensor.apply import cut_tensors
 from tests.stored import stored

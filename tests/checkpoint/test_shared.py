@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.errors import UserError
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.peers import GlooPeers
 
 

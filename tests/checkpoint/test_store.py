@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved
 from omnitrain.errors import TrainingError, UserError
-from omnitrain.parallel.ranks import RankError, RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.peers import GlooPeers
 
 

@@ -156,14 +156,14 @@ def test_generate_refuses_a_model_that_is_not_omni_and_an_output_that_is_a_file(
 
 def test_a_shipped_recipe_is_meant_though_a_folder_has_its_name(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shipped.parent / "small").mkdir()
-    stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: ["a problem of the recipe"])
+    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe: ["a problem of the recipe"])
     assert "a problem of the recipe" in call("check", "small").output
 
 
 def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: [])
+    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe: [])
     assert call("check", "small").exit_code == 0
-    stand_in(monkeypatch, "omnitrain.train.check", check_recipe=lambda recipe: ["one", "two"])
+    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe: ["one", "two"])
     found = call("check", "small", "train.steps=3")
     assert (found.exit_code, found.stderr) == (2, "omnitrain: small: problems\n  one\n  two\n")
 
@@ -201,7 +201,7 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
         given.extend([arguments, nproc, stop_seconds])
         return 130
 
-    stand_in(monkeypatch, "omnitrain.train.launch", launch=launch)
+    stand_in(monkeypatch, "omnitrain.train.launch.launch", launch=launch)
     assert call("run", "small", "train.stop_seconds=7", "--resume", "--nproc", "3").exit_code == 130
     assert given == [["-m", "omnitrain", "run", "small", "train.stop_seconds=7", "--resume"], 3, 7.0]
     assert call("run", "small", "train.stps=7", "--nproc", "3").exit_code == 2  # found before ranks are started
@@ -226,7 +226,7 @@ def test_generate_prints_the_parts_of_the_answer(monkeypatch: pytest.MonkeyPatch
         given.update(options, checkpoint=checkpoint, prompt=prompt)
         return None, ["a seven", "out/answer_0.png"]
 
-    stand_in(monkeypatch, "omnitrain.train.answer", answer=answer)
+    stand_in(monkeypatch, "omnitrain.train.verbs.answer", answer=answer)
     said = call(
         "generate", "run", "--prompt", "draw", "--image", "a.png", "--image", "b.png", "--output", "out", "--seed", "3"
     )

@@ -17,7 +17,7 @@ from omnitrain.data.sample import Rejected, Sample
 from omnitrain.data.text_tokenizer import load_tokenizer, require_vocabulary, require_whole
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Recipe
-from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.build_from_recipe import build_from_recipe
 from tests.tiny import CHAT, FOUNDATION, SPECIAL, tiny_tokenizer
 from tests.tiny_processors import byte_tokenizer
 

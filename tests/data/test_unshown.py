@@ -14,8 +14,8 @@ from omnitrain.data.rows import open_sources
 from omnitrain.data.unshown import require_shown
 from omnitrain.errors import UserError
 from omnitrain.recipe import DataSource, Recipe
-from omnitrain.train.check import check_recipe
 from omnitrain.train.trainer import Trainer
+from omnitrain.train.verbs.check import check_recipe
 from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
 
 LLAVA = {"id": "a", "image": "cat.jpg", "conversations": [{"from": "human", "value": "<image>\nwhat?"}]}

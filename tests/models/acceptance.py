@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.contract.probes import Probe
+from omnitrain.models.contract.samples import Probe
 from tests.models.plain import (
     Pair,
     exact_logits,

@@ -16,13 +16,13 @@ from transformers.models.auto import modeling_auto
 
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import peaked_
-from omnitrain.parallel.outcome import micro_batches, train
+from omnitrain.models.discovery import peaked_
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.verify.run import micro_batches, train
 from omnitrain.recipe.layout import parse_layout
 from tests.families import FAMILIES
 from tests.models.acceptance import beyond_neighbours, differences, step_errors

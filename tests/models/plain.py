@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.contract.probes import Probe, probe_samples
-from omnitrain.models.foundation import EncodedMedia
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import NativeRows, config_nodes, discover, override, peaked_
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.contract.samples import Probe, probe_samples
+from omnitrain.models.discovery import NativeRows, config_nodes, discover, override, peaked_
+from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention import PackedRow
 
 

@@ -17,10 +17,10 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Sample
 from omnitrain.data.template_renderer import TemplateRenderer
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import peaked_
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.discovery import peaked_
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
 from tests.families import FAMILIES
 from tests.models.plain import our_logits
 from tests.tiny import part, wav, webp

@@ -13,10 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.foundation import EncodedMedia, InsertedRows
-from omnitrain.models.native import peaked_
-from omnitrain.parallel.recompute import recompute_blocks
+from omnitrain.models.discovery import peaked_
+from omnitrain.models.foundation.runner import EncodedMedia, InsertedRows
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.parallel.memory.recompute import recompute_blocks
 from tests.families import AUDIO_FAMILIES, FAMILIES
 from tests.models.acceptance import (
     beyond_rounding,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from tests.models.every_family import LAYOUTS, PACKED, VERDICTS, Outcome, every_family, on_ranks, outcome
 
 pytestmark = pytest.mark.slow

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.lora import add_lora, find_adapters
-from omnitrain.models.native import peaked_
-from omnitrain.models.omni import OmniModel
-from omnitrain.models.outputs import OmniOutput
+from omnitrain.models.adapters.lora import add_lora, find_adapters
+from omnitrain.models.components.outputs import OmniOutput
+from omnitrain.models.discovery import peaked_
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe.lora import Lora
 from tests.families import FAMILIES, WINDOW_VIT
 from tests.models.shrunk import small_configs

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import omnitrain as ot
-from omnitrain.models.build import build_omni_model
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import parse_layout
 from tests.parallel import factories
+from tests.parallel.expert.test_experts import samples_of
 from tests.parallel.laid_out import PLAIN, samples
-from tests.parallel.test_experts import samples_of
 
 
 def left_in_cycles(name: str, layout: str) -> list[str]:

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 import omnitrain as ot
 from omnitrain.errors import TrainingError, UserError, WeightsError
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.contract.probes import probe_samples
-from omnitrain.models.native import discover
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.discovery import discover
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
+from tests.parallel.expert.test_experts import samples_of
 from tests.parallel.factories import any_to_any, lfm2_vl, llava, qwen3_moe, qwen3_moe_with_adapters, qwen3_of_four_heads
 from tests.parallel.laid_out import PLAIN, full, laid_out, samples
-from tests.parallel.test_experts import samples_of
 
 MAX_NORM = 0.1
 

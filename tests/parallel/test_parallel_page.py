@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import omnitrain as ot
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import pack
 from tests.tiny import tiny_processor, tiny_row

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import omnitrain as ot
-from omnitrain.parallel.applied import reduce_replicas
+from omnitrain.parallel.layout import reduce_replicas
 from omnitrain.parallel.layout_table import LayoutTable
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import counted, full, gradients, laid_out, pack, samples, total
 
@@ -253,7 +253,8 @@ def test_a_plan_says_who_encodes(ranks: RankPool, place: str, shares: list[int])
 
 
 def place_of_inputs() -> tuple[str, str]:
-    with patch("omnitrain.parallel.shard.device_of", lambda mesh: torch.device("cpu", 0)):  # as if it were another one
+    another = torch.device("cpu", 0)  # as if it were one
+    with patch("omnitrain.parallel.fsdp.shard.device_of", lambda mesh: another):
         model = laid_out({"parameter_offload": True})
     return str(next(model.parameters()).device), str(model.device)
 
@@ -353,7 +354,7 @@ def test_a_frozen_foundation_never_hangs_on_ranks_without_media(ranks: RankPool)
 
 def built_with_other_seeds() -> str:
     torch.manual_seed(torch.distributed.get_rank())
-    from omnitrain.models.build import build_omni_model
+    from omnitrain.models.omni.build import build_omni_model
     from tests.tiny import MODEL
 
     with pytest.raises(ot.errors.UserError, match="differ between ranks") as caught:

@@ -7,12 +7,12 @@ import pytest
 import omnitrain as ot
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
-from omnitrain.parallel.planning import step_planner
-from omnitrain.parallel.ranks import RankPool
-from omnitrain.parallel.verify import verify
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.step.plan import step_planner
+from omnitrain.parallel.verify.verify import verify
 from tests.parallel import factories
 from tests.parallel.laid_out import laid_out
-from tests.parallel.test_sequence import samples_of
+from tests.parallel.sequence.test_sequence import samples_of
 
 TOWERS = {
     "deepstack_of_four_heads": ("image_encoder",),

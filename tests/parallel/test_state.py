@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import omnitrain as ot
 from omnitrain.errors import UserError
-from omnitrain.parallel.ranks import RankError, RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import forget_parallel_state
 from omnitrain.plan.mesh import MeshShape
 

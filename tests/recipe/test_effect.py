@@ -18,9 +18,9 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.resolve import require_fit
 from omnitrain.recipe import Recipe, list_recipes, save_recipe
 from omnitrain.recipe.strict import Strict
+from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
 from omnitrain.train.effect import require_effect
-from omnitrain.train.rates import peaks_of
-from omnitrain.train.setup import build_from_recipe, require_ops
+from omnitrain.train.lr_groups import peaks_of
 from tests.tiny import CHAT, FOUNDATION, tiny_recipe
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 264, "n_positions": 64}

@@ -10,9 +10,9 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.resolve import require_fit
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Recipe, Train
 from omnitrain.train.device import use_device
-from omnitrain.train.display import console
+from omnitrain.train.metrics.display import console
 from omnitrain.train.precision import compute_dtype, mixed_precision
-from omnitrain.train.ranks import leave_ranks
+from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.trainer import Trainer
 from tests.parallel.factories import any_to_any
 from tests.tiny import tiny_recipe

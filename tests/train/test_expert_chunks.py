@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_moe_recipe

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from omnitrain.errors import TrainingError
-from omnitrain.parallel.rank_report import RankError
-from omnitrain.parallel.ranks import RankPool
-from omnitrain.parallel.stalls import Watch
+from omnitrain.parallel.spawn.errors import RankError
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.watch.monitor import Watch
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_moe_recipe

@@ -11,10 +11,10 @@ import yaml
 
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
-from omnitrain.train.answer import answer
-from omnitrain.train.check import check_recipe
-from omnitrain.train.setup import build_from_recipe
+from omnitrain.train.build_from_recipe import build_from_recipe
 from omnitrain.train.trainer import Trainer
+from omnitrain.train.verbs.answer import answer
+from omnitrain.train.verbs.check import check_recipe
 from tests.in_forward import FAMILIES
 from tests.tiny import TASKS, tiny_row, wav, write_parquet
 

@@ -4,8 +4,9 @@ import signal
 
 import pytest
 
-from omnitrain.train import interrupt, launch
+from omnitrain.train import interrupt
 from omnitrain.train.interrupt import Interrupt
+from omnitrain.train.launch import launch
 
 
 def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

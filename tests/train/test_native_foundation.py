@@ -9,12 +9,12 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.freeze import freeze
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.table import component_rows
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.freeze import freeze
+from omnitrain.models.omni.summary import component_rows
 from omnitrain.recipe import Recipe
-from omnitrain.train.setup import build_from_recipe, load_checkpoint
+from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_row, write_parquet
 from tests.tiny_processors import llava

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.models.build import build_omni_model
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.recipe import Recipe
-from omnitrain.train.check import check_recipe
 from omnitrain.train.trainer import Trainer
+from omnitrain.train.verbs.check import check_recipe
 from tests.tiny import FOUNDATION, tiny_processor, tiny_recipe, tiny_row, write_parquet
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.rank_report import RankError
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.spawn.errors import RankError
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
-from omnitrain.train.ranks import leave_ranks
+from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import tiny_recipe, tiny_row, write_parquet
 

@@ -17,21 +17,21 @@ import torch
 from safetensors.torch import load_file
 
 from omnitrain.errors import TrainingError, UserError
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.generation import Answer, generate
-from omnitrain.models.omni import OmniModel
-from omnitrain.models.table import component_rows
-from omnitrain.ops.compile import compile_blocks
-from omnitrain.parallel.placing import StepBatch
-from omnitrain.parallel.planning import step_planner
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.generate import Answer, generate
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.summary import component_rows
+from omnitrain.ops.compile.blocks import compile_blocks
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
-from omnitrain.train import evaluate
-from omnitrain.train.answer import answer
-from omnitrain.train.display import console
-from omnitrain.train.evaluate import Answered
-from omnitrain.train.save import checkpoint_bytes
-from omnitrain.train.trackers import numbers_in
+from omnitrain.train.evaluate import evaluate
+from omnitrain.train.evaluate.evaluate import Answered
+from omnitrain.train.metrics.display import console
+from omnitrain.train.metrics.trackers import numbers_in
+from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
+from omnitrain.train.verbs.answer import answer
 from tests.tiny import TASKS, png, tiny_recipe, tiny_row, write_parquet
 
 
@@ -271,9 +271,9 @@ def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
     with pytest.raises(UserError, match="image 1 cannot be read from its file"):
         answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
     devices: list[torch.device] = []
-    monkeypatch.setattr("omnitrain.train.answer.use_device", lambda settings: torch.device("meta"))
+    monkeypatch.setattr("omnitrain.train.verbs.answer.use_device", lambda settings: torch.device("meta"))
     monkeypatch.setattr(
-        "omnitrain.train.answer.generate", lambda model, *_, **__: devices.append(model.device) or [Answer()]
+        "omnitrain.train.verbs.answer.generate", lambda model, *_, **__: devices.append(model.device) or [Answer()]
     )
     answer(tmp_path / "run", "what?", [], [], [], output_dir=tmp_path)
     assert devices == [torch.device("meta")]
@@ -409,7 +409,7 @@ def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluate
         os.kill(os.getpid(), signal.SIGINT)
         return generate(model, processor, prompts, **options)
 
-    monkeypatch.setattr("omnitrain.train.evaluate.generate", interrupted)
+    monkeypatch.setattr("omnitrain.train.evaluate.evaluate.generate", interrupted)
     summary = Trainer(recipe).fit()
     assert (summary.interrupted, summary.step, summary.scores, batches) == (True, 4, {}, [4])
     monkeypatch.undo()

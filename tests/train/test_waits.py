@@ -11,22 +11,22 @@ from torch import Tensor
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
-from omnitrain.models.build import build_omni_model
-from omnitrain.models.contract.probes import probe_samples
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.parallel.planning import step_planner
-from omnitrain.parallel.routers import Routers
-from omnitrain.parallel.step import accumulate_gradients
+from omnitrain.parallel.expert.load_balance import Routers
+from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import ExpertsBalance, Ops, Optimizer
-from omnitrain.train.metrics import LossMeter
-from omnitrain.train.setup import use_ops
+from omnitrain.train.build_from_recipe import use_ops
+from omnitrain.train.metrics.meter import LossMeter
 from tests.parallel import factories
 from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_samples
 from tests.waits import DEVICE, Device
 
-ON_CPU_ALONE = "omnitrain.ops.attention.backends.short"
+ON_CPU_ALONE = "omnitrain.ops.cpu.short_attention"
 
 
 def text() -> tuple[OmniModel, list[Sample]]:
@@ -80,7 +80,7 @@ def test_with_a_tower_of_its_own_a_model_waits_only_where_its_own_code_does(monk
     waits = device_after_a_step(*vision_language(), monkeypatch).waits
     assert {place for place in waits if place.startswith("omnitrain.")} == {
         "omnitrain.ops.attention.entry _read",  # of the tower's borders, which its code makes on the device
-        "omnitrain.parallel.step accumulate_gradients",  # backward of the model's own indexing with masks
+        "omnitrain.parallel.step.accumulate accumulate_gradients",  # backward of the model's own indexing with masks
     }
     assert not any("masking_utils" in place for place in waits)
 

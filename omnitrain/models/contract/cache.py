@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import omnitrain
-from omnitrain.models.native import config_nodes
+from omnitrain.models.discovery import config_nodes
 
 Found = TypeVar("Found")
 

@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
+from omnitrain.models.components.contract import Contract, LeftOut
 from omnitrain.models.contract.cache import contract_path, keep, kept
-from omnitrain.models.contract.findings import Contract, LeftOut
-from omnitrain.models.contract.left_out import left_out_modules, unread_by_short_samples
-from omnitrain.models.contract.measure import (
+from omnitrain.models.contract.checks_packing import (
     TOLERANCE,
     gradient_fact,
     head_fact,
@@ -27,13 +26,14 @@ from omnitrain.models.contract.measure import (
     unread_side_features,
     without_gradient,
 )
-from omnitrain.models.contract.probes import probe_samples
-from omnitrain.models.contract.read_outside import read_from_outside
-from omnitrain.models.contract.row_local import row_local_modules
-from omnitrain.models.contract.trial import Failure, Trial, attempt
-from omnitrain.models.contract.twin import build_twin, twin_configs
-from omnitrain.models.in_forward import outermost_unreached
-from omnitrain.models.kernels import kernels_of, torch_kernels
+from omnitrain.models.contract.checks_reads import read_from_outside
+from omnitrain.models.contract.checks_rows import row_local_modules
+from omnitrain.models.contract.harness import Failure, Trial, attempt
+from omnitrain.models.contract.left_out import left_out_modules, unread_by_short_samples
+from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.contract.tiny_model import build_twin, twin_configs
+from omnitrain.models.foundation.in_forward import outermost_unreached
+from omnitrain.models.hf.hub_kernels import kernels_of, torch_kernels
 
 _MOST_SEGMENTED_CLASSES = 3
 

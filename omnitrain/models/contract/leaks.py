@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omnitrain.models.native import float_tensors, raise_if_ours
-from omnitrain.models.segments import cut_rows
+from omnitrain.models.discovery import float_tensors, raise_if_ours
+from omnitrain.models.foundation.recurrent_segments import cut_rows
 
 # Relative to the largest value of a tensor: rounding stays below, what another sample or place does is above.
 _SAME = 1e-4

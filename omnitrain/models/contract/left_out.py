@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
-from omnitrain.models.contract.findings import LeftOut
-from omnitrain.models.contract.trial import Case, Trial
+from omnitrain.models.components.contract import LeftOut
+from omnitrain.models.contract.harness import Case, Trial
 from omnitrain.recipe.globs import any_layer
 
 # Module -> the arguments of each of its calls in one forward.

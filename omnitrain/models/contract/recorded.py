@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from omnitrain.models.contract.trial import relative
-from omnitrain.ops.attention.call import Call
+from omnitrain.models.contract.harness import relative
+from omnitrain.ops.attention.spec import Call
 
 
 class Recorded:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from omnitrain.data.media import Waveform
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
-from omnitrain.models.components import ComponentAdapter, TensorFeatures, one_item
+from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures, one_item
 from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, log_mel
 
 

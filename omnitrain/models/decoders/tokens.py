@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.models.components import ComponentAdapter, DecoderMixin, TensorFeatures
+from omnitrain.models.components.protocols import ComponentAdapter, DecoderMixin, TensorFeatures
 from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer
-from omnitrain.models.hf import as_config, model_class
-from omnitrain.ops.cross_entropy import LossTerm, linear_cross_entropy
+from omnitrain.models.hf.load import as_config, model_class
+from omnitrain.ops.loss.cross_entropy import LossTerm, linear_cross_entropy
 
 
 class TokenDecoderConfig(PreTrainedConfig):

@@ -13,10 +13,10 @@ from transformers.models.auto.feature_extraction_auto import feature_extractor_c
 from omnitrain.data.media import Waveform
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
-from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
+from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_frames
 from omnitrain.models.encoders.towers import tower_from_config
-from omnitrain.models.hf import as_config
+from omnitrain.models.hf.load import as_config
 
 
 class AudioEncoderConfig(PreTrainedConfig):

@@ -6,11 +6,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.hf import Source, model_class, resolve
+from omnitrain.models.hf.load import Source, model_class, resolve
 
 
 def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The tower for ``modality`` of the model that ``source`` names (see :func:`omnitrain.models.hf.resolve`).
+    """The tower for ``modality`` of the model that ``source`` names (see :func:`omnitrain.models.hf.load.resolve`).
 
     Raises:
         UserError: the model has no encoder for the modality.

@@ -15,10 +15,10 @@ from transformers.models.auto.image_processing_auto import get_image_processor_c
 
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
-from omnitrain.models.components import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
+from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_grid
 from omnitrain.models.encoders.towers import tower_from_config
-from omnitrain.models.hf import as_config
+from omnitrain.models.hf.load import as_config
 
 STILL = -1  # frame index of an image that is no video frame
 

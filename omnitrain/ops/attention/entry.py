@@ -8,15 +8,15 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.arguments import refuse_unknown
-from omnitrain.ops.attention.call import CAUSAL, FULL, Call
 from omnitrain.ops.attention.choose import choose
-from omnitrain.ops.attention.mask_functions import describe, is_causal, pattern_of
+from omnitrain.ops.attention.hf_arguments import refuse_unknown
+from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
 from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec
-from omnitrain.ops.attention.packing import PackedRow, check_recomputation, packed_row, relies_on_context
-from omnitrain.ops.attention.plain import SDPA, plain_attention, plain_mask
+from omnitrain.ops.attention.packed_context import PackedRow, check_recomputation, packed_row, relies_on_context
 from omnitrain.ops.attention.sharded import shard_of
-from omnitrain.ops.unread_rows import rows_read_of
+from omnitrain.ops.attention.spec import CAUSAL, FULL, Call
+from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
+from omnitrain.ops.cpu.unread_rows import rows_read_of
 
 # Tensor of borders -> its version, and its values.
 _read_before = WeakTensorKeyDictionary()
@@ -81,7 +81,7 @@ def omnitrain_attention(
         attention_mask: what :func:`omnitrain_mask` or the model made.
         backend: name of the backend of packed rows, or ``auto``.
         implementation: transformers' own, of unpacked input.
-        kwargs: see :mod:`omnitrain.ops.attention.arguments`.
+        kwargs: see :mod:`omnitrain.ops.attention.hf_arguments`.
 
     Returns:
         ``[B, T, heads, value_dim]``, and weights where ``implementation`` gives some.

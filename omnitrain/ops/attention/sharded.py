@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from omnitrain.ops.attention.call import Call
+from omnitrain.ops.attention.spec import Call
 
 
 class SequenceShard(Protocol):

@@ -7,11 +7,10 @@ compute them, go back, and are added per token (``routes``; over ranks: a :class
 """
 
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
-from omnitrain.ops.experts.declared import ExpertWeights, Piece, chunk_borders, experts_in, is_experts, matrix_names
 from omnitrain.ops.experts.entry import Dispatcher, Journey, bytes_sent, settings_of
+from omnitrain.ops.experts.install import backend_of, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.lora import add_expert_adapter, merge_expert_adapter, parameter_names
-from omnitrain.ops.experts.replay import Recording, Replayed
-from omnitrain.ops.experts.routes import (
+from omnitrain.ops.experts.permute import (
     Routes,
     combine_rows,
     sort_by_expert,
@@ -20,9 +19,10 @@ from omnitrain.ops.experts.routes import (
     weighted_sum_gradients,
     weighted_sums,
 )
-from omnitrain.ops.experts.spans import LayerSpans
-from omnitrain.ops.experts.tape import RoutingTape, is_replaying
-from omnitrain.ops.experts.use import backend_of, set_experts, use_omnitrain_experts
+from omnitrain.ops.experts.routing_replay import Recording, Replayed
+from omnitrain.ops.experts.routing_tape import RoutingTape, is_replaying
+from omnitrain.ops.experts.timing import LayerSpans
+from omnitrain.ops.experts.weights import ExpertWeights, Piece, chunk_borders, experts_in, is_experts, matrix_names
 
 __all__ = [
     "AUTO",

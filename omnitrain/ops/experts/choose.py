@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from omnitrain.errors import UserError
-from omnitrain.ops.backends import Backend, choose
-from omnitrain.ops.experts.declared import ExpertWeights
-from omnitrain.ops.experts.grouped import ProductMemory, grouped_experts
-from omnitrain.ops.experts.routes import counts_of
+from omnitrain.ops.experts.grouped_mm import ProductMemory, grouped_experts
+from omnitrain.ops.experts.permute import counts_of
+from omnitrain.ops.experts.weights import ExpertWeights
+from omnitrain.ops.registry import Backend, choose
 
 AUTO = "auto"
 

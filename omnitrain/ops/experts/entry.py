@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from omnitrain.ops.delayed_wgrad import WeightGradients
 from omnitrain.ops.experts.choose import chosen
-from omnitrain.ops.experts.declared import ExpertWeights, Piece, num_experts_of
-from omnitrain.ops.experts.grouped import ProductMemory
-from omnitrain.ops.experts.routes import Routes, combine_rows, sort_by_expert, take_rows
-from omnitrain.ops.experts.spans import NOT_RECORDED, LayerSpans
-from omnitrain.ops.experts.tape import once
-from omnitrain.ops.weight_gradients import WeightGradients
+from omnitrain.ops.experts.grouped_mm import ProductMemory
+from omnitrain.ops.experts.permute import Routes, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.routing_tape import once
+from omnitrain.ops.experts.timing import NOT_RECORDED, LayerSpans
+from omnitrain.ops.experts.weights import ExpertWeights, Piece, num_experts_of
 
 SETTINGS = "_expert_settings"
 
@@ -100,7 +100,7 @@ class ExpertSettings:
 
     Attributes:
         dispatcher: brings rows to them; where it does to other ranks, the weights are a part of them on each rank.
-        row_budget: see :class:`omnitrain.ops.experts.grouped.ProductMemory`.
+        row_budget: see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`.
         recomputes_activation: see there.
         saving: a context for the products of the rows it is given, such as one that offloads what they save of these.
         delays_weight_gradients: compute those of the matrices last, while rows' gradients are on their way.

@@ -4,7 +4,7 @@
 ``component`` makes a component's plan, with what ``experts`` and ``memory`` say of their fields.
 """
 
-from omnitrain.parallel.resolve.asked import CallFlags
 from omnitrain.parallel.resolve.plans import dtype_of, require_fit, resolve_plans
+from omnitrain.parallel.resolve.sources import CallFlags
 
 __all__ = ["CallFlags", "dtype_of", "require_fit", "resolve_plans"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from omnitrain.errors import UserError
-from omnitrain.parallel.resolve.asked import STATE_AXIS, Asked
 from omnitrain.parallel.resolve.experts import expert_fields
 from omnitrain.parallel.resolve.memory import memory_fields
+from omnitrain.parallel.resolve.sources import STATE_AXIS, Asked
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, Precision
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import AUTO
-from omnitrain.parallel.deepep import deepep_problem
-from omnitrain.parallel.experts import ExpertLayer
-from omnitrain.parallel.resolve.asked import Asked
-from omnitrain.parallel.routers import find_router
+from omnitrain.parallel.expert.apply import ExpertLayer
+from omnitrain.parallel.expert.deepep import deepep_problem
+from omnitrain.parallel.expert.load_balance import find_router
+from omnitrain.parallel.resolve.sources import Asked
 from omnitrain.recipe.parallel import FOUNDATION, Chunks, ComponentPlan, ParallelPlan
 
 # Fields that a component without experts ignores where they come from the default plan.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from omnitrain.parallel.recompute import SAVED_OPS, find_op
-from omnitrain.parallel.resolve.asked import Asked
+from omnitrain.parallel.memory.recompute import SAVED_OPS, find_op
 from omnitrain.parallel.resolve.experts import require_own_products
+from omnitrain.parallel.resolve.sources import Asked
 from omnitrain.recipe.parallel import FOUNDATION, OffloadedTensor, RecomputedPart
 
 

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.models.lora import Adapters, adapters_of, names_without_adapters, root_of
-from omnitrain.models.omni import OmniModel
-from omnitrain.parallel.experts import chosen_layers, ep_plan_problems, expert_layers
-from omnitrain.parallel.lora import adapters_for, lora_problems
-from omnitrain.parallel.resolve.asked import STATE_AXIS, Asked, CallFlags
+from omnitrain.models.adapters.lora import Adapters, adapters_of, names_without_adapters, root_of
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.adapter_plan import adapters_for, lora_problems
+from omnitrain.parallel.expert.apply import chosen_layers, ep_plan_problems, expert_layers
+from omnitrain.parallel.fsdp.units import blocks_of, stays_fp32
+from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
-from omnitrain.parallel.resolve.model_problems import model_problems
+from omnitrain.parallel.resolve.sources import STATE_AXIS, Asked, CallFlags
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
-from omnitrain.parallel.units import blocks_of, stays_fp32
 from omnitrain.recipe.globs import matches
 from omnitrain.recipe.parallel import AXES, FOUNDATION, ComponentPlan, ParallelPlan, PlanError, raise_problems
 

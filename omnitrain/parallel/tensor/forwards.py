@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omnitrain.ops.collectives import add_up, gather_columns, own_columns
-from omnitrain.ops.forwards import Forward, forward_of, set_forward
-from omnitrain.parallel.tensor.tokens import tokens_divided
+from omnitrain.ops.patch_forward import Forward, forward_of, set_forward
+from omnitrain.parallel.tensor.sequence_parallel import tokens_divided
 
 Around = Callable[[Forward, dist.ProcessGroup], Forward]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedConfig
 
-from omnitrain.models.lora import without_adapters
-from omnitrain.models.omni import OmniModel
+from omnitrain.models.adapters.lora import without_adapters
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.config_value import config_value
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.globs import any_layer, matches

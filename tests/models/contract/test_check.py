@@ -14,13 +14,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, RobertaF
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import MediaItem, MediaSpan
 from omnitrain.errors import UserError
+from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
-from omnitrain.models.contract.findings import Contract
-from omnitrain.models.contract.twin import twin_config
-from omnitrain.models.foundation import EncodedMedia, FoundationRunner
-from omnitrain.models.hf import foundation_class
-from omnitrain.models.native import NativeRows, discover, peaked_
+from omnitrain.models.contract.tiny_model import twin_config
+from omnitrain.models.discovery import NativeRows, discover, peaked_
+from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import PackedRow, entry, packed
 from omnitrain.ops.attention.mask_spec import plain_spec
 from tests.families import FAMILIES

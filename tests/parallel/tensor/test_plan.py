@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import omnitrain as ot
-from omnitrain.models.build import build_omni_model
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.tensor.plan import tensor_plan
 from omnitrain.parallel.tensor.styles import STYLES
 from tests.parallel import factories

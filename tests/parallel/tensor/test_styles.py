@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import omnitrain as ot
-from omnitrain.parallel.ranks import RankPool
+from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.tensor.apply import cut_tensors
-from omnitrain.parallel.tensor.gradients import add_up_over_tp
+from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
 from omnitrain.parallel.tensor.styles import STYLES
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from omnitrain.ops.attention.backends import ragged
-from omnitrain.ops.attention.call import CAUSAL, DROPOUT, FULL, GQA, SOFTCAP, VALUE_WIDTH, WINDOW, Backend, Call
+from omnitrain.ops.attention.spec import CAUSAL, DROPOUT, FULL, GQA, SOFTCAP, VALUE_WIDTH, WINDOW, Backend, Call
 
 
 def attend(call: Call) -> torch.Tensor:

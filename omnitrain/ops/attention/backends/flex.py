@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from omnitrain.ops.attention.call import DROPOUT, EVERYTHING, Backend, Call
-from omnitrain.ops.compilations import keep_compilations
+from omnitrain.ops.attention.spec import DROPOUT, EVERYTHING, Backend, Call
+from omnitrain.ops.compile.cache_limit import keep_compilations
 
 _MIN_HEAD_DIM = 16  # of its CUDA kernel
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from omnitrain.ops.attention.call import Call
+from omnitrain.ops.attention.spec import Call
 
 MAX_HEAD_DIM = 256
 _ALIGNED = 8  # kernels read heads in pieces of so many entries

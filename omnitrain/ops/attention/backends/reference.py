@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
-from omnitrain.ops.attention.call import EVERYTHING, Backend, Call, repeat_heads
+from omnitrain.ops.attention.spec import EVERYTHING, Backend, Call, repeat_heads
 
 
 def attend(call: Call) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from omnitrain.ops.attention.backends.ragged import MAX_HEAD_DIM
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
-from omnitrain.ops.attention.call import (
+from omnitrain.ops.attention.spec import (
     CAUSAL,
     DROPOUT,
     FULL,

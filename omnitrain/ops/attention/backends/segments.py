@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from omnitrain.ops.attention.backends.short import ShortKeys, ShortRow, attend_short, short_keys, short_row
-from omnitrain.ops.attention.call import Call
 from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.cpu.short_attention import ShortKeys, ShortRow, attend_short, short_keys, short_row
+from omnitrain.ops.cpu.unread_rows import ReadRows
 from omnitrain.ops.device import moved
-from omnitrain.ops.unread_rows import ReadRows
 
 # A causal segment may be filled up behind its end to this multiple of its length, to share a call with longer ones.
 CAUSAL_SLACK = 1.25
@@ -129,7 +129,7 @@ def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Te
         call: the attention.
         kernel: of a batch.
         short: on CPU: neighbours of so many tokens at most, masked causally, have explicit scores
-            (:mod:`omnitrain.ops.attention.backends.short`); ``call`` has none but grouped heads then.
+            (:mod:`omnitrain.ops.cpu.short_attention`); ``call`` has none but grouped heads then.
     """
     slack = CAUSAL_SLACK if call.position_bias is None else 1.0
     parts = _parts_of(call, slack, short)

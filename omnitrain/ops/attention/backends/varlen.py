@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from omnitrain.ops.attention.backends.ragged import Ragged, attend_ragged, obstacle
-from omnitrain.ops.attention.call import CAUSAL, FULL, GQA, VALUE_WIDTH, WINDOW, Backend, Call, repeat_heads
+from omnitrain.ops.attention.spec import CAUSAL, FULL, GQA, VALUE_WIDTH, WINDOW, Backend, Call, repeat_heads
 
 
 def attend(call: Call) -> torch.Tensor:

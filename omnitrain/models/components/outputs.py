@@ -1,0 +1,27 @@
+"""What models return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from omnitrain.ops.loss.cross_entropy import LossTerm
+
+
+@dataclass(frozen=True)
+class OmniOutput:
+    """Output of :meth:`OmniModel.forward`.
+
+    Attributes:
+        losses: ``text`` and decoder names -> :class:`LossTerm`.
+        read: loss -> ``[n]`` int64, for each entry of its ``rows`` the token of the pack it was predicted from; on
+            the host.
+        hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None where it hides
+            them. A trainer leaves out rows that no head reads (``model.ops.unread_rows``); of a row that several ranks
+            share, each has its own tokens.
+    """
+
+    losses: dict[str, LossTerm]
+    read: dict[str, torch.Tensor]
+    hidden: torch.Tensor | None

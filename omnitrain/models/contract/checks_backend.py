@@ -1,0 +1,37 @@
+"""A named attention backend, tried on a model's twin: what it cannot honour is found before a run begins."""
+
+from __future__ import annotations
+
+import torch
+
+from omnitrain.data.pack import Pack
+from omnitrain.errors import UserError
+from omnitrain.models.contract.harness import Trial
+from omnitrain.models.foundation.runner import FoundationRunner
+from omnitrain.ops.attention import use_omnitrain_attention
+
+
+def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Run two packed texts through the twin of a foundation by ``backend``, as training would.
+
+    Args:
+        runner: of the foundation, on any device, ``meta`` too.
+        backend: a name, not ``auto``.
+        device: where the foundation will train.
+        dtype: in which it will compute.
+
+    Raises:
+        UserError: a layer cannot be computed by it, or the model keeps its own attention; names the layer, the reason
+            and the backends that can.
+    """
+    model, contract = runner.model, runner.contract
+    if contract.attention != "omnitrain":
+        raise UserError(
+            f"attention backend {backend!r}: {type(model).__name__} keeps its own attention; set it to auto"
+        )
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        trial = Trial.by(model, contract)
+        use_omnitrain_attention(trial.ours, backend)
+        trial.ours.to(device, dtype)
+        pack = Pack.from_samples(trial.texts[: 2 if contract.packs else 1]).to(device)
+        trial.runner.text_loss(pack, trial.media(pack))

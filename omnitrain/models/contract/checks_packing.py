@@ -1,0 +1,206 @@
+"""What the checks measure. A fact is what went wrong, in words; None means that nothing did."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.contract.harness import Case, Trial, head_of, largest, relative
+from omnitrain.models.contract.leaks import first_leak
+from omnitrain.models.discovery import config_nodes
+from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.ops.attention import PackedRow
+
+# Relative to the largest value compared. Rounding stays a hundred times below, a wrong mask or position far above.
+TOLERANCE = 1e-3
+# What expert layers' rounding may change by with the number of rows they get.
+ROUNDING = 1e-4
+# From this part of a loss on, something is added to it; rounding of a mean stays below.
+_ADDED = 1e-5
+_ROUTER_LOGITS = "output_router_logits"
+_LOSS_WEIGHTS = ("loss_coef", "loss_coefficient", "loss_weight", "loss_alpha")
+
+
+@torch.no_grad()
+def logit_error(trial: Trial) -> float:
+    """The largest difference to plain transformers' logits, over all samples alone."""
+    return max(_logit_error(trial, case) for case in trial.cases)
+
+
+def _logit_error(trial: Trial, case: Case) -> float:
+    pack = Pack.from_samples([case.probe.sample])
+    return relative(trial.logits(pack, trial.media(pack)), case.logits)
+
+
+@torch.no_grad()
+def head_fact(trial: Trial) -> str | None:
+    """The loss can be computed in the head only if the logits are what it returns."""
+    inside: list[Tensor] = []
+
+    def head(hidden: Tensor, lm_head: nn.Module) -> Tensor:
+        inside.append(lm_head.forward(hidden))
+        return inside[-1]
+
+    kind = type(head_of(trial.ours))
+    if not issubclass(kind, nn.Linear):
+        return f"its head is a {kind.__name__}, not a linear layer"
+    output = trial.runner.run_pack(Pack.from_samples(trial.samples[:1]), EncodedMedia(), head)
+    if len(inside) != 1:
+        return f"its head is called {len(inside)} times"
+    if output.logits is not inside[0]:
+        return "logits are transformed after the head"
+    return None
+
+
+@torch.no_grad()
+def mixing_modalities(trial: Trial) -> tuple[str, ...]:
+    """Modalities of which an item's rows are others when a second item is encoded in the same call."""
+    return tuple(modality for modality in trial.native.ports if _mixes(trial, modality))
+
+
+def _mixes(trial: Trial, modality: str) -> bool:
+    port = trial.native.ports[modality]
+    if not port.items_are_independent:  # as measured in evaluation
+        return True
+    if not any(isinstance(module, _BatchNorm) for module in trial.plain.modules()):
+        return False
+    alone, together = (port.encode(trial.plain, port.probe_batch(number)).main for number in (1, 2))
+    return relative(together[: len(alone)], alone) > TOLERANCE
+
+
+@torch.no_grad()
+def unread_side_features(trial: Trial, modality: str) -> list[str]:
+    """Side features that can be zeroed without a change of the logits."""
+    sample = next(case.probe.sample for case in trial.cases if modality in case.probe.modalities)
+    pack = Pack.from_samples([sample])
+    media = trial.media(pack)
+    logits = trial.logits(pack, media)
+    return [
+        name
+        for name in trial.native.ports[modality].side
+        if torch.equal(logits, trial.logits(pack, _without(media, modality, name)))
+    ]
+
+
+def _without(media: EncodedMedia, modality: str, name: str) -> EncodedMedia:
+    rows = media.native[modality]
+    zeroed = replace(rows, side={**rows.side, name: torch.zeros_like(rows.side[name])})
+    return EncodedMedia({**media.native, modality: zeroed})
+
+
+@torch.no_grad()
+def packing_fact(trial: Trial) -> str | None:
+    """Packed samples have the losses of plain transformers, and none depends on its neighbours' words."""
+    pack = Pack.from_samples(trial.samples)
+    media = trial.media(pack)
+    together = trial.losses(pack, media)
+    for case in trial.cases:
+        error = relative(together[case.probe.sample.index], case.losses)
+        if not error <= TOLERANCE:
+            return f"packed, {_what(case)} differs from itself alone by {error:.1e}"
+    for changed in (pack.info.indices[::2], pack.info.indices[1::2]):
+        losses = trial.losses(Pack.from_samples(trial.reworded(changed)), media)
+        for case in trial.cases:
+            index = case.probe.sample.index
+            error = relative(losses[index], together[index])
+            if index not in changed and not error <= ROUNDING:
+                return f"other words in the samples beside it change {_what(case)} by {error:.1e}"
+    return None
+
+
+def _what(case: Case) -> str:
+    return f"a sample of {len(case.probe.sample)} tokens ({' and '.join(case.probe.modalities) or 'text'})"
+
+
+def leaking_class(trial: Trial) -> str | None:
+    """Class of the first module that treats a sample otherwise beside another one, or fails there."""
+    pack = Pack.from_samples(trial.samples[:2])
+    borders = tuple(pack.cu_seqlens.tolist())
+    for sample, (start, stop) in reversed(list(zip(pack.info.indices, pairwise(borders), strict=True))):
+        alone = Pack.from_samples([one for one in trial.samples if one.index == sample])
+        name = first_leak(
+            trial.ours,
+            partial(trial.logits, alone, EncodedMedia()),
+            partial(trial.logits, pack, EncodedMedia(), PackedRow(borders)),
+            start,
+            stop,
+            borders[-1],
+        )
+        if name is not None:
+            return type(trial.ours.get_submodule(name)).__name__
+    return None
+
+
+@torch.no_grad()
+def needs_no_tails(trial: Trial) -> bool:
+    """Whether a sample's first tokens have the same logits without its last ones; not in a model with experts."""
+    return not trial.has_experts and all(_tail_error(trial, case) <= TOLERANCE for case in trial.telling_cases)
+
+
+def _tail_error(trial: Trial, case: Case) -> float:
+    sample = case.probe.sample
+    trained = sample.loss_mask & (np.arange(len(sample)) < len(sample) - 3)
+    pack = Pack.from_samples([replace(sample, loss_mask=trained).without_tail()])
+    return relative(trial.logits(pack, trial.media(pack)), case.logits[: pack.num_tokens])
+
+
+@torch.no_grad()
+def own_loss_fact(trial: Trial) -> str | None:
+    """What transformers adds to the loss of a sample's tokens, such as a router's balance, is not in our loss."""
+    case, forward = trial.cases[0], inspect.signature(type(trial.plain).forward)
+    tokens = float(case.losses.mean())
+    added, when = trial.own_loss(case.probe) - tokens, ""
+    if abs(added) <= _ADDED * tokens and _ROUTER_LOGITS in forward.parameters:
+        added = trial.own_loss(case.probe, **{_ROUTER_LOGITS: True}) - tokens
+        when = f" where {_ROUTER_LOGITS} is set"
+    if abs(added) <= _ADDED * tokens:
+        return None
+    nodes = [vars(node).items() for node in config_nodes(trial.plain.config)]
+    weights = {f"{name} {value}" for items in nodes for name, value in items if name.endswith(_LOSS_WEIGHTS) and value}
+    by = f" ({', '.join(sorted(weights))})" if weights else ""
+    return f"transformers adds {added:.1e} to a sample's loss of {tokens:.2f}{when}{by}"
+
+
+def gradient_fact(trial: Trial) -> str | None:
+    """Loss and gradients of all samples are those of plain transformers."""
+    cases = trial.telling_cases
+    samples = [case.probe.sample for case in cases]
+    if trial.contract.without_tails:
+        samples = [sample.without_tail() for sample in samples]
+    packs = [samples] if trial.contract.packs else [[sample] for sample in samples]
+    trial.start_gradients(cases)
+    total = 0.0
+    for pack in map(Pack.from_samples, packs):
+        term = trial.runner.text_loss(pack, trial.media(pack))[0]
+        term.sum.backward()
+        total += term.sum.item()
+    expected = sum(float(case.losses.sum()) for case in cases)
+    if not abs(total - expected) <= TOLERANCE * abs(expected):
+        return f"the loss is {total:.4f}, that of transformers {expected:.4f}"
+    worst, owner = _worst_gradient(trial)
+    return f"the gradient of {owner} is off by {worst:.1e}" if not worst <= 10 * TOLERANCE else None
+
+
+def _worst_gradient(trial: Trial) -> tuple[float, str]:
+    """The largest error relative to the tensor's largest value, and whose it is."""
+    floor = TOLERANCE * max(trial.scales.values())  # below it, gradients are small differences of large numbers
+    worst, owner = 0.0, ""
+    for name, parameter in trial.ours.named_parameters():
+        error = largest(parameter.grad) / max(trial.scales[name], floor)
+        if not error <= worst:
+            worst, owner = error, name
+    return worst, owner
+
+
+def without_gradient(trial: Trial) -> tuple[str, ...]:
+    """Trainable parameters that no loss reaches, with plain transformers."""
+    trainable = [name for name, parameter in trial.plain.named_parameters() if parameter.requires_grad]
+    return tuple(name for name in trainable if not trial.scales[name])

@@ -1,0 +1,141 @@
+"""Whether the rows of a tower's call may lie on several ranks: blocks over parts give what they give over the whole.
+
+As in :mod:`omnitrain.models.contract.checks_sequence`, a twin runs over whole calls first, then over parts of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.components.contract import Contract
+from omnitrain.models.contract.cache import contract_path
+from omnitrain.models.contract.checks_packing import TOLERANCE
+from omnitrain.models.contract.checks_sequence import SequenceContract, first_without_problem, kept_or_checked
+from omnitrain.models.contract.harness import relative
+from omnitrain.models.contract.recorded import Recorded, Replayed, worst
+from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.contract.tiny_model import build_twin, tower_config, twin_config
+from omnitrain.models.discovery import discover
+from omnitrain.models.foundation.runner import FoundationRunner
+from omnitrain.models.foundation.shared_tower import SharedTower
+from omnitrain.models.hf.load import as_config, as_dict
+from omnitrain.ops.attention import use_omnitrain_attention
+from omnitrain.plan.sequence import split_sequence
+
+_PARTS = 3
+_ITEMS = 3
+
+Encode = Callable[[], Sequence[Tensor]]
+
+
+def native_tower_contract(model: PreTrainedModel, contract: Contract, component: str) -> SequenceContract:
+    """Of a component inside a foundation, from the cache or by checking a twin.
+
+    Args:
+        model: the foundation.
+        contract: by which it is run.
+        component: one of those that :func:`~omnitrain.models.discovery.discover` finds in it.
+    """
+    path = contract_path(type(model), model.config).with_suffix(f".{component}.json")
+    return kept_or_checked(path, partial(check_native_tower, type(model), model.config, contract, component))
+
+
+def attached_tower_contract(encoder: PreTrainedModel) -> SequenceContract:
+    """Of an attached encoder, from the cache or by checking a twin."""
+    path = contract_path(type(encoder), encoder.config).with_suffix(".tower.json")
+    return kept_or_checked(path, partial(check_attached_tower, type(encoder), encoder.config))
+
+
+def check_native_tower(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract, component: str
+) -> SequenceContract:
+    """Check a small twin of a foundation's ``config``; where that has a problem, one with whole towers."""
+
+    def measured(cuts: dict[str, bool]) -> SequenceContract:
+        model = build_twin(model_class, twin_config(config, **cuts))
+        native = discover(model)
+        runner = FoundationRunner(model.train(), contract, native=native)
+        names = {modality for modality, port in native.ports.items() if port.component == component}
+        samples = [probe.sample for probe in probe_samples(model, native) if names & set(probe.modalities)]
+        packs = [Pack.from_samples([sample]) for sample in samples]
+        own = [model.get_parameter(path) for path in native.components[component]]
+
+        def encode() -> list[Tensor]:
+            made = [runner.encode(pack) for pack in packs]
+            return [tensor for rows in made for value in rows.values() for tensor in value.tensors()]
+
+        return _measured(model, own, encode)
+
+    return first_without_problem(partial(measured, cuts) for cuts in ({}, {"cut_towers": False}))
+
+
+def check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTrainedConfig) -> SequenceContract:
+    """Check a small twin of an encoder; where that has a problem, a whole one."""
+
+    def measured(tower: Callable[[PreTrainedConfig], PreTrainedConfig]) -> SequenceContract:
+        values = as_dict(config)
+        if values.get("tower"):
+            values["tower"] = as_dict(tower(as_config(values["tower"])))
+        twin: Any = build_twin(encoder_class, as_config(values)).train()
+        use_omnitrain_attention(twin)
+        features, rows = twin.minimal_input()
+        generator = torch.Generator().manual_seed(0)
+        items = {name: torch.cat([tensor] * _ITEMS) for name, tensor in features.items()}
+        for name, tensor in items.items():
+            if tensor.is_floating_point():
+                items[name] = torch.randn(tensor.shape, generator=generator)
+        return _measured(twin, twin.parameters(), lambda: [twin.lm_encode(items, rows * _ITEMS)])
+
+    return first_without_problem(partial(measured, tower) for tower in (tower_config, lambda whole: whole))
+
+
+def _measured(model: nn.Module, parameters: Any, encode: Encode) -> SequenceContract:
+    calls = _Calls()
+    tower = SharedTower(model, parameters, calls)
+    if not tower.num_stacks:
+        return SequenceContract("it has no list of blocks")
+    with tower.sharing():
+        whole = encode()
+    if not any(call.attended for call in calls.recorded):
+        return SequenceContract("its blocks do not take all items as one row [rows, width] with their cu_seqlens")
+    heads = tuple(sorted({number for call in calls.recorded for number in call.heads}))
+    for place in range(_PARTS):
+        calls.start(place)
+        with tower.sharing():
+            rows = encode()
+        errors = [relative(got, expected) for got, expected in zip(rows, whole, strict=True)]
+        error = worst([*errors, *(e for call in calls.replayed for e in call.errors)])
+        if not error <= TOLERANCE:
+            fact = f"rows of a part of its sequence differ by {error:.1e} of the largest from the whole's"
+            return SequenceContract(fact, heads)
+    return SequenceContract("", heads)
+
+
+class _Calls:
+    """The calls of all stacks in an encoding, in order: whole first, then parts of the same."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Recorded] = []
+        self.replayed: list[Replayed] = []
+        self._place: int | None = None
+
+    def start(self, place: int) -> None:
+        """The next encoding is that of one of the parts."""
+        self._place = place
+        self.replayed = []
+
+    def __call__(self, num_rows: int, device: torch.device) -> Recorded | Replayed:
+        if self._place is None:
+            self.recorded.append(Recorded(num_rows))
+            return self.recorded[-1]
+        whole = self.recorded[len(self.replayed)]
+        rows = split_sequence(num_rows, sp=_PARTS).rows[self._place]
+        self.replayed.append(Replayed(whole, torch.from_numpy(rows)))
+        return self.replayed[-1]

@@ -1,0 +1,323 @@
+"""Finding the port of one modality: which inputs its method takes, and in which form the forward takes its rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from omnitrain.models.discovery.features import NativeRows, RowLayout, Watched, describe, flatten, row_numbers
+from omnitrain.models.discovery.interface import NativePort, method_name
+from omnitrain.models.discovery.model_errors import failure_of_model
+from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors, leaves
+from omnitrain.models.discovery.placeholders import token_ids
+from omnitrain.models.discovery.probe_inputs import MAIN_ARGUMENTS, ProbeInput, candidates
+from omnitrain.models.discovery.text_run import (
+    StopRunError,
+    called_with,
+    feature_hosts,
+    methods_replaced,
+    text_arguments,
+    text_core,
+    typed,
+)
+
+_MOST_ROWS = 20_000
+
+
+class WrongGuessError(Exception):
+    """A guess about the model was wrong, and why."""
+
+
+def find_port(model: PreTrainedModel, modality: str) -> NativePort | str:
+    """The port of a modality (its component still unnamed), or the reason why there is none."""
+    return _Search(model, modality).port()
+
+
+class _Search:
+    """Guesses for one modality of one model, tried on the model itself."""
+
+    def __init__(self, model: PreTrainedModel, modality: str) -> None:
+        self.model, self.modality, self.method = model, modality, method_name(modality)
+        self.hosts = feature_hosts(model, modality)
+        self.host = self._caller()
+        self.forward_names = tuple(inspect.signature(type(model).forward).parameters)
+
+    def port(self) -> NativePort | str:
+        main = self._main()
+        if main is None:
+            return f"its forward takes none of {', '.join(MAIN_ARGUMENTS[self.modality])}"
+        accepted = tuple(dict.fromkeys((*self.forward_names, *self._parameters())))
+        reasons: dict[str, None] = {}
+        tried: set[ProbeInput] = set()
+        for probe in candidates(self.model.config, self.modality, main, accepted):
+            if probe in tried:
+                continue
+            tried.add(probe)
+            try:
+                return self._port_with(probe)
+            except WrongGuessError as reason:
+                reasons[str(reason)] = None
+        return f"no tiny input was accepted: {'; '.join(reasons)[:600]}"
+
+    def _port_with(self, probe: ProbeInput) -> NativePort:
+        features = typed(self.model, probe.make([0, 1]))
+        with _guess(""), ParameterReads(self.model) as reads:
+            call = self._captured(features)
+            reads.names.clear()
+            output = getattr(self.model.get_submodule(self.host), self.method)(**call, return_dict=True)
+        if not any(isinstance(value, Tensor) for value in leaves(_values(output))):
+            raise WrongGuessError(f"{self.method} returned {type(output).__name__}")
+        bindings, constants = self._bindings(call, features)
+        if probe.variable and {name for name, _ in bindings.values()} <= {probe.main}:
+            raise WrongGuessError("items of different sizes without an argument that tells their sizes")
+        layout, token = self._layout(features, output)
+        port = NativePort(
+            modality=self.modality,
+            component="",
+            token_id=token,
+            host=self.host,
+            overridden=tuple(self.hosts),
+            arguments=tuple(name for name in probe.names if name in self.forward_names),
+            bindings=bindings,
+            constants=constants,
+            trigger={},
+            layout=layout,
+            probe=probe,
+            parameters=tuple(sorted(reads.names)),
+            items_are_independent=True,
+            items_stack=_stacks(replace(probe, variable=False)),
+            minimal_rows=0,
+            called_by_number=(),
+        )
+        return self._with_calls(self._with_independence(self._with_trigger(port, features, output), output))
+
+    # What the method is called with -----------------------------------------------------------------------------------
+
+    def _caller(self) -> str:
+        """The module whose forward uses the method; the others hand the call on."""
+        for name in self.hosts:
+            if self._uses(type(self.model.get_submodule(name))):
+                return name
+        return self.hosts[-1]
+
+    def _uses(self, kind: type) -> bool:
+        own = [inspect.unwrap(f) for name, f in vars(kind).items() if callable(f) and not name.endswith("_features")]
+        return any(self.method in function.__code__.co_names for function in own if inspect.isfunction(function))
+
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        function = inspect.unwrap(getattr(type(self.model.get_submodule(self.host)), self.method))
+        return dict(list(inspect.signature(function).parameters.items())[1:])
+
+    def _main(self) -> str | None:
+        known = MAIN_ARGUMENTS[self.modality]
+        first = next(iter(self._parameters()), "")
+        return next((name for name in (first, *known) if name in self.forward_names and name in known), None)
+
+    def _captured(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Arguments with which the forward calls the method."""
+        caught: dict[str, Any] = {}
+        function = inspect.unwrap(getattr(type(self.model.get_submodule(self.host)), self.method))
+
+        def catch(*args: Any, **kwargs: Any) -> Any:
+            caught.update(inspect.signature(function).bind(None, *args, **kwargs).arguments)
+            raise StopRunError
+
+        token = next(token_ids(self.model.config, self.modality, self._vocabulary()), None)
+        with suppress(StopRunError), methods_replaced(self.model, self.hosts, self.method, catch):
+            self.model(**self._forward(token, 4, features))
+        if not caught:
+            raise RuntimeError(f"the forward does not call {self.method}")
+        known = self._parameters()
+        return {name: caught[name] for name in known if caught.get(name) is not None and name != "kwargs"}
+
+    def _bindings(
+        self, call: Mapping[str, Any], features: Mapping[str, Tensor]
+    ) -> tuple[dict[str, tuple[str, bool]], dict[str, Any]]:
+        bindings: dict[str, tuple[str, bool]] = {}
+        constants: dict[str, Any] = {}
+        for parameter, value in call.items():
+            if not isinstance(value, Tensor):
+                constants[parameter] = value
+            elif (source := _source(value, features)) is not None:
+                bindings[parameter] = source
+            elif self._parameters()[parameter].default is inspect.Parameter.empty:
+                raise WrongGuessError(f"{self.method} reads {parameter!r}, which is not an argument of the medium")
+        return bindings, constants
+
+    # What the forward takes -------------------------------------------------------------------------------------------
+
+    def _layout(self, features: Mapping[str, Tensor], output: Any) -> tuple[RowLayout, int]:
+        """The layout that the forward takes in place of the method's own output, and the placeholder token."""
+        reasons: dict[str, None] = {}
+        for token in token_ids(self.model.config, self.modality, self._vocabulary()):
+            for rows in dict.fromkeys(row_numbers(output, list(_values(output)))):
+                if not 0 < rows < _MOST_ROWS:
+                    continue
+                try:
+                    return self._layout_of(features, output, token, rows), token
+                except WrongGuessError as reason:
+                    reasons[str(reason)] = None
+        raise WrongGuessError("; ".join(reasons) or "the config names no placeholder token")
+
+    def _layout_of(self, features: Mapping[str, Tensor], output: Any, token: int, rows: int) -> RowLayout:
+        watched = Watched(output)
+        with _guess(f"forward with {rows} rows: "):
+            expected = self._decoder_inputs(token, rows, features, watched.output)
+        for joined in (True, False):
+            layout = describe(output, watched.fields, rows, joined=joined)
+            if layout is None:
+                break
+            with suppress(WrongGuessError), _guess(f"forward with {rows} flat rows: "):
+                if self._takes(layout, output, expected, token, rows, features):
+                    return layout
+        raise WrongGuessError(f"the forward does not put {rows} rows, as they are, in the place of placeholders")
+
+    def _takes(
+        self,
+        layout: RowLayout,
+        output: Any,
+        expected: Sequence[Tensor],
+        token: int,
+        rows: int,
+        features: Mapping[str, Tensor],
+    ) -> bool:
+        """Rows in this layout reach the decoder as the method's own output does, and each row changes its place."""
+        flat = flatten(output, layout)
+        if flat.main.size(0) != rows:
+            return False
+        if not _same(expected, self._decoder_inputs(token, rows, features, flat.as_output())):
+            return False
+        changed = flat.with_tensors([flat.main + 1, *flat.tensors()[1:]], flat.counts)
+        moved = self._decoder_inputs(token, rows, features, changed.as_output())
+        return any(_num_moved(a, b) >= rows for a, b in zip(expected, moved, strict=True))
+
+    def _decoder_inputs(self, token: int, rows: int, features: Mapping[str, Tensor], output: Any) -> list[Tensor]:
+        """All floating-point tensors that the text decoder is called with when the method returns ``output``."""
+        with methods_replaced(self.model, self.hosts, self.method, lambda *args, **kwargs: output):
+            return float_tensors(called_with(self.model, text_core(self.model), self._forward(token, rows, features)))
+
+    def _forward(self, token: int | None, rows: int, features: Mapping[str, Tensor]) -> dict[str, Any]:
+        arguments = text_arguments(self.model, self.modality, token, rows)
+        if "position_ids" in self.forward_names:
+            ids = arguments["input_ids"]
+            arguments["position_ids"] = torch.arange(ids.size(1), device=ids.device)[None]
+        return arguments | {name: value for name, value in features.items() if name in self.forward_names}
+
+    def _vocabulary(self) -> int:
+        return self.model.get_input_embeddings().weight.size(0)
+
+    # Facts about a port that works ------------------------------------------------------------------------------------
+
+    def _with_trigger(self, port: NativePort, features: Mapping[str, Tensor], output: Any) -> NativePort:
+        """The smallest arguments for which the forward asks for rows."""
+        rows = flatten(output, port.layout)
+        expected = self._decoder_inputs(port.token_id, rows.main.size(0), features, output)
+        minimal = {name: value for name, value in port.minimal_input().items() if name in self.forward_names}
+        main = port.probe.main
+        for trigger in ({main: torch.empty(0)}, {main: minimal[main]}, minimal):
+            with suppress(WrongGuessError), _guess("forward without media: "):
+                given = typed(self.model, trigger)
+                if _same(expected, self._decoder_inputs(port.token_id, rows.main.size(0), given, rows.as_output())):
+                    return replace(port, trigger={name: value.cpu() for name, value in given.items()})
+        raise WrongGuessError("no argument makes the forward take rows made before")
+
+    def _with_independence(self, port: NativePort, output: Any) -> NativePort:
+        """Items of any sizes are independent, or those of equal sizes, or none.
+
+        Args:
+            port: without this fact and the rows of its minimal input.
+            output: of the feature method for the port's first two items.
+        """
+        apart, together = self._encoded(port, port.probe_items(2)), [flatten(output, port.layout)]
+        if port.probe.variable and not _same_rows(apart, together):
+            port = replace(port, probe=replace(port.probe, variable=False))
+            apart, together = self._encoded(port, port.probe_items(2)), self._encoded(port, [port.probe_batch(2)])
+        minimal_rows = apart[0].main.size(0) if apart else 0
+        return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
+
+    def _with_calls(self, port: NativePort) -> NativePort:
+        """Which modules the feature method calls how often, of one item and of two."""
+        one, two = self._calls(port, port.probe_items(1)[0]), self._calls(port, port.probe_batch(2))
+        return replace(port, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
+
+    def _calls(self, port: NativePort, features: dict[str, Tensor]) -> Counter[str]:
+        """Name of each module with parameters that is called -> how often; empty where the tower refuses the input."""
+        counts: Counter[str] = Counter()
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if next(module.parameters(), None) is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: counts.update([name])))
+            return counts if self._encoded(port, [features]) else Counter()
+
+    def _encoded(self, port: NativePort, inputs: Sequence[dict[str, Tensor]]) -> list[NativeRows]:
+        """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""
+        try:
+            with _guess(""), ParameterReads(self.model):
+                return [port.encode(self.model, typed(self.model, features)) for features in inputs]
+        except WrongGuessError:
+            return []
+
+
+@contextmanager
+def _guess(where: str) -> Iterator[None]:
+    """Whatever the model's own code raises in here means: not this way."""
+    try:
+        yield
+    except WrongGuessError:
+        raise
+    except Exception as error:  # a foreign forward
+        raise WrongGuessError(f"{where}{failure_of_model(error)}") from error
+
+
+def _values(output: Any) -> dict[str, Any]:
+    return {**vars(output), **output} if isinstance(output, ModelOutput) else {"": output}
+
+
+def _source(value: Tensor, features: Mapping[str, Tensor]) -> tuple[str, bool] | None:
+    """Which argument a tensor is: by identity, by value, or inverted."""
+    for name, given in features.items():
+        if value is given:
+            return name, False
+    for name, given in features.items():
+        if value.shape != given.shape or value.dtype != given.dtype:
+            continue
+        if torch.equal(value, given):
+            return name, False
+        if value.dtype == torch.bool and torch.equal(value, ~given):
+            return name, True
+    return None
+
+
+def _same(expected: Sequence[Tensor], got: Sequence[Tensor]) -> bool:
+    return len(expected) == len(got) and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def _stacks(probe: ProbeInput) -> bool:
+    one, other, both = probe.make([0]), probe.make([1]), probe.make([0, 1])
+    return all(_same([torch.cat([one[name], other[name]])], [value]) for name, value in both.items())
+
+
+def _same_rows(apart: Sequence[NativeRows], together: Sequence[NativeRows]) -> bool:
+    if not apart or not together:
+        return False
+    pairs = zip(NativeRows.cat(apart).tensors(), NativeRows.cat(together).tensors(), strict=True)
+    return all(_close(a, b) for a, b in pairs)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    tolerance = 1e-4 if b.dtype == torch.float32 else 2e-2
+    return a.shape == b.shape and torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * scale)
+
+
+def _num_moved(a: Tensor, b: Tensor) -> int:
+    return int((a != b).reshape(-1, a.size(-1)).any(-1).sum()) if a.shape == b.shape and a.ndim else 0

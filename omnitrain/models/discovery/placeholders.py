@@ -1,0 +1,129 @@
+"""Which token stands for a row of a modality, and the per-token extras that a forward asks for beside the ids."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.models.discovery.geometry import config_nodes
+
+_Ids: TypeAlias = np.ndarray[Any, Any]
+
+MODALITY_CODES = {"image": 1, "video": 2, "audio": 3}
+"""Values of ``mm_token_type_ids`` in all of transformers; 0 is text."""
+
+_EXTRAS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+_MARKS = (("start_token_id", "end_token_id"), ("bos_token_id", "eos_token_id"), ("start_id", "end_id"))
+_STEMS = {
+    "image": ("image", "img", "media", "vision"),
+    "video": ("video", "media", "image"),
+    "audio": ("audio", "sound", "speech"),
+}
+_FORMS = ("{}_token_id", "{}_token_index", "{}_placeholder_id", "{}_placeholder_token_id", "{}_soft_token_id")
+
+
+def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Iterator[int]:
+    """Ids below ``vocabulary`` that may be the modality's placeholder, the likeliest first.
+
+    The rows of videos are marked as images' by some models.
+    """
+    seen: set[int] = set()
+    for stem in _STEMS[modality]:
+        for form in _FORMS:
+            for node in config_nodes(config):
+                value = getattr(node, form.format(stem), None)
+                if isinstance(value, int) and 0 <= value < vocabulary and value not in seen:
+                    seen.add(value)
+                    yield value
+
+
+def special_ids(config: PreTrainedConfig) -> set[int]:
+    """All token ids that the config names, which ordinary text does not hold."""
+    found: set[int] = set()
+    for node in config_nodes(config):
+        for name, value in vars(node).items():
+            if name.endswith(("_id", "_index", "_ids")):
+                found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int)}
+    return found
+
+
+def extra_arguments(model_class: type[PreTrainedModel]) -> tuple[str, ...]:
+    """Per-token arguments that the forward takes beside ids and positions."""
+    parameters = inspect.signature(model_class.forward).parameters
+    return tuple(name for name in _EXTRAS if name in parameters)
+
+
+@dataclass(frozen=True)
+class TokenExtras:
+    """Makes the per-token arguments that a model's forward takes beside ids and positions.
+
+    Attributes:
+        names: of these arguments; often none.
+        tokens: modality -> id of its placeholder.
+        video_marks: ids that open and close a video, for models that mark video and image rows by the same id.
+        marks_answer: the arguments tell prompt (0) from answer (1), not modalities; the prompt is seen as a whole.
+    """
+
+    names: tuple[str, ...]
+    tokens: dict[str, int]
+    video_marks: tuple[int, int] | None = None
+    marks_answer: bool = False
+
+    def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
+        """The extras of one sample.
+
+        Args:
+            ids: [T] token ids.
+            answer: [T] bool, the tokens that are trained on; None: none.
+
+        Returns:
+            Argument name -> [T] int64.
+        """
+        if not self.names:
+            return {}
+        types = self._answers(ids, answer) if self.marks_answer else self.modalities(ids)
+        return dict.fromkeys(self.names, types)
+
+    def modalities(self, ids: _Ids) -> _Ids:
+        """``[T]`` int64, of :data:`MODALITY_CODES`: whose placeholder each of ``ids`` ``[T]`` is; 0: nobody's."""
+        types = np.zeros(ids.shape, dtype=np.int64)
+        for modality in ("audio", "video", "image"):
+            if modality in self.tokens:
+                types[ids == self.tokens[modality]] = MODALITY_CODES[modality]
+        if self.video_marks is not None:
+            opened = np.cumsum(ids == self.video_marks[0]) > np.cumsum(ids == self.video_marks[1])
+            types[opened & (ids == self.tokens["video"])] = MODALITY_CODES["video"]
+        return types
+
+    def _answers(self, ids: _Ids, answer: _Ids | None) -> _Ids:
+        if answer is None or not answer.any():
+            return np.zeros(ids.shape, dtype=np.int64)
+        return (np.arange(ids.size) >= int(np.argmax(answer))).astype(np.int64)
+
+
+def marks(config: PreTrainedConfig, modality: str) -> tuple[int, int] | None:
+    """Ids that open and close a medium's placeholders, if the config names them."""
+    stems = (modality,) if modality == "audio" else (modality, "vision")
+    for stem in stems:
+        for opening, closing in _MARKS:
+            first, last = (_first_id(config, f"{stem}_{name}") for name in (opening, closing))
+            if first is not None and last is not None:
+                return first, last
+    return None
+
+
+def video_marks(config: PreTrainedConfig, tokens: Mapping[str, int]) -> tuple[int, int] | None:
+    """Ids that open and close a video, where videos and images have the same placeholder."""
+    if "video" not in tokens or tokens["video"] != tokens.get("image"):
+        return None
+    return marks(config, "video")
+
+
+def _first_id(config: PreTrainedConfig, name: str) -> int | None:
+    values = (getattr(node, name, None) for node in config_nodes(config))
+    return next((value for value in values if isinstance(value, int)), None)

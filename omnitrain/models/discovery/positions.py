@@ -1,0 +1,137 @@
+"""Position ids of a sample by the model's own function, run in data workers on an instance without weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.discovery.geometry import config_nodes
+
+METHODS = ("compute_3d_position_ids", "get_rope_index")
+"""Names of the functions with which models place the rows of media, the likeliest first."""
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+_ALIASES = (
+    ("second_per_grid_ts", "second_per_grids", "video_second_per_grid"),
+    ("audio_seqlens", "audio_feature_lengths"),
+)
+_LENGTH_MASKS = ("feature_attention_mask", "input_features_mask")
+_DEPTHS = ("num_hidden_layers", "depth", "encoder_layers", "num_layers")
+
+
+@dataclass(frozen=True)
+class PositionFunction:
+    """``(ids, features) -> position ids`` of one unpacked sample, equal to what the model would compute by itself.
+
+    Plain facts; pickles. The instance it runs on is built in each process when first needed.
+
+    Attributes:
+        model: class of the model.
+        config: its config as JSON (with ``model_type``); None: positions are a plain count, whatever the media.
+        axes: number of rows of the result; 0: the result is ``[T]``.
+        start: first position.
+    """
+
+    model: type[PreTrainedModel]
+    config: str | None
+    axes: int = 0
+    start: int = 0
+
+    def __call__(self, ids: _Array, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> _Array:
+        """Position ids of one sample.
+
+        Args:
+            ids: [T] token ids.
+            features: the forward's media arguments of this sample alone (grids, lengths, masks, ...), numpy or torch.
+            extras: its per-token arguments (:class:`omnitrain.models.discovery.placeholders.TokenExtras`).
+
+        Returns:
+            ``[axes, T]`` or ``[T]``, int64.
+
+        Raises:
+            UserError: the model's function refuses these media, with its own words.
+        """
+        plain = np.arange(self.start, self.start + ids.size, dtype=np.int64)
+        if self.config is None:
+            return plain
+        positions = self._own(torch.from_numpy(np.asarray(ids, dtype=np.int64))[None], features, extras)
+        if positions is None:
+            return np.broadcast_to(plain, (self.axes, ids.size)).copy() if self.axes else plain
+        return positions.reshape(*positions.shape[:-2], ids.size).numpy().astype(np.int64)
+
+    def _own(self, ids: Tensor, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> Tensor | None:
+        assert self.config is not None
+        function = _function(cast(Hashable, self.model), self.config)
+        known = {name: torch.as_tensor(value) for name, value in features.items() if value is not None}
+        known |= {name: torch.as_tensor(value)[None] for name, value in extras.items()}
+        known |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "inputs_embeds": torch.empty(*ids.shape, 1)}
+        arguments: dict[str, Tensor | None] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            value = _named(name, known)
+            if value is not None:
+                arguments[name] = value
+            elif parameter.default is inspect.Parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+                arguments[name] = None
+        try:
+            result = function(**arguments)
+        except (StopIteration, RuntimeError, IndexError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{self.model.__name__} cannot place this sample's media ({type(error).__name__}: {error}); "
+                f"it was given {', '.join(sorted(features)) or 'none'}"
+            ) from error
+        return result[0] if isinstance(result, tuple) else result
+
+
+def own_function(model: PreTrainedModel) -> Any:
+    """The model's method that places media rows, or None."""
+    for name in METHODS:
+        for module in model.modules():
+            if hasattr(type(module), name):
+                return getattr(module, name)
+    return None
+
+
+@functools.lru_cache(maxsize=4)
+def _function(model: Any, config: str) -> Any:
+    values = json.loads(config)
+    full = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device("meta"):
+        try:
+            instance = model(_shallow(full))
+        except Exception:  # some models tie other settings to their depth
+            instance = model(copy.deepcopy(full))
+    return own_function(instance)
+
+
+def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
+    """One layer everywhere: positions do not depend on depth, and building takes a tenth of the time."""
+    config = copy.deepcopy(config)
+    for node in config_nodes(config):
+        for name in _DEPTHS:
+            if isinstance(getattr(node, name, None), int):
+                setattr(node, name, 1)
+        if isinstance(getattr(node, "layer_types", None), list):
+            node.layer_types = node.layer_types[:1]
+    return config
+
+
+def _named(name: str, known: Mapping[str, Tensor]) -> Tensor | None:
+    """The value of a parameter: by its name, by another name for the same, or by the mask whose lengths it is."""
+    for names in ((name,), *(alias for alias in _ALIASES if name in alias)):
+        for candidate in names:
+            if candidate in known:
+                return known[candidate]
+    if name in _ALIASES[1]:
+        return next((known[mask].sum(-1).long() for mask in _LENGTH_MASKS if mask in known), None)
+    return None

@@ -1,0 +1,197 @@
+"""The text side of tiny runs: where the text decoder is, ids to run it on, and what it is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.models.discovery.interface import method_name
+from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
+from omnitrain.models.discovery.placeholders import MODALITY_CODES, extra_arguments, marks, special_ids
+
+MODALITIES = ("image", "video", "audio")
+
+
+class StopRunError(Exception):
+    """Ends a forward at the point of interest."""
+
+
+def feature_hosts(model: nn.Module, modality: str) -> list[str]:
+    """Names of the modules that have the feature method of a modality."""
+    return [name for name, module in model.named_modules() if hasattr(type(module), method_name(modality))]
+
+
+def separate_decoder(model: PreTrainedModel) -> nn.Module | None:
+    """The text decoder, unless it is a module that holds the towers, too, or the model itself."""
+    decoder = model.get_decoder()
+    if not isinstance(decoder, nn.Module) or decoder is model:
+        return None
+    return None if any(feature_hosts(decoder, modality) for modality in MODALITIES) else decoder
+
+
+def text_core(model: PreTrainedModel) -> nn.Module:
+    """A module that sees all rows before any of them is changed: the text decoder, else its first layer."""
+    return separate_decoder(model) or first_block(model)
+
+
+def first_block(model: PreTrainedModel) -> nn.Module:
+    """The first layer of the text decoder."""
+    return text_blocks(model)[0]
+
+
+def text_blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of the text decoder."""
+    decoder = separate_decoder(model)
+    if decoder is not None:
+        return max(_stacks(decoder), key=len)
+    towers = {id(inner) for tower in _towers(model) for inner in tower.modules()}
+    return max((stack for stack in _stacks(model) if id(stack) not in towers), key=len)
+
+
+def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
+    return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
+
+
+def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    for module in model.modules():
+        is_tower = isinstance(module, PreTrainedModel) and module.config is not module.config.get_text_config()
+        if is_tower and module is not model and not any(feature_hosts(module, m) for m in MODALITIES):
+            yield module
+
+
+def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Positional and keyword arguments with which the model's forward calls ``module``; the forward ends there.
+
+    Raises:
+        RuntimeError: it does not call the module. Whatever the model raises before is passed on.
+    """
+    caught: list[tuple[Any, dict[str, Any]]] = []
+
+    def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        caught.append((args, kwargs))
+        raise StopRunError
+
+    with module.register_forward_pre_hook(stop, with_kwargs=True), suppress(StopRunError), ParameterReads(model):
+        model(**arguments, use_cache=False)
+    if not caught:
+        raise RuntimeError("the forward never called its text decoder")
+    return caught[0]
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """The position from which a model counts that is given none: its first layer is then called with the same.
+
+    Some count from behind their padding token, in a table or a formula. 0 for a model that takes no positions, or that
+    no guess fits. Whatever the model raises is passed on.
+    """
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return 0
+    layer = first_block(model)
+    embeddings: nn.Embedding = model.get_input_embeddings()
+    rows = torch.zeros(1, 3, embeddings.weight.size(1), device=input_device(model), dtype=model.dtype)
+    behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
+    expected = float_tensors(called_with(model, layer, {"inputs_embeds": rows}))
+    for start in dict.fromkeys((0, 1, 2, behind_padding)):
+        positions = torch.arange(start, start + rows.size(1), device=rows.device)[None]
+        got = float_tensors(called_with(model, layer, {"inputs_embeds": rows, "position_ids": positions}))
+        if all(torch.equal(one, other) for one, other in zip(expected, got, strict=True)):
+            return start
+    return 0
+
+
+def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
+    """Arguments of a forward: ids with ``rows`` placeholders between text, and what it asks for beside them.
+
+    Args:
+        model: the HF model.
+        modality: of the placeholders.
+        token: the placeholder; None: ordinary text.
+        rows: number of placeholders.
+    """
+    plain = plain_ids(model, 4)
+    size = model.get_input_embeddings().weight.size(0)
+    opening, closing = marks(model.config, modality) or (plain[1], plain[2])
+    if token is None or max(opening, closing) >= size:
+        opening, closing = plain[1], plain[2]
+    placeholder = plain[0] if token is None else token
+    ids = torch.tensor([[plain[0], opening, *[placeholder] * rows, closing, plain[3]]], device=input_device(model))
+    is_row = torch.zeros_like(ids, dtype=torch.bool) if token is None else ids == token
+    types = torch.where(is_row, MODALITY_CODES[modality], 0)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        **dict.fromkeys(extra_arguments(type(model)), types),
+    }
+
+
+def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
+    """Ids of ordinary text: those that the config gives no meaning to."""
+    used = special_ids(model.config)
+    size = model.get_input_embeddings().weight.size(0)
+    return list(islice((token for token in range(size) if token not in used), number))
+
+
+def typed(model: PreTrainedModel, features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Features in the model's dtype, where tiny runs happen."""
+    device = input_device(model)
+    return {k: v.to(device, model.dtype if v.is_floating_point() else v.dtype) for k, v in features.items()}
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a tiny run happens: on the model's device; on the CPU for a model without weights."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+@contextmanager
+def methods_replaced(
+    model: nn.Module, names: Sequence[str], method: str, function: Callable[..., Any]
+) -> Iterator[None]:
+    """While open, the method of these modules is another function."""
+    modules = [model.get_submodule(name) for name in names]
+    for module in modules:
+        object.__setattr__(module, method, function)
+    try:
+        yield
+    finally:
+        for module in modules:
+            object.__delattr__(module, method)
+
+
+@contextmanager
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
+    """While open, all parts of the model use transformers' eager attention, whose masks are plain tensors."""
+    every = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in every if isinstance(config, PreTrainedConfig)}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients; afterwards the mode is as before, and what a forward remembered is forgotten."""
+    training = {module: module.training for module in model.modules()}
+    plain = {module: dict(vars(module)) for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, before in plain.items():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and name in before:
+                    vars(module)[name] = before[name]
+        for module, mode in training.items():
+            module.training = mode

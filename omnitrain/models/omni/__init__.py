@@ -1,0 +1,1 @@
+"""``OmniModel``: built, run, generated from and saved as one HF-style model."""

@@ -1,0 +1,309 @@
+"""``build_foundation_model`` and ``build_omni_model``: from names, configs or modules to one model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from pydantic import BaseModel, ValidationError
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.adapters.files import load_adapters
+from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
+from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
+from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
+from omnitrain.models.encoders.towers import tower_from_source
+from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
+from omnitrain.models.hf.load import (
+    Source,
+    as_config,
+    as_dict,
+    config_at,
+    foundation_class,
+    foundation_config,
+    require_sub_configs,
+    resolve,
+)
+from omnitrain.models.omni.model import OmniConfig, OmniModel
+from omnitrain.peers import is_spread
+from omnitrain.recipe import Decoder, Encoder, HFSource
+from omnitrain.recipe.problems import problem_lines
+
+Node = TypeVar("Node", bound=BaseModel)
+
+
+def build_foundation_model(
+    source: Source | Path, *, init_device: str = "cpu", torch_dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """A causal language model.
+
+    Args:
+        source: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
+            model, which is returned as it is. Of a model that speaks in stages, the part that reads media is taken.
+        init_device: where the weights are made; ``meta`` makes none.
+        torch_dtype: of the weights; None: fp32 for fresh ones, the checkpoint's own for loaded ones.
+
+    Raises:
+        UserError: no such model, or one without a language-model head, or a model that is parallelized already.
+        WeightsError: tensors missing or renamed.
+    """
+    require_device(init_device)
+    if isinstance(source, Path):
+        source = str(source)
+    if not isinstance(source, str | dict | PreTrainedConfig | PreTrainedModel):
+        raise UserError(
+            f"foundation: found a {type(source).__name__}; expected a Hub id, a folder, a config or a model of "
+            "transformers"
+        )
+    if isinstance(source, (str, dict)):
+        require_sub_configs(source)
+    if isinstance(source, PreTrainedModel) and is_spread(source):
+        raise UserError("the model is parallelized already; build a new one for another layout")
+    with _on(init_device):
+        model = resolve(_described(source, init_device), foundation_class, torch_dtype, foundation_config)
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{type(model).__name__} has no language-model head; the foundation must be a causal LM")
+    return model if init_device == "meta" else model.to(init_device)
+
+
+def build_omni_model(
+    config_path: str | Path | None = None,
+    weights_path: str | Path | None = None,
+    *,
+    foundation: Source | Path | None = None,
+    encoders: dict[str, Any] | None = None,
+    decoders: dict[str, Any] | None = None,
+    init_device: str = "cpu",
+    torch_dtype: torch.dtype | None = None,
+) -> OmniModel:
+    """An omni model from a checkpoint of one, or from its parts.
+
+    Args:
+        config_path: folder of a saved omni model; with ``weights_path`` unset its weights are random.
+        weights_path: folder of a saved omni model whose weights are loaded (all or error), LoRA adapters beside them
+            too.
+        foundation: see :func:`build_foundation_model`.
+        encoders: component name -> :class:`omnitrain.recipe.Encoder` (or its dict, in which ``tower`` may be a ready
+            model), or a ready model with :class:`EncoderMixin`.
+        decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict, in which ``tokenizer`` may be a
+            ready model), or a ready model with :class:`DecoderMixin`.
+        init_device: ``cpu``, ``cuda``, or ``meta`` (shapes only).
+        torch_dtype: of the weights (media tokenizers stay fp32); None: the foundation's, which is fp32 for a fresh one
+            and the checkpoint's own for a loaded one.
+
+    Raises:
+        UserError: neither or both of checkpoint and parts, unknown models, settings that do not fit.
+        WeightsError: tensors missing, left over or misshapen.
+    """
+    if (config_path or weights_path) and (foundation is not None or encoders or decoders):
+        raise UserError("give either a checkpoint (config_path, weights_path) or parts (foundation, ...), not both")
+    if config_path or weights_path:
+        require_device(init_device)
+        return _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
+    if foundation is None:
+        raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
+    for kind, given in (("encoders", encoders), ("decoders", decoders)):
+        if not isinstance(given, dict | None):
+            raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its parts")
+    base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
+    hidden_size = base.get_input_embeddings().weight.size(1)
+    dtype = torch_dtype or base.dtype
+    parts: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}}
+    with _on(init_device):
+        for name, spec in (encoders or {}).items():
+            parts["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
+        for name, spec in (decoders or {}).items():
+            parts["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
+        config = OmniConfig(
+            foundation=as_dict(base.config),
+            unused_tensors=getattr(base, "unused_tensors", None),
+            **{kind: {name: as_dict(part.config) for name, part in group.items()} for kind, group in parts.items()},
+        )
+        model = OmniModel(config, {"foundation": base, **parts["encoders"], **parts["decoders"]})
+    return model if init_device == "meta" else model.to(init_device)
+
+
+def _from_checkpoint(
+    config_path: str | Path | None, weights_path: str | Path | None, init_device: str, torch_dtype: torch.dtype | None
+) -> OmniModel:
+    config = omni_config_at(config_path or weights_path or "")
+    if weights_path and init_device != "meta":
+        return OmniModel.from_pretrained(str(weights_path), dtype=torch_dtype, config=config).to(init_device)
+    with _on(init_device):
+        model = OmniModel(config)
+    dtype = torch_dtype or torch.float32
+    for component in (model.foundation, *model.encoders.values()):
+        component.to(dtype)
+    for decoder in model.decoders.values():
+        _cast_decoder(decoder, dtype)
+    if weights_path:
+        load_adapters(model, weights_path)
+    return model if init_device == "meta" else model.to(init_device)
+
+
+def omni_config_at(folder: str | Path) -> OmniConfig:
+    """The config of a saved omni model.
+
+    Args:
+        folder: or Hub id.
+
+    Raises:
+        UserError: there is none, or that of another model.
+    """
+    try:
+        found = OmniConfig.get_config_dict(folder)[0].get("model_type")
+        config = OmniConfig.from_pretrained(folder) if found == OmniConfig.model_type else None
+    except (OSError, ValueError) as error:
+        raise UserError(f"no omni model at {folder!r}: {str(error).splitlines()[0]}") from None
+    if config is None:
+        raise UserError(
+            f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}; a HF model "
+            "is given as the foundation"
+        )
+    return config
+
+
+def require_device(device: str) -> None:
+    """A device on which weights can be made.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    try:
+        known = torch.device(device).type in ("cpu", "cuda", "meta")
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        raise UserError(f"init_device: found {device!r}; expected cpu, cuda or meta")
+
+
+def _on(device: str) -> Any:
+    return torch.device("meta") if device == "meta" else nullcontext()
+
+
+def _described(source: Source, init_device: str) -> Source:
+    """On ``meta`` only shapes count: a path becomes its config, so that no weights are read."""
+    if init_device != "meta" or not isinstance(source, str):
+        return source
+    return config_at(source)
+
+
+def _hf_source(source: HFSource, init_device: str) -> Source:
+    return _described(source.path if source.path is not None else dict(source.config or {}), init_device)
+
+
+def _specified(place: str, node: type[Node], spec: Any, part: str) -> tuple[PreTrainedModel | None, Node]:
+    """The ready model that ``spec`` gives as its ``part``, if it does, and the node, which then has its config.
+
+    Raises:
+        UserError: it is neither the node, nor a dict of its keys.
+    """
+    if isinstance(spec, node):
+        return None, spec
+    ready = spec.get(part) if isinstance(spec, dict) else None
+    if not isinstance(ready, PreTrainedModel):
+        ready = None
+    else:
+        spec = spec | {part: HFSource.model_construct(path=None, config=as_dict(ready.config))}
+    try:
+        return ready, node.model_validate(spec)
+    except ValidationError as error:
+        if not isinstance(spec, dict):
+            raise UserError(f"{place}: found {type(spec).__name__}, expected a dict with `{part}`") from None
+        raise UserError("\n".join(f"{place}.{line}" for line in problem_lines(error, node))) from None
+
+
+def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
+    if isinstance(spec, EncoderMixin):
+        return cast(PreTrainedModel, spec)
+    ready, spec = _specified(f"model.encoders.{name}", Encoder, spec, "tower")
+    is_audio = _hears(name, spec)
+    source = ready if ready is not None else _hf_source(spec.tower, init_device)
+    tower = tower_from_source(source, "audio" if is_audio else "image", dtype)
+    shared: dict[str, Any] = {
+        "tower": as_dict(tower.config),
+        "projector": spec.projector.model_dump(),
+        "hidden_size": hidden_size,
+    }
+    if is_audio:
+        extractor = _settings(spec, AutoFeatureExtractor.from_pretrained, partial(_extractor_for, tower.config))
+        return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
+    load = partial(AutoImageProcessor.from_pretrained, backend="pil")
+    processor = _settings(spec, load, partial(_image_processor_for, tower.config))
+    vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames)
+    return VisionEncoder(vision, tower).to(dtype)
+
+
+def _hears(name: str, spec: Encoder) -> bool:
+    """Audio or vision? The tower's config tells: spectrogram bins, or patches."""
+    config = as_config(spec.tower.config) if spec.tower.config else config_at(str(spec.tower.path))
+    nodes = [config, *(getattr(config, key) for key in config.sub_configs)]
+    if any(hasattr(node, "num_mel_bins") for node in nodes):
+        return True
+    if any(hasattr(node, "patch_size") for node in nodes):
+        return False
+    raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision tower nor a spectrogram encoder")
+
+
+def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A processor's: of the one that is named, or saved beside the tower; else derived, with those that are given."""
+    given = {} if spec.processor is None else spec.processor
+    folder = given if isinstance(given, str) else None if given else spec.tower.path
+    if folder is not None:
+        return {k: v for k, v in json.loads(load(folder).to_json_string()).items() if k != "processor_class"}
+    assert isinstance(given, dict)  # or its folder was taken
+    return derive() | given
+
+
+def _image_processor_for(config: PreTrainedConfig) -> dict[str, Any]:
+    if hasattr(config, "spatial_merge_size"):
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": config.patch_size,
+            "temporal_patch_size": config.temporal_patch_size,
+            "merge_size": config.spatial_merge_size,
+        }
+    side = {"height": config.image_size, "width": config.image_size}
+    half = [0.5, 0.5, 0.5]
+    return {"image_processor_type": "SiglipImageProcessor", "size": side, "image_mean": half, "image_std": half}
+
+
+def _extractor_for(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config.num_mel_bins}
+
+
+def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
+    if isinstance(spec, DecoderMixin):
+        return cast(PreTrainedModel, spec)
+    ready, spec = _specified(f"model.decoders.{name}", Decoder, spec, "tokenizer")
+    source = ready if ready is not None else _hf_source(spec.tokenizer, init_device)
+    tokenizer = resolve(source, dtype=torch.float32)
+    config = TokenDecoderConfig(
+        tokenizer=as_dict(tokenizer.config),
+        hidden_size=hidden_size,
+        image_size=spec.image_size,
+        num_codebooks=spec.num_codebooks,
+        max_tokens=spec.max_tokens,
+    )
+    try:
+        decoder = TokenDecoder(config, tokenizer)
+    except UserError as error:
+        raise UserError(f"model.decoders.{name}: {error}") from None
+    _cast_decoder(decoder, dtype)
+    return decoder
+
+
+def _cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Its weights but for those of a media tokenizer, which stay in fp32 when a saved model is loaded, too."""
+    kept = set(OmniModel._keep_in_fp32_modules_strict)
+    parts = dict(decoder.named_children())
+    if kept.isdisjoint(parts):
+        decoder.to(dtype)
+    for name in parts.keys() - kept:
+        parts[name].to(dtype)

@@ -1,0 +1,201 @@
+"""The media of a micro-batch as rows: what this rank encodes, what it does so that all ranks do alike, what it gets.
+
+A sharded module gathers its weights when it is called and scatters gradients in its backward. A rank that called it
+less often than the others would leave them waiting: it makes the missing calls with the component's smallest input, and
+their results enter its loss with a factor of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.models.components.media_calls import MediaCall, media_calls
+from omnitrain.models.discovery import NativeRows
+from omnitrain.models.foundation.runner import EncodedMedia, InsertedRows
+from omnitrain.models.foundation.sequence_slice import here
+from omnitrain.ops.attention import RowPart
+from omnitrain.ops.device import moved
+
+Exchange = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank does in a micro-batch beside running the foundation over its own pack. Empty: a rank alone.
+
+    Names are those of :attr:`Pack.inputs` and :attr:`Pack.targets`.
+
+    Attributes:
+        calls: name -> how often every rank calls it; absent: as often as this rank needs.
+        heads: decoders whose head every rank calls, with targets or without.
+        work: name -> calls that this rank makes; absent: the items of its own pack.
+        exchanges: component -> moves the rows that this rank made to the ranks that need them, and returns those that
+            its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
+        part: the tokens of the pack that this rank runs the foundation over; None: all of them.
+        cut: components whose exchange returns only the rows for these tokens.
+        together: component -> makes the context in which all ranks that share the pack make its calls together.
+    """
+
+    calls: Mapping[str, int] = field(default_factory=dict)
+    heads: Collection[str] = ()
+    work: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    part: RowPart | None = None
+    cut: Collection[str] = ()
+    together: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What :func:`encode` made of a pack.
+
+    Attributes:
+        media: rows for the foundation's input: for the tokens that are on this rank.
+        labels: decoder name -> ``[n]`` int64, of the whole pack.
+        idle: results of calls without data, and tensors without rows.
+    """
+
+    media: EncodedMedia
+    labels: dict[str, Tensor]
+    idle: list[Tensor]
+
+
+def encode(model: Any, pack: Pack, share: Share) -> Encoded:
+    """All media of a pack as rows of the foundation's input.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        pack: the micro-batch.
+        share: of this rank.
+    """
+    inserted: list[InsertedRows] = []
+    native: dict[str, NativeRows] = {}
+    labels: dict[str, Tensor] = {}
+    idle: list[Tensor] = []
+    where: dict[str, Tensor] = {}
+    drawn = {**pack.inputs, **pack.targets}
+    for component, names in model.ports.items():
+        batches = {name: drawn[name] for name in names if name in drawn}
+        places = {name: here(share.part, batch.positions) for name, batch in batches.items()}
+        made: dict[str, list[_Made]] = {}
+        minimal: list[_Made] = []
+        for name in names:  # in one order on all ranks, with data or without
+            calls = share.work[name] if name in share.work else own_calls(model, pack, name)
+            with share.together.get(component, nullcontext)():
+                made[name] = [_encoded(model, name, call) for call in calls]
+            minimal += [_minimal(model, name) for _ in range(share.calls.get(name, 0) - len(calls))]
+        idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
+        if component in share.exchanges:
+            own = [rows for parts in made.values() for rows in parts]
+            received = share.exchanges[component](*_sent(own or minimal[:1], is_empty=not own))
+            idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
+            counts = {name: batch.num_tokens for name, batch in batches.items()}
+            if component in share.cut:
+                counts = {name: (len(places[name][0]),) for name in batches}
+            made = _cut(received, (own or minimal)[0], counts)
+        for name in batches:
+            index, where[name] = places[name]
+            rows, codes = _together(made[name], name in pack.targets)
+            if codes is not None:
+                labels[name] = codes
+            if share.part is not None and component not in share.cut:
+                rows = rows.at(index) if isinstance(rows, NativeRows) else rows[moved(index, rows.device)]
+            if not len(index):  # the model runs as over text
+                idle += _tensors(rows)
+            elif isinstance(rows, NativeRows):
+                native[name] = rows
+            else:
+                inserted.append(InsertedRows(where[name], rows))
+    return Encoded(EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
+
+
+def num_calls(model: Any, pack: Pack) -> dict[str, int]:
+    """How often a rank calls each component for a pack, by the names in the pack.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        pack: a micro-batch.
+    """
+    return {name: len(own_calls(model, pack, name)) for name in (*pack.inputs, *pack.targets)}
+
+
+def own_calls(model: Any, pack: Pack, name: str) -> list[MediaCall]:
+    """The calls that the items of a pack ask for, under one of its names; none where it has no such items."""
+    if name.startswith(NATIVE_PREFIX):
+        return model.runner.calls(pack, name)
+    batch = pack.inputs.get(name) or pack.targets.get(name)
+    return [] if batch is None else list(media_calls(batch, pack.info.ids))
+
+
+def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
+    """A decoder's head called without targets. ``hidden``: ``[1, T, hidden]``, any; returns a scalar.
+
+    It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
+    """
+    states = hidden[0, :1].detach().requires_grad_()
+    return decoder.lm_head(states, torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
+
+
+def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
+    """``term``, with a gradient of zero for everything that made ``idle``."""
+    zeros = [tensor.float().sum() * 0.0 for tensor in idle]
+    return term + torch.stack(zeros).sum() if zeros else term
+
+
+_Rows = Any  # NativeRows, or rows [n, hidden]
+_Made = Any  # NativeRows; or rows [n, hidden]; or a decoder's embeddings [n, hidden] and labels [n]
+
+
+def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
+    if name.startswith(NATIVE_PREFIX):
+        return model.runner.encode_call(name, call)
+    return model.get_submodule(name).lm_encode(call.items.features, call.items.num_tokens)
+
+
+def _minimal(model: Any, name: str) -> _Made:
+    features, num_tokens = model.minimal_input(name)
+    if name.startswith(NATIVE_PREFIX):
+        return model.runner.native.ports[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
+    return model.get_submodule(name).lm_encode(features, num_tokens)
+
+
+def _tensors(made: _Made) -> list[Tensor]:
+    if isinstance(made, NativeRows):
+        return made.tensors()
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | None]:
+    """Rows of several calls end to end; and labels, of a decoder."""
+    if is_target:
+        rows, labels = (torch.cat(part) for part in zip(*made, strict=True))
+        return rows, labels
+    return NativeRows.cat(made) if isinstance(made[0], NativeRows) else torch.cat(list(made)), None
+
+
+def _sent(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
+    """What goes into an exchange: rows of several calls end to end; ``is_empty``: none of them."""
+    joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
+    return [tensor[:0] for tensor in joined] if is_empty else joined
+
+
+def _cut(received: Sequence[Tensor], pattern: _Made, counts: Mapping[str, Sequence[int]]) -> dict[str, list[_Made]]:
+    """Rows from an exchange, name by name, in the form of ``pattern``. ``counts``: name -> rows of each item."""
+    sizes = [sum(own) for own in counts.values()]
+    pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
+    return {name: [_like(pattern, piece, own)] for (name, own), piece in zip(counts.items(), pieces, strict=True)}
+
+
+def _like(pattern: _Made, tensors: Sequence[Tensor], num_tokens: Sequence[int]) -> _Made:
+    """The tensors that :func:`_tensors` returns, put back into the form they came from."""
+    if isinstance(pattern, NativeRows):
+        return pattern.with_tensors(tensors, num_tokens)
+    return tensors[0] if isinstance(pattern, Tensor) else tuple(tensors)

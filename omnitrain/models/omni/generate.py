@@ -1,0 +1,371 @@
+"""Generation: text until a medium starts, then that decoder's tokens until it is whole, then text again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.packing import pack_all
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.discovery import NativeRows
+from omnitrain.models.foundation.runner import EncodedMedia, InsertedRows
+from omnitrain.models.omni.encode import encode
+from omnitrain.models.omni.lockstep import idle_prompt, in_step
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.peers import ALONE, Peers
+from omnitrain.recipe import Sampling
+
+_ENCODED_TOKENS = 2**14  # of prompts whose media are encoded together
+
+Uniform = Callable[[], torch.Tensor]  # -> float64 [batch] in [0, 1), fresh in every call
+Sampler = Callable[[Uniform, torch.Tensor], torch.Tensor]  # logits [batch, classes] -> tokens [batch]
+
+
+@dataclass
+class Answer:
+    """What was generated for one prompt.
+
+    Attributes:
+        parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
+        tokens: every drawn token: ``(text or decoder name, token)``.
+        is_finished: the end token came before ``max_new_tokens``.
+    """
+
+    parts: list[Any] = field(default_factory=list)
+    tokens: list[tuple[str, int]] = field(default_factory=list)
+    is_finished: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text parts, joined."""
+        return "".join(part for part in self.parts if isinstance(part, str)).strip()
+
+
+class _Sequence:
+    """One answer in the making: which head draws its next token, and what it drew."""
+
+    def __init__(self, writers: dict[int, str]) -> None:
+        self.writers = writers  # start token -> decoder
+        self.mode = "text"
+        self.answer = Answer()
+        self.item: list[int] = []
+
+    def take(self, token: int, end_token: int, is_complete: Callable[[str, list[int]], bool]) -> None:
+        self.answer.tokens.append((self.mode, token))
+        if self.mode != "text":
+            self.item.append(token)
+            if is_complete(self.mode, self.item):
+                self.mode, self.item = "text", []
+        elif token == end_token:
+            self.answer.is_finished = True
+        else:
+            self.mode = self.writers.get(token, "text")
+
+
+@torch.no_grad()
+def generate(
+    model: OmniModel,
+    processor: OmniProcessor,
+    prompts: Sequence[Sample],
+    *,
+    max_new_tokens: int = 256,
+    sampling: dict[str, Sampling] | None = None,
+    seed: int = 0,
+    use_cache: bool = True,
+    numbers: Sequence[int] | None = None,
+    peers: Peers = ALONE,
+) -> list[Answer]:
+    """Answers to prompts of any lengths, in one batch; those that the foundation's own forward reads, one by one.
+
+    Each prompt draws from a stream of its own, which follows from ``seed`` and its number. So its answer does not
+    depend on the prompts beside it, nor on how prompts are divided into batches or over ranks.
+
+    Args:
+        model: in any mode; put back afterwards. A sharded one must be gathered (``parallel/gather.py``).
+        processor: knows the end token and the start token of each modality.
+        prompts: from :meth:`OmniProcessor.prompt`; a rank beside others may have none.
+        max_new_tokens: longest answer, text and media tokens together; the same on all ranks.
+        sampling: ``text`` or a decoder's name -> how its tokens are drawn; greedy where absent.
+        seed: of sampling, at least 0.
+        use_cache: keep keys and values; without it every step runs the whole sequence (for tests).
+        numbers: of the prompts, at least 0; None: 0, 1, 2, ...
+        peers: ranks that share the model, all of which call this. They encode and step together until all answers of
+            all of them are finished.
+
+    Returns:
+        One :class:`Answer` per prompt. Media that were cut short by ``max_new_tokens`` are left out.
+    """
+    numbers = range(len(prompts)) if numbers is None else numbers
+    sequences: dict[int, _Sequence] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in _batches(prompts, peers):
+            own, uniform = [prompts[place] for place in batch], _UniformStreams(seed, [numbers[p] for p in batch])
+            made = _decode(model, processor, own, max_new_tokens, sampling or {}, uniform, use_cache, peers)
+            sequences |= zip(batch, made, strict=True)
+    finally:
+        model.train(was_training)
+    for sequence in sequences.values():
+        sequence.answer.parts = _parts(model, processor, sequence.answer.tokens)
+    return [sequences[place].answer for place in range(len(prompts))]
+
+
+def _batches(prompts: Sequence[Sample], peers: Peers) -> list[list[int]]:
+    """Which prompts run together, in the order of packs, as many batches on all ranks. One that is alone is so here."""
+    order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), prompts[place].index))
+    together = [place for place in order if not prompts[place].is_alone]
+    batches = [together] * bool(together) + [[place] for place in order if prompts[place].is_alone]
+    rounds = peers.most({"batches": len(batches)})["batches"]
+    return batches + [[]] * (rounds - len(batches))
+
+
+def _decode(
+    model: OmniModel,
+    processor: OmniProcessor,
+    prompts: Sequence[Sample],
+    max_new_tokens: int,
+    sampling: dict[str, Sampling],
+    uniform: _UniformStreams,
+    use_cache: bool,
+    peers: Peers,
+) -> list[_Sequence]:
+    writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
+    sequences = [_Sequence(writers) for _ in prompts]
+    decoders = model.decoders
+    samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *decoders)}
+    step = _Foundation(model, prompts, processor.end_token, use_cache, peers)
+    text_embedding = model.foundation.get_input_embeddings()
+    for _ in range(max_new_tokens):
+        hidden, text_logits = step.last()
+        size = (len(hidden), text_embedding.weight.size(1))
+        next_embeds = hidden.new_zeros(size, dtype=text_embedding.weight.dtype)
+        next_tokens = [processor.end_token] * len(hidden)
+        for mode, rows in _rows_by_mode(sequences):
+            index = torch.tensor(rows, device=hidden.device)
+            sample = partial(samplers[mode], partial(uniform.next, rows))
+            if mode == "text":
+                tokens = sample(text_logits[index].float())
+                rows_embeds = text_embedding(tokens)
+            else:
+                rows_embeds, tokens = decoders[mode].lm_embed(hidden[index], sample)
+            next_embeds[index] = rows_embeds.to(next_embeds.dtype)
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                next_tokens[row] = token if mode == "text" else processor.end_token
+                sequences[row].take(token, processor.end_token, lambda name, item: decoders[name].is_complete(item))
+        if not peers.any(any(not sequence.answer.is_finished for sequence in sequences)):
+            break
+        step.append(next_tokens, next_embeds)
+    return sequences
+
+
+def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
+    """Unfinished rows by what draws their next token, before any of them changes its mode by drawing it."""
+    rows: dict[str, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        if not sequence.answer.is_finished:
+            rows.setdefault(sequence.mode, []).append(row)
+    return sorted(rows.items())
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """Rows that take the place of token embeddings in a batch.
+
+    Attributes:
+        prompts: ``[n]`` int64, which row of the batch; on the host, as ``columns``.
+        columns: ``[n]`` int64.
+        embeds: ``[n, hidden]``.
+    """
+
+    prompts: torch.Tensor
+    columns: torch.Tensor
+    embeds: torch.Tensor
+
+
+class _Foundation:
+    """The foundation over a growing, left-padded batch; the state is a KV cache or the whole sequence.
+
+    A rank without prompts has a batch of one idle row.
+    """
+
+    def __init__(
+        self, model: OmniModel, prompts: Sequence[Sample], text_token: int, use_cache: bool, peers: Peers
+    ) -> None:
+        """Encode the media of all prompts; ``text_token`` stands where no token counts.
+
+        Prompts are in the order of packs, in which towers encode many of them at once.
+        """
+        self.model, self.runner = model, model.runner
+        packs = [Pack.from_samples([prompt]).to(model.device) for prompt in prompts or [idle_prompt(model)]]
+        longest = max(pack.num_tokens for pack in packs)
+        pads = [longest - pack.num_tokens for pack in packs]
+
+        def left_padded(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+            padded = [nn.functional.pad(row, (pad, 0), value=value) for row, pad in zip(rows, pads, strict=True)]
+            return torch.cat(padded, dim=-2)
+
+        self.input_ids = left_padded([pack.input_ids for pack in packs], text_token)
+        self.mask = left_padded([torch.ones_like(pack.input_ids) for pack in packs], 0)
+        self.position_ids = left_padded([pack.position_ids for pack in packs], 0)
+        names = packs[0].token_inputs
+        self.token_inputs = {name: left_padded([pack.token_inputs[name] for pack in packs], 0) for name in names}
+        self.placeholders = set(self.runner.native.token_ids.values())
+        self.text_token = text_token
+        self.given = packs[0].forward_inputs  # of a prompt alone
+        _require_no_rows(self.given, longest)
+        self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
+        self.native = self._encoded(prompts, torch.tensor(pads), peers)
+        self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
+        self.seen = 0  # columns that the cache holds
+
+    def _encoded(self, prompts: Sequence[Sample], pads: torch.Tensor, peers: Peers) -> dict[str, NativeRows]:
+        """Rows for the foundation's own placeholders in the batch; those of attached components are inserted."""
+        packs = list(pack_all(prompts, max([_ENCODED_TOKENS, *map(len, prompts)])))
+        native: list[dict[str, NativeRows]] = []
+        first = 0  # prompt of the pack
+        for number, (pack, share) in enumerate(in_step(self.model, packs, peers)):
+            media = encode(self.model, pack.to(self.model.device), share).media
+            if number < len(packs):
+                native.append(media.native)
+                lengths = torch.tensor(pack.info.lengths)
+                ends = lengths.cumsum(0)
+                for part in media.inserted:
+                    sample = torch.bucketize(part.positions, ends, right=True)
+                    columns = part.positions - (ends - lengths)[sample] + pads[first + sample]
+                    self.inserted.append(_Cells(first + sample, columns, part.rows))
+                first += len(lengths)
+        return self.runner.one_batch(native)
+
+    def last(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` at the last position.
+
+        Raises:
+            UserError: the model hides its last hidden states.
+        """
+        states: list[torch.Tensor] = []
+
+        def head(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+            states.append(hidden[:, -1])
+            return lm_head.forward(hidden[:, -1:])
+
+        columns = slice(self.seen, None)
+        width = self.input_ids.size(1) - self.seen
+        inserted = [InsertedRows(c.prompts * width + c.columns - self.seen, c.embeds) for c in self.inserted]
+        output = self.runner.run(
+            self.input_ids[:, columns],
+            head=head,
+            media=EncodedMedia(self.native if self.seen == 0 else {}, inserted),
+            arguments={
+                **self._places(columns),
+                "attention_mask": self.mask,
+                "past_key_values": self.cache,
+                "use_cache": self.cache is not None,
+                **{name: values[:, columns] for name, values in self.token_inputs.items()},
+            },
+        )
+        if self.cache is not None:
+            self.seen = self.input_ids.size(1)
+            self.inserted.clear()
+        if not states:
+            raise UserError(
+                f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here"
+            )
+        return states[0], output.logits[:, -1]
+
+    def _places(self, columns: slice) -> dict[str, torch.Tensor]:
+        """Position ids; for a prompt that the model's own forward reads, its inputs: positions are the model's own."""
+        if not self.given:
+            return {"position_ids": self.position_ids[..., columns]}
+        return self.given if self.seen == 0 else {}
+
+    def append(self, tokens: list[int], embeds: torch.Tensor) -> None:
+        """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
+        # A placeholder that was drawn is text, and must not take a row from the media of the next prompt.
+        tokens = [self.text_token if token in self.placeholders else token for token in tokens]
+        everyone = torch.arange(len(embeds))
+        self.inserted.append(_Cells(everyone, torch.full_like(everyone, self.input_ids.size(1)), embeds))
+        self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)[:, None]], dim=1)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        largest = self.position_ids.amax(dim=-1, keepdim=True)
+        if self.position_ids.ndim == 3:  # every axis goes on behind the furthest
+            largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
+        self.position_ids = torch.cat([self.position_ids, largest + 1], dim=-1)
+        kind = int(self.runner.native.extras.marks_answer)
+        self.token_inputs = {
+            name: torch.cat([values, values.new_full((len(values), 1), kind)], dim=1)
+            for name, values in self.token_inputs.items()
+        }
+
+
+def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:
+    """Which of the media a token sees, in a tensor with a row for each: nobody knows that of a token that is drawn."""
+    for name, value in given.items():
+        if value.ndim > 2 and not value.is_floating_point() and value.shape[:2] == (1, length):
+            raise UserError(
+                f"the foundation's own forward reads this prompt, with {name!r} for each token of it; answers to such "
+                "prompts cannot be generated here: save the model, and use generate of transformers"
+            )
+
+
+class _UniformStreams:
+    """Uniform numbers in [0, 1), a stream per row: what a row draws follows from the seed and its number alone."""
+
+    def __init__(self, seed: int, numbers: Sequence[int]) -> None:
+        self._streams = [np.random.default_rng((seed, number)) for number in numbers]
+
+    def next(self, rows: Sequence[int]) -> torch.Tensor:
+        """The next number of each of ``rows``, float64 on the CPU."""
+        return torch.tensor([self._streams[row].random() for row in rows], dtype=torch.float64, device="cpu")
+
+
+def _sampler(sampling: Sampling) -> Sampler:
+    if sampling.temperature == 0:
+        return lambda uniform, logits: logits.argmax(dim=-1)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k is not None:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+
+    def draw(uniform: Uniform, logits: torch.Tensor) -> torch.Tensor:
+        """The first token at which the summed probabilities pass a uniform number."""
+        summed = warpers(None, logits).softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+        passed = uniform().to(summed.device) * summed[:, -1]
+        return torch.searchsorted(summed, passed[:, None], right=True)[:, 0].clamp(max=logits.size(-1) - 1)
+
+    return draw
+
+
+def _parts(model: OmniModel, processor: OmniProcessor, tokens: list[tuple[str, int]]) -> list[Any]:
+    """Drawn tokens -> text and media, in order. Start and end tokens are not text."""
+    hidden_ids = {processor.end_token, *processor.start_tokens.values()}
+    parts: list[Any] = []
+    text: list[int] = []
+    item: list[int] = []
+    for mode, token in tokens:
+        if mode == "text":
+            text += [] if token in hidden_ids else [token]
+            continue
+        item.append(token)
+        if model.decoders[mode].is_complete(item):
+            parts += [processor.tokenizer.decode(text)] if text else []
+            parts.append(model.decoders[mode].lm_generate(item))
+            text, item = [], []
+    return parts + ([processor.tokenizer.decode(text)] if text else [])

@@ -1,0 +1,54 @@
+"""Ranks that run a model together without a step plan: in evaluation and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+from omnitrain.models.discovery import special_ids
+from omnitrain.models.omni.encode import Share, num_calls
+from omnitrain.peers import Peers
+
+_IDLE = "idle"  # source and id of samples that stand in for none; data may have the same
+
+
+def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[Pack, Share]]:
+    """This rank's packs and, behind them, idle ones, until there are as many as on the rank with the most.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        packs: of this rank; may be none.
+        peers: all of them call this, and run each pack before they ask for the next.
+
+    Yields:
+        A pack, and what all ranks do beside it.
+    """
+    rounds = peers.most({"packs": len(packs)})["packs"]
+    calls = {(i, name): calls for i, pack in enumerate(packs) for name, calls in num_calls(model, pack).items()}
+    most = peers.most(calls)
+    heads = peers.most({(i, name): 1 for i, pack in enumerate(packs) for name in pack.targets})
+    for number in range(rounds):
+        share = Share(
+            calls={name: times for (where, name), times in most.items() if where == number},
+            heads={name for where, name in heads if where == number},
+        )
+        yield (packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])), share
+
+
+def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
+    """Ordinary tokens that nothing is learnt from, for a rank that has no sample.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        num_tokens: how many.
+    """
+    native, special = model.runner.native, special_ids(model.foundation.config)
+    ids = np.full(num_tokens, next(token for token in count() if token not in special), dtype=np.int64)
+    trained = np.zeros(num_tokens, dtype=bool)
+    extras = native.extras(ids, trained)
+    return Sample(_IDLE, _IDLE, ids, trained, native.positions(ids, {}, extras), index=-1, token_inputs=extras)

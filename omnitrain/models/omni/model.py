@@ -1,0 +1,327 @@
+"""``OmniModel``: encoders, a foundation model and decoders behind one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from omnitrain.data.native import NativeInputs
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.errors import UserError
+from omnitrain.models.adapters.files import load_adapters, remove_adapters, save_adapters, split_weights
+from omnitrain.models.components.outputs import OmniOutput
+from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures
+from omnitrain.models.contract.check import contract_of
+from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
+from omnitrain.models.discovery import config_nodes, native_inputs, refusing
+from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
+from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
+from omnitrain.models.foundation.runner import FoundationRunner
+from omnitrain.models.foundation.sequence_slice import filled_up, here
+from omnitrain.models.hf.config_copies import take_own_configs
+from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
+from omnitrain.models.omni.encode import Share, encode, idle_head, tied
+from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
+from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.save import save_whole
+from omnitrain.ops.attention import RowPart, use_omnitrain_attention
+from omnitrain.ops.device import moved
+from omnitrain.peers import is_spread, ranks_of
+
+# What says where from_pretrained finds the files, and how it downloads them.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+# Arguments of save_pretrained that say nothing where all ranks save their own weights; a true `push_to_hub` does.
+_FOR_ONE_PROCESS = {"is_main_process", "state_dict", "push_to_hub"}
+
+
+class OmniConfig(PreTrainedConfig):
+    """Config of :class:`OmniModel`: the config of every component, as plain dicts with ``model_type``.
+
+    Attributes:
+        foundation: a HF causal language model's.
+        encoders: component name -> config of a model with :class:`EncoderMixin`.
+        decoders: component name -> config of a model with :class:`DecoderMixin`.
+        unused_tensors: of the checkpoint that the foundation was loaded from: place -> number of tensors that it holds
+            and the foundation does not have.
+    """
+
+    model_type = "omnitrain"
+
+    foundation: dict | None = None
+    encoders: dict | None = None
+    decoders: dict | None = None
+    unused_tensors: dict | None = None
+
+
+class OmniModel(PreTrainedModel):
+    """One model over packed rows of text and media.
+
+    Components are attributes by their names: ``foundation``, ``image_encoder``, ``audio_decoder``, ...
+
+    Attributes:
+        renamed: parameter -> what it is called since adapters lie beside it, and these; all others keep their names.
+        compute_device: where it computes, if that is not where its parameters are.
+    """
+
+    config_class = OmniConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict: ClassVar = ["tokenizer"]  # of a decoder: rounded weights would make other codes
+
+    def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
+        """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""
+        super().__init__(config)
+        ready = components or {}
+        self.renamed: dict[str, tuple[str, ...]] = {}
+        self.compute_device: torch.device | None = None
+        self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
+        self.encoder_names = sorted(config.encoders or {})
+        self.decoder_names = sorted(config.decoders or {})
+        self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
+        # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
+        for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
+            self.add_module(name, ready.get(name) or _fresh(values, model_class))
+        self.post_init()
+        take_own_configs(self.children())
+        for name in (*self.encoder_names, *self.decoder_names):
+            use_omnitrain_attention(self.get_submodule(name))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it takes its inputs: parameters that are offloaded wait in host memory."""
+        return self.compute_device or super().device
+
+    @cached_property
+    def runner(self) -> FoundationRunner:
+        """Runs the foundation by the contract that the check found for it.
+
+        Raises:
+            UserError: the check refused the foundation; names what was measured.
+        """
+        with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
+            return FoundationRunner(self.foundation, contract_of(self.foundation))
+
+    @classmethod
+    def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
+        """Load a saved omni model with its LoRA adapters; a tensor missing, left over or misshapen is an error.
+
+        Args:
+            path: folder or Hub id.
+            *args: for transformers.
+            **kwargs: for transformers. With ``output_loading_info``, transformers alone loads: what does not fit is
+                told instead of raised, and adapters stay where they are.
+
+        Raises:
+            UserError: no model there.
+            WeightsError: names every tensor that does not fit.
+        """
+        if kwargs.get("output_loading_info"):
+            return super().from_pretrained(path, *args, **kwargs)  # strict loading asks for it
+        model = cast(OmniModel, load_strictly(cls, str(path), kwargs.pop("dtype", None), **kwargs))
+        load_adapters(model, path, **{name: kwargs[name] for name in _WHERE if name in kwargs})
+        return model
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write config and whole weights, and LoRA adapters beside them in files of peft, for :meth:`from_pretrained`.
+
+        Every rank calls it where the model is spread over ranks: each writes some of the files (:func:`save_whole`).
+
+        Args:
+            save_directory: a folder, the same on all ranks; what a model left there before is replaced.
+            *args: for transformers; of a model of one process only.
+            **kwargs: likewise. With ``state_dict``, that is written as it is, by the rank that calls.
+
+        Raises:
+            UserError: ``push_to_hub`` where there are adapters; arguments for transformers, and the model is spread.
+            TrainingError: on other ranks, where one of them could not write; it raises the error itself.
+        """
+        if kwargs.get("state_dict") is not None:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            if kwargs.get("is_main_process", True):
+                remove_adapters(Path(save_directory))
+            return
+        if kwargs.get("push_to_hub"):
+            self._require_no_adapters()
+        if is_spread(self):
+            unknown = {f"a positional argument ({value!r})" for value in args} | (kwargs.keys() - _FOR_ONE_PROCESS)
+            self._save_spread(Path(save_directory), unknown | ({"push_to_hub"} if kwargs.get("push_to_hub") else set()))
+        elif kwargs.get("is_main_process", True):
+            weights, adapters = split_weights(self, self.state_dict())
+            # First, for a folder with a base's weights is taken for a model that is complete.
+            remove_adapters(Path(save_directory))
+            save_adapters(self, Path(save_directory), adapters)
+            super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
+
+    def _save_spread(self, folder: Path, unknown: set[str]) -> None:
+        if unknown:
+            found = ", ".join(sorted(unknown))
+            raise UserError(
+                f"save_pretrained of a model that is spread over ranks: found {found}; expected only a folder; "
+                "save it, load it in one process, and save it again from there"
+            )
+        with ranks_of(self) as peers:
+            save_whole(self, folder, peers)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
+        """Upload config and weights to the Hub.
+
+        Args:
+            *args: for transformers.
+            **kwargs: for transformers.
+
+        Returns:
+            Address of the commit.
+
+        Raises:
+            UserError: there are LoRA adapters, which transformers would not upload.
+        """
+        self._require_no_adapters()
+        return super().push_to_hub(*args, **kwargs)
+
+    def _require_no_adapters(self) -> None:
+        if self.adapter_names:
+            raise UserError(
+                f"found {len(self.adapter_names)} tensors of LoRA adapters, which transformers would not upload; call "
+                "save_pretrained(FOLDER) without push_to_hub, then upload all of it: hf upload REPO FOLDER"
+            )
+
+    @property
+    def encoders(self) -> dict[str, Any]:
+        """Component name -> encoder."""
+        return {name: self.get_submodule(name) for name in self.encoder_names}
+
+    @property
+    def decoders(self) -> dict[str, Any]:
+        """Component name -> decoder."""
+        return {name: self.get_submodule(name) for name in self.decoder_names}
+
+    @property
+    def components(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """Component name -> its parameters by their names in this model, the foundation first.
+
+        The modalities that the foundation reads by itself are components of their own (``image_encoder``, ...), and
+        ``foundation`` is the rest of it.
+        """
+        own = dict(self.foundation.named_parameters(prefix="foundation"))
+        found = {
+            name: {path: own[path] for p in paths for path in self.renamed.get(f"foundation.{p}", (f"foundation.{p}",))}
+            for name, paths in self.runner.native.components.items()
+        }
+        attached = {name: self.get_submodule(name) for name in (*self.encoder_names, *self.decoder_names)}
+        if taken := sorted(found.keys() & attached.keys()):
+            raise UserError(
+                f"model: {taken[0]!r} is the name of a component that the foundation has; choose another name"
+            )
+        return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+
+    @property
+    def adapter_names(self) -> frozenset[str]:
+        """Names of the LoRA adapters among the parameters."""
+        return frozenset(name for names in self.renamed.values() for name in names[1:])
+
+    @property
+    def ports(self) -> dict[str, tuple[str, ...]]:
+        """Component -> names in a pack of what it encodes, in the order in which components encode."""
+        modalities = self.runner.native.ports
+        names = {f"{NATIVE_PREFIX}{modality}": port.component for modality, port in modalities.items()}
+        names |= {name: name for name in (*self.encoder_names, *self.decoder_names)}
+        order = sorted(names)
+        return {names[first]: tuple(name for name in order if names[name] == names[first]) for first in order}
+
+    def minimal_input(self, name: str) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """The smallest features that are encoded under a name of :attr:`ports`, on this model's device, and their rows.
+
+        Made once: an adapter builds a HF processor, and perhaps its tower without weights. No rows of a modality that
+        the foundation reads by itself.
+        """
+        if name not in self._minimal_inputs:
+            if name.startswith(NATIVE_PREFIX):
+                port = self.runner.native.ports[name.removeprefix(NATIVE_PREFIX)]
+                self._minimal_inputs[name] = port.minimal_input(), ()
+            else:
+                self._minimal_inputs[name] = self.get_submodule(name).minimal_input()
+        features, num_tokens = self._minimal_inputs[name]
+        there = {key: moved(tensor, self.device) for key, tensor in features.items()}
+        self._minimal_inputs[name] = there, num_tokens
+        return there, num_tokens
+
+    @property
+    def native_inputs(self) -> NativeInputs:
+        """What the data side must know of the modalities that the foundation reads by itself; often none."""
+        return native_inputs(self.runner.native)
+
+    def media_adapters(self) -> tuple[dict[str, ComponentAdapter], dict[str, ComponentAdapter]]:
+        """``(readers, writers)``: the weightless side of encoders and decoders, for :class:`OmniProcessor`."""
+        readers = {name: encoder.adapter() for name, encoder in self.encoders.items()}
+        return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
+
+    def train(self, mode: bool = True) -> OmniModel:
+        """What is frozen keeps the statistics of its batches (:func:`rest_frozen_statistics`)."""
+        super().train(mode)
+        rest_frozen_statistics(self)
+        return self
+
+    def forward(self, pack: Pack, share: Share | None = None) -> OmniOutput:
+        """Losses of one packed micro-batch.
+
+        Args:
+            pack: samples end to end; see :class:`Pack` for shapes.
+            share: what this rank does beside what the pack needs, so that all ranks call every component equally often;
+                None: nothing.
+
+        Returns:
+            One :class:`LossTerm` per head with a target in the pack (``text`` always).
+        """
+        share = share or Share()
+        pack, part = self._filled_up(pack, share.part), share.part
+        encoded = encode(self, pack, share)
+        labels, idle = encoded.labels, encoded.idle
+        text, hidden = self.runner.text_loss(pack, encoded.media, part)
+        losses, read = {}, {"text": pack.text_rows[here(part, pack.text_rows)[0]]}
+        for name in sorted({*labels, *share.heads}):
+            if hidden is None:
+                hidden_by = type(self.foundation).__name__
+                raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
+            decoder = self.decoders[name]
+            before = pack.targets[name].positions - 1 if name in labels else pack.text_rows[:0]
+            index, rows = here(part, before)
+            if len(rows):
+                states, own = hidden[0, moved(rows, hidden.device)], labels[name][moved(index, hidden.device)]
+                losses[name], read[name] = decoder.lm_head(states, own), before[index]
+            else:
+                idle.append(idle_head(decoder, hidden))
+        losses = {"text": replace(text, sum=tied(text.sum, idle))} | losses
+        return OmniOutput(losses, read, None if hidden is None else hidden.detach())
+
+    def _filled_up(self, pack: Pack, part: RowPart | None) -> Pack:
+        """A row that is too short for the ranks that share it gets one more sample."""
+        missing = 0 if part is None else part.num_tokens - pack.num_tokens
+        if not missing:
+            return pack
+        return filled_up(pack, Pack.from_samples([idle_prompt(self, missing)]).to(pack.input_ids.device))
+
+
+def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:
+    config = as_config(values)
+    for node in config_nodes(config):
+        node.dtype = None  # the one that is asked for holds for all parts, not what each was saved in
+    return class_of(config)(config)
+
+
+AutoConfig.register("omnitrain", OmniConfig)
+AutoModel.register(OmniConfig, OmniModel)
+for _config, _model in (
+    (VisionEncoderConfig, VisionEncoder),
+    (AudioEncoderConfig, AudioEncoder),
+    (TokenDecoderConfig, TokenDecoder),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _model)

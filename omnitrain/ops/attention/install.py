@@ -1,0 +1,124 @@
+"""Puts models on the entry point: the choice is in the name that their configs carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel, masking_utils, modeling_utils
+from transformers.masking_utils import AttentionMaskInterface
+
+from omnitrain.errors import UserError
+from omnitrain.ops.attention.choose import AUTO, backend_names
+from omnitrain.ops.attention.entry import omnitrain_attention, omnitrain_mask
+from omnitrain.ops.attention.packed_context import packed_row
+from omnitrain.ops.attention.unpacked import SDPA
+from omnitrain.ops.config_value import config_value
+
+SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What a config's attention implementation stands for.
+
+    Attributes:
+        backend: of packed rows, or ``auto``.
+        plain: transformers' own implementation, of unpacked input.
+        passes_borders: models should hand ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
+    """
+
+    backend: str = AUTO
+    plain: str = SDPA
+    passes_borders: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name in transformers' registries: models pass borders if it contains ``flash``."""
+        choices = [self.backend] * (self.backend != AUTO) + ["over", self.plain] * (self.plain != SDPA)
+        if self.passes_borders:
+            return "_".join(["omnitrain_flash", *choices])
+        return "_".join(["omnitrain", *choices]).replace("flash", "fa")
+
+
+ATTENTION_NAME = Implementation().name
+
+_registered: dict[str, Implementation] = {}
+
+
+def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tuple[str, ...]:
+    """Make every transformers module below ``model`` attend through :func:`omnitrain_attention`.
+
+    The choice is stored in the configs, so models that share a config object share it.
+
+    Args:
+        model: any module; a later call changes the backend.
+        backend: of packed rows: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
+
+    Returns:
+        Classes of models below that keep the attention of their own, because their code does not ask transformers'
+        ``AttentionInterface``: packed rows are not kept apart in those.
+
+    Raises:
+        UserError: no such backend.
+    """
+    if backend not in backend_names():
+        raise UserError(f"no attention backend {backend!r}; there are {', '.join(backend_names())}")
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    fixed = [module for module in models if not module._can_set_attn_implementation()]
+    fixed_configs = {id(module.config) for module in fixed}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation_internal", None) is not None and id(config) not in fixed_configs:
+            config._attn_implementation_internal = _register(_implementation(config, backend))
+    return tuple(sorted({type(module).__name__ for module in fixed}))
+
+
+def _implementation(config: Any, backend: str) -> Implementation:
+    # By a name with "flash" in it, transformers would refuse chunks, which a spec cuts at exactly.
+    passes_borders = config_value(config, "attention_chunk_size") is None
+    return Implementation(backend, plain_implementation(config), passes_borders)
+
+
+def _register(implementation: Implementation) -> str:
+    name, backend, plain = implementation.name, implementation.backend, implementation.plain
+    _registered[name] = implementation
+    AttentionInterface.register(name, partial(omnitrain_attention, backend=backend, implementation=plain))
+    AttentionMaskInterface.register(name, partial(omnitrain_mask, implementation=plain))
+    return name
+
+
+def plain_implementation(config: Any) -> str:
+    """Transformers' own implementation below ``config``: what unpacked input runs on."""
+    current: str = config._attn_implementation_internal
+    return _registered[current].plain if current in _registered else current
+
+
+def _known_inside_a_packed_row(find: SamplesOf) -> SamplesOf:
+    """Transformers' search for samples in a row's positions, which waits for the device; not where they are known."""
+
+    @wraps(find)
+    def found(position_ids: torch.Tensor) -> torch.Tensor | None:
+        row = packed_row()
+        return None if row is not None and position_ids.shape == (1, row.num_rows) else find(position_ids)
+
+    return found
+
+
+def _not_of_ours(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' search for the package of an attention, made when a model is: a config may name ours by then."""
+
+    @wraps(load)
+    def loaded(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        return None if implementation in _registered else load(implementation, *args, **kwargs)
+
+    return loaded
+
+
+modeling_utils.lazy_import_flash_attention = _not_of_ours(modeling_utils.lazy_import_flash_attention)
+masking_utils.find_packed_sequence_indices = _known_inside_a_packed_row(masking_utils.find_packed_sequence_indices)
+for _passes_borders in (True, False):
+    _register(Implementation(passes_borders=_passes_borders))

@@ -1,0 +1,220 @@
+"""Attention of some queries to some keys of a row, with what is needed to add up the blocks of other keys to it.
+
+A block gives its output and the logarithm of its sum of exponentials. Two blocks of the same queries add up to
+
+    lse = log(exp(lse_1) + exp(lse_2)),    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
+
+and with the final ``lse`` and ``delta = sum(out * grad)`` the gradients of the blocks are independent of each other
+(FlashAttention-2, arXiv 2307.08691, algorithm 2; RingAttention, arXiv 2310.01889).
+
+Shapes: ``H`` heads, ``K`` key heads, ``N`` queries, ``M`` keys, ``D`` head dimension, ``E`` width of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.attention.spec import repeat_heads
+from omnitrain.plan.ring import CAUSAL, FULL, MASKED, Block, Run, block_between
+
+# Scores that exist at once: queries go in runs of as many as that allows.
+SCORES_AT_ONCE = 2**22
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How scores follow from queries and keys.
+
+    Attributes:
+        mask: of the whole row.
+        scale: factor on the scores.
+        softcap: scaled scores become ``softcap * tanh(score / softcap)``.
+    """
+
+    mask: MaskSpec
+    scale: float
+    softcap: float | None
+
+
+class RunningSoftmax:
+    """Output and logarithm of the sum of exponentials of some queries, over the keys that were added so far.
+
+    Attributes:
+        out: ``[H, N, E]``, fp32 or wider.
+        lse: ``[H, N]``, of the same dtype.
+    """
+
+    def __init__(self, query: Tensor, value_width: int) -> None:
+        dtype = _wide(query)
+        self.out = query.new_zeros(*query.shape[:2], value_width, dtype=dtype)
+        self.lse = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Add the block of the queries ``rows``."""
+        before = self.lse[:, rows]
+        total = torch.logaddexp(before, lse)
+        self.out[:, rows] = self.out[:, rows] * _share(before, total)[..., None] + out * _share(lse, total)[..., None]
+        self.lse[:, rows] = total
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Add a key to each head whose score is ``sinks`` ``[H]`` and whose value is zero."""
+        total = torch.logaddexp(self.lse, sinks.to(self.lse)[:, None])
+        self.out *= _share(self.lse, total)[..., None]
+        self.lse = total
+
+
+def blocks_between(mask: MaskSpec, queries: Run, keys: Run, device: torch.device) -> tuple[Block, ...]:
+    """The blocks in which two runs of one segment see each other; layers share what a mask had to be asked for."""
+    if mask.general is None:
+        block = block_between(queries, keys, causal=mask.causal, window=mask.window)
+        return () if block is None else (block,)
+    return mask.remember((queries, keys, device), lambda: _asked(mask, queries, keys, device))
+
+
+def attend_block(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """One block.
+
+    Args:
+        query: ``[H, N, D]``, those of ``block.queries``.
+        key: ``[K, M, D]``, those of ``block.keys``.
+        value: ``[K, M, E]``.
+        block: token numbers, and who sees whom.
+        scoring: of the row.
+
+    Returns:
+        Output ``[H, N, E]``, and ``[H, N]`` the logarithm of the sum of exponentials, -inf where a query sees no key.
+    """
+    if _has_kernel(query, value, block, scoring):
+        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x[None] for x in states), 0.0, block.kind == CAUSAL, scale=scoring.scale
+        )
+        return out[0], lse[0]
+    state = RunningSoftmax(query, value.size(-1))
+    for rows, columns, part in _parts(len(query), block, scoring):
+        scores = _scores(query[:, rows], key[:, columns], part, scoring)[0]
+        lse = scores.logsumexp(-1, keepdim=True)
+        state.out[:, rows] = (_share(scores, lse) @ value[:, None, columns].to(scores.dtype)).flatten(0, 1)
+        state.lse[:, rows] = lse.flatten(0, 1)[..., 0]
+    return state.out, state.lse
+
+
+def attend_block_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A block's part of the gradients.
+
+    Args:
+        grad: ``[H, N, E]``, of the output over all keys.
+        query: ``[H, N, D]``.
+        key: ``[K, M, D]``.
+        value: ``[K, M, E]``.
+        out: ``[H, N, E]``, over all keys.
+        lse: ``[H, N]``, over all keys.
+        block: as in :func:`attend_block`.
+        scoring: as in :func:`attend_block`.
+
+    Returns:
+        Of ``query``, ``key`` and ``value``.
+    """
+    if _has_kernel(query, value, block, scoring):
+        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x[None] for x in (grad, *states, out, lse)), 0.0, block.kind == CAUSAL, scale=scoring.scale
+        )
+        return dq[0], _of_key_heads(dk[0], len(key)), _of_key_heads(dv[0], len(value))
+    dq, dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (query, key, value))
+    delta = row_products(out, grad)
+    for rows, columns, part in _parts(len(query), block, scoring):
+        scores, slope = _scores(query[:, rows], key[:, columns], part, scoring)
+        weights = _share(scores, _grouped(lse[:, rows, None], len(key)))
+        of_rows = _grouped(grad[:, rows], len(key)).to(scores.dtype)
+        dv[:, columns] += (weights.mT @ of_rows).sum(1)
+        of_weights = of_rows @ value[:, None, columns].to(scores.dtype).mT
+        of_scores = weights * (of_weights - _grouped(delta[:, rows, None], len(key)).to(scores.dtype)) * scoring.scale
+        if slope is not None:
+            of_scores = of_scores * slope
+        dq[:, rows] = (of_scores @ key[:, None, columns].to(scores.dtype)).flatten(0, 1)
+        dk[:, columns] += (of_scores.mT @ _grouped(query[:, rows], len(key)).to(scores.dtype)).sum(1)
+    return dq, dk, dv
+
+
+def row_products(out: Tensor, grad: Tensor) -> Tensor:
+    """``[H, N]``, fp32 or wider: sum of the products of output and gradient, ``[H, N, E]``; rounded once."""
+    return (out.to(_wide(out)) * grad).sum(-1)
+
+
+def _has_kernel(query: Tensor, value: Tensor, block: Block, scoring: Scoring) -> bool:
+    """Whether torch's kernel computes it and returns the sums, too."""
+    is_plain = block.kind in (FULL, CAUSAL) and scoring.softcap is None and query.size(-1) == value.size(-1)
+    return is_plain and query.device.type == "cpu" and query.dtype == value.dtype
+
+
+def _parts(num_heads: int, block: Block, scoring: Scoring) -> Iterator[tuple[slice, slice, Block]]:
+    """The block in runs of queries: their rows and the columns of the keys that they may see."""
+    (first, end), (first_key, end_key) = block.queries, block.keys
+    step = max(1, SCORES_AT_ONCE // (num_heads * (end_key - first_key)))
+    for start in range(first, end, step):
+        part: Block | None = Block((start, min(start + step, end)), block.keys, block.kind)
+        if block.kind != FULL and scoring.mask.general is None:
+            causal, window = scoring.mask.causal, scoring.mask.window
+            part = block_between((start, min(start + step, end)), block.keys, causal=causal, window=window)
+        if part is not None:
+            rows = slice(part.queries[0] - first, part.queries[1] - first)
+            yield rows, slice(part.keys[0] - first_key, part.keys[1] - first_key), part
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
+    """``[K, H / K, N, M]``, and what the cap multiplies their gradients by."""
+    dtype, slope = _wide(query), None
+    scores = _grouped(query, len(key)).to(dtype) @ key[:, None].to(dtype).mT * scoring.scale
+    if scoring.softcap is not None:
+        capped = torch.tanh(scores / scoring.softcap)
+        scores, slope = scoring.softcap * capped, 1 - capped.square()
+    if block.kind == FULL:
+        return scores, slope
+    mask = scoring.mask.block_mask(block.queries, block.keys, query.device)[0]
+    mask = mask[:, None] if len(mask) == 1 else mask.unflatten(0, (len(key), -1))
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask, slope
+
+
+def _asked(mask: MaskSpec, queries: Run, keys: Run, device: torch.device) -> tuple[Block, ...]:
+    """What a mask that is no pattern says of two runs; floats may be anything."""
+    (first, end), step = queries, max(1, SCORES_AT_ONCE // (keys[1] - keys[0]))
+    sees, sees_all = False, True
+    for start in range(first, end, step):
+        seen = mask.block_mask((start, min(start + step, end)), keys, device)
+        seen = seen if seen.dtype == torch.bool else seen > -torch.inf
+        sees, sees_all = sees or bool(seen.any()), sees_all and bool(seen.all())
+    is_full = sees_all and not (isinstance(mask.general, Tensor) and mask.general.dtype != torch.bool)
+    return (Block(queries, keys, FULL if is_full else MASKED),) if sees else ()
+
+
+def _share(part: Tensor, total: Tensor) -> Tensor:
+    """``exp(part - total)``, 0 where both are -inf."""
+    difference = part - total
+    return torch.where(difference.isnan(), 0, difference.exp())
+
+
+def _grouped(x_HNX: Tensor, key_heads: int) -> Tensor:
+    return x_HNX.unflatten(0, (key_heads, -1))
+
+
+def _of_key_heads(grad_HMX: Tensor, key_heads: int) -> Tensor:
+    return grad_HMX if len(grad_HMX) == key_heads else _grouped(grad_HMX, key_heads).sum(1)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,1 @@
+"""``torch.compile`` for the blocks of a model."""

@@ -1,0 +1,1 @@
+"""Kernels that are faster on a CPU alone."""

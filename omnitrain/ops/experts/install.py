@@ -1,0 +1,68 @@
+"""Puts models on the registered experts: the choice is in the name that their configs carry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from omnitrain.errors import UserError
+from omnitrain.ops.experts.choose import AUTO, EXPERTS
+from omnitrain.ops.experts.entry import SETTINGS, omnitrain_experts, settings_of
+from omnitrain.ops.experts.weights import experts_in
+
+_PREFIX = "omnitrain"
+
+
+def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]:
+    """Make all experts below ``model`` compute through :func:`omnitrain_experts`.
+
+    The choice is stored in their configs, so layers that share a config object share it.
+
+    Args:
+        model: any module; a later call changes the backend.
+        backend: of the products: ``auto``, ``torch``, or one that transformers registers.
+
+    Returns:
+        Class of experts -> number of layers; empty for a dense model.
+
+    Raises:
+        UserError: no such backend.
+    """
+    if backend not in _NAMES.values():
+        raise UserError(f"experts: no backend {backend!r}; expected {', '.join(_NAMES.values())}")
+    found = [module for _, module in experts_in(model)]
+    for module in found:
+        config: Any = module.config
+        config._experts_implementation_internal = _name(backend)
+    return Counter(type(module).__name__ for module in found)
+
+
+def set_experts(experts: nn.Module, **settings: Any) -> None:
+    """Make a layer's ``experts`` compute through :func:`omnitrain_experts`, by the backend that they have.
+
+    Args:
+        experts: of a layer.
+        settings: of :class:`~omnitrain.ops.experts.entry.ExpertSettings`; others stay.
+    """
+    setattr(experts, SETTINGS, replace(settings_of(experts), **settings))
+    use_omnitrain_experts(experts, backend_of(experts))
+
+
+def backend_of(experts: nn.Module) -> str:
+    """The backend that :func:`use_omnitrain_experts` was given for a layer's experts; ``auto`` where it was not."""
+    config: Any = experts.config
+    return _NAMES.get(config._experts_implementation, AUTO)
+
+
+def _name(backend: str) -> str:
+    return _PREFIX if backend == AUTO else f"{_PREFIX}_{backend}"
+
+
+_NAMES = {_name(backend): backend for backend in (AUTO, *(known.name for known in EXPERTS))}
+for _registered, _backend in _NAMES.items():
+    ExpertsInterface.register(_registered, partial(omnitrain_experts, backend=_backend))

@@ -1,0 +1,84 @@
+"""Spans of one layer's experts: products, rows on their way, waiting for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from omnitrain.ops.experts.routing_tape import is_replaying
+from omnitrain.ops.timing import Kind, Mark, Phase, SpanRecorder, What
+
+Wait = Callable[[], Any]
+
+
+class LayerSpans:
+    """Tells a recorder what happens in a layer, while it records.
+
+    Args:
+        recorder: of all layers.
+        layer: name of the experts' module.
+    """
+
+    def __init__(self, recorder: SpanRecorder, layer: str) -> None:
+        self._recorder, self._layer = recorder, layer
+
+    def travelling(self, name: str, chunk: int, wait: Wait, *, backward: bool = False) -> Wait:
+        """``wait`` for an exchange that starts now; its call ends the span on the link, and is one of waiting."""
+        if not self._recorder.is_on:
+            return wait
+        what, started = self._what("link", name, chunk, backward=backward), self._recorder.mark()
+
+        def measured() -> None:
+            with self._during("wait", name, chunk, backward=backward):
+                wait()
+            self._recorder.add(what, started, self._recorder.mark())
+
+        return measured
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """For an exchange that is made inside, in a forward."""
+        return self._during("wait", name)
+
+    def weight_gradients(self) -> AbstractContextManager[None]:
+        """Those that a backward left for later are computed inside."""
+        return self._during("compute", "weight gradients", backward=True)
+
+    def experts(self, chunk: int, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """What ``compute`` makes of ``rows``, which nothing else reads."""
+        return self._computed("experts", chunk, rows, compute) if self._recorder.is_on else compute()
+
+    def shared_experts(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """What experts that every token has make of ``hidden``."""
+        if not self._recorder.is_on:
+            return compute(hidden)
+        own = hidden.view_as(hidden)  # others read the hidden states, too, whose gradient is there much later
+        return self._computed("shared experts", None, own, lambda: compute(own))
+
+    def _computed(self, name: str, chunk: int | None, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """The backward begins with the gradient of the results, and ends with that of ``rows``."""
+        with self._during("compute", name, chunk):
+            results = compute()
+        if rows.requires_grad and results.requires_grad:
+            what, begun = self._what("compute", name, chunk, backward=True), list[Mark]()
+            results.register_hook(lambda _: begun.append(self._recorder.mark()))
+            rows.register_hook(lambda _: self._recorder.add(what, begun.pop(), self._recorder.mark()))
+        return results
+
+    def _what(self, kind: Kind, name: str, chunk: int | None = None, *, backward: bool = False) -> What:
+        phase: Phase = "backward" if backward else "recompute" if is_replaying() else "forward"
+        return What(kind, name, phase, self._layer, chunk)
+
+    @contextmanager
+    def _during(self, kind: Kind, name: str, chunk: int | None = None, *, backward: bool = False) -> Iterator[None]:
+        if not self._recorder.is_on:
+            yield
+            return
+        started = self._recorder.mark()
+        yield
+        self._recorder.add(self._what(kind, name, chunk, backward=backward), started, self._recorder.mark())
+
+
+NOT_RECORDED = LayerSpans(SpanRecorder(), "")

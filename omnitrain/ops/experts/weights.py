@@ -1,0 +1,267 @@
+"""What transformers' ``use_experts_implementation`` declares of a class of experts, and the weights it speaks of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from omnitrain.ops.delayed_wgrad import WeightGradients
+from omnitrain.ops.experts.lora import ExpertAdapter, adapter_names, adapter_scales, parameter_names
+
+_DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+class Piece(NamedTuple):
+    """Some experts of a chunk, side by side.
+
+    Attributes:
+        start, stop: of these experts, among the chunk's.
+        first_row, end_row: of their rows, among the chunk's.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    end_row: int
+
+
+MakePiece = Callable[[Piece], Tensor]
+LaterInPieces = Callable[[MakePiece], None]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer's experts, which ask transformers' ``ExpertsInterface`` for their forward."""
+    return all(name in vars(module) for name in _DECLARED)
+
+
+def experts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of all experts below ``model``, the experts of a layer together."""
+    return ((name, module) for name, module in model.named_modules() if is_experts(module))
+
+
+def weight_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of experts that have an expert per entry of their dim 0."""
+    layer: Any = module
+    first = "gate_up_proj" if layer.has_gate else "up_proj"
+    names = (first, "down_proj")
+    return (*names, *(f"{name}_bias" for name in names)) if layer.has_bias else names
+
+
+def matrix_names(module: nn.Module) -> tuple[str, str]:
+    """Those of them that are matrices per expert."""
+    first, second, *_ = weight_names(module)
+    return first, second
+
+
+def names_by_expert(module: nn.Module) -> tuple[str, ...]:
+    """Names of all parameters of experts that have an expert per entry of their dim 0, adapters too."""
+    return (*weight_names(module), *adapter_names(module))
+
+
+def num_experts_of(module: nn.Module) -> int:
+    """All experts of the layer, on whatever rank they are."""
+    return getattr(module, weight_names(module)[0]).size(0)
+
+
+class ExpertWeights:
+    """Experts that this rank has, in place of their module in a function that computes them.
+
+    Weights are plain tensors. Everything else is the module's.
+
+    Attributes:
+        module: the experts of a layer.
+        num_experts: that are here.
+        first: ``[E, out, in]``, or ``[E, in, out]`` where the class is declared transposed.
+        down: the same of the second product.
+        first_bias: ``[E, out]``, or None.
+        down_bias: the same of the second product.
+        first_adapter: beside ``first``, or None.
+        down_adapter: beside ``down``, or None.
+        first_later: takes the gradient of ``first``, which autograd then gets from there; None: autograd gets it.
+        down_later: the same of the second product.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, LaterInPieces]) -> None:
+        self.module = module
+        self._tensors = tensors
+        self.first_name, self.down_name = matrix_names(module)
+        self.first, self.down = tensors[self.first_name], tensors[self.down_name]
+        self.first_bias = tensors.get(f"{self.first_name}_bias")
+        self.down_bias = tensors.get(f"{self.down_name}_bias")
+        self.num_experts = self.first.size(0)
+        self.first_adapter, self.down_adapter = self._adapter(self.first_name), self._adapter(self.down_name)
+        self.first_later, self.down_later = later.get(self.first_name), later.get(self.down_name)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ExpertWeights:
+        """All experts of the layer, or this rank's where the module's weights are DTensors."""
+        return cls(module, {name: _local(getattr(module, name)) for name in names_by_expert(module)}, {})
+
+    def in_chunks(self, pieces: Sequence[Sequence[Piece]], work: WeightGradients | None) -> list[ExpertWeights]:
+        """The same in nearly equal chunks of experts.
+
+        Args:
+            pieces: of each chunk, all of its experts and rows in order. Gradients of matrices are computed piece by
+                piece: before it is put into its place, a piece's is there twice.
+            work: computes the gradients of the matrices of all chunks, when nothing else of the backward of what was
+                called since is left to do; None: they are computed as the backward goes.
+        """
+        chunks = len(pieces)
+        if chunks == 1 and work is None:
+            return [self]
+        names, matrices = tuple(self._tensors), (self.first_name, self.down_name)
+        gradients = _Gradients(chunk_borders(self.num_experts, chunks), pieces, matrices, work)
+        flat = _InChunks.apply(gradients, names, *self._tensors.values())
+        of_chunk = [dict(zip(names, flat[chunk * len(names) :], strict=False)) for chunk in range(chunks)]
+        return [
+            ExpertWeights(self.module, tensors, {name: gradients.taker(name, chunk) for name in matrices})
+            for chunk, tensors in enumerate(of_chunk)
+        ]
+
+    def without_delay(self) -> ExpertWeights:
+        """The same, whose gradients autograd computes as it goes."""
+        return ExpertWeights(self.module, self._tensors, {})
+
+    def __getattr__(self, name: str) -> Any:
+        tensors = self.__dict__["_tensors"]
+        return tensors[name] if name in tensors else getattr(self.__dict__["module"], name)
+
+    def activate(self, rows: Tensor) -> Tensor:
+        """What lies between the two products: the class's own gate, or its activation."""
+        layer: Any = self.module
+        return layer._apply_gate(rows) if layer.has_gate else layer.act_fn(rows)
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """What comes behind the second product of every row; often nothing."""
+        layer: Any = self.module
+        return layer.post_expert_norm(rows) if getattr(layer, "has_post_expert_norm", False) else rows
+
+    def _adapter(self, weight: str) -> ExpertAdapter | None:
+        scale = adapter_scales(self.module).get(weight)
+        if scale is None:
+            return None
+        a, b = (self._tensors[name] for name in parameter_names(weight))
+        return ExpertAdapter(a, b, scale)
+
+
+def chunk_borders(num_experts: int, chunks: int) -> tuple[int, ...]:
+    """``chunks + 1`` borders of nearly equal chunks of experts."""
+    return tuple(num_experts * chunk // chunks for chunk in range(chunks + 1))
+
+
+class _InChunks(torch.autograd.Function):
+    """Tensors in chunks along dim 0. Gradients come from the chunks, or from what these gave away or left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: _Gradients, names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.gradients, ctx.names = gradients, names
+        ctx.set_materialize_grads(False)
+        chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(gradients.borders)]
+        frozen = [
+            part for chunk in chunks for part, tensor in zip(chunk, tensors, strict=True) if not tensor.requires_grad
+        ]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(part for chunk in chunks for part in chunk)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole = ctx.gradients.made()
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                chunk, name = divmod(place, len(ctx.names))
+                whole.add(ctx.names[name], *ctx.gradients.borders[chunk : chunk + 2], gradient)
+        return None, None, *(whole.of(name) for name in ctx.names)
+
+
+class _Gradients:
+    """Those of matrices that chunks give away in a backward, so that none is there twice.
+
+    They go by backwards: one that did not come as far as the weights has left nothing for another.
+
+    Args:
+        borders: of the chunks.
+        pieces: of each chunk.
+        matrices: names of the matrices. In this order their gradients are computed that are left for later, the
+            largest first: operands of the others are fewer bytes.
+        work: computes them when :meth:`made` asks for them; None: they are computed at once.
+    """
+
+    def __init__(
+        self,
+        borders: tuple[int, ...],
+        pieces: Sequence[Sequence[Piece]],
+        matrices: tuple[str, ...],
+        work: WeightGradients | None,
+    ) -> None:
+        self.borders = borders
+        self._pieces, self._matrices, self._work = pieces, matrices, work
+        self._wholes: dict[int, _Wholes] = {}
+
+    def taker(self, name: str, chunk: int) -> LaterInPieces:
+        """Takes the gradient of a chunk of the matrix ``name``."""
+
+        def take(make: MakePiece) -> None:
+            backward = torch._C._current_graph_task_id()
+            for piece in self._pieces[chunk]:
+                start, stop = self.borders[chunk] + piece.start, self.borders[chunk] + piece.stop
+                if self._work is not None:
+                    self._work.add((backward, name, start, stop), partial(make, piece))
+                else:
+                    self._wholes.setdefault(backward, self._none_yet()).add(name, start, stop, make(piece))
+
+        return take
+
+    def made(self) -> _Wholes:
+        """All that were taken in this backward."""
+        backward = torch._C._current_graph_task_id()
+        whole = self._wholes.pop(backward, None) or self._none_yet()
+        if self._work is None:
+            return whole
+        for (of_backward, name, start, stop), gradient in self._work.made(lambda key: self._matrices.index(key[1])):
+            if of_backward == backward:
+                whole.add(name, start, stop, gradient)
+            del gradient  # before the next one is computed
+        return whole
+
+    def _none_yet(self) -> _Wholes:
+        return _Wholes(self.borders[-1])
+
+
+class _Wholes:
+    """Gradients of all experts, of which those of some are put into their place as they come."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self._wholes: dict[str, Tensor] = {}
+        self._there: dict[str, dict[int, int]] = {}  # of each tensor, where some experts start -> where they stop
+
+    def add(self, name: str, start: int, stop: int, gradient: Tensor) -> None:
+        """Of these experts of the tensor ``name``; several of the same ones add up."""
+        there = self._there.setdefault(name, {})
+        if start in there:
+            self._wholes[name][start:stop] += gradient
+        elif stop - start == self._num_experts:
+            self._wholes[name] = gradient
+        else:
+            if name not in self._wholes:
+                self._wholes[name] = gradient.new_empty(self._num_experts, *gradient.shape[1:])
+            self._wholes[name][start:stop] = gradient
+        there[start] = stop
+
+    def of(self, name: str) -> Tensor | None:
+        """None: no expert has one."""
+        number = sum(stop - start for start, stop in self._there.get(name, {}).items())
+        assert number in (0, self._num_experts), f"{name}: some experts have a gradient, others have none"
+        return self._wholes.get(name)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

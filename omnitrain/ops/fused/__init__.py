@@ -1,0 +1,1 @@
+"""Fused norms, rotary embeddings, SwiGLU and patch embeddings."""

@@ -1,0 +1,196 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and the function of a model's file that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from omnitrain.ops.registry import Backend, liger_missing
+
+# query [B, H, T, D], key [B, K, T, D], cosine and sine [B or 1, T, R] -> both rotated, same shapes.
+Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference, in transformers' own order of operations: feature ``i`` is paired with ``i + R / 2``.
+
+    Args:
+        query: ``[B, H, T, D]``, any floating dtype.
+        key: ``[B, K, T, D]``, same dtype.
+        cos: ``[B or 1, T, R]``, same dtype; ``R`` is even. Features behind the first ``R`` stay as they are.
+        sin: the same.
+    """
+    return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turning, rest = x[..., : cos.size(-1)], x[..., cos.size(-1) :]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
+
+
+def _liger_rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    if cos.size(-1) != query.size(-1):  # its kernel turns all features
+        return rotary(query, key, cos, sin)
+    turned: tuple[torch.Tensor, torch.Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
+    return turned
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Cosines and sines, once per head, so that a CPU multiplies whole rows; ``[B or 1, T, H, D]``.
+
+    Sines of the first half are negative: they turn the features of the second one.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> _Tables:
+        first, second = sin.chunk(2, dim=-1)
+        per_head = (
+            x[:, :, None].expand(-1, -1, heads, -1).contiguous() for x in (cos, torch.cat((-first, second), -1))
+        )
+        return cls(*per_head)
+
+    def turned(self, x_BTHD: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """:func:`rotary`, in the same order of operations; ``back``: its transpose."""
+        heads, half = x_BTHD.size(2), self.cos.size(-1) // 2
+        cos, sin = self.cos[:, :, :heads], self.sin[:, :, :heads]
+        of_second, of_first = sin.split(half, dim=-1)[:: -1 if back else 1]
+        across = torch.empty_like(x_BTHD)
+        torch.mul(x_BTHD[..., half:], of_second, out=across[..., :half])
+        torch.mul(x_BTHD[..., :half], of_first, out=across[..., half:])
+        return (x_BTHD * cos).add_(across)
+
+
+# Of the cosines of a forward, which all of its layers share; gone when these are.
+_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def fused_rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`rotary`, bit for bit, with a backward of its own.
+
+    Tables that are trained, or that turn a part of the features, are left to autograd.
+    """
+    if cos.size(-1) != query.size(-1) or cos.requires_grad or sin.requires_grad:
+        return rotary(query, key, cos, sin)
+    heads = max(query.size(1), key.size(1))
+    known_sin, tables = _tables.get(cos, (None, None))
+    if known_sin is not sin or tables is None or tables.cos.size(2) != heads:
+        tables = _Tables.of(cos, sin, heads)
+        _tables[cos] = sin, tables
+    turned: tuple[torch.Tensor, torch.Tensor] = _FusedRotary.apply(query, key, tables)
+    return turned
+
+
+class _FusedRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, tables: _Tables) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.tables = tables
+        # Tokens before heads, as projections lay them out.
+        return tables.turned(query.transpose(1, 2)).transpose(1, 2), tables.turned(key.transpose(1, 2)).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back = (ctx.tables.turned(gradient.transpose(1, 2), back=True).transpose(1, 2) for gradient in gradients)
+        return (*back, None)
+
+
+ROTARY = (
+    Backend("fused", fused_rotary, automatic=("cpu",)),
+    Backend("torch", rotary),
+    Backend("liger", _liger_rotary, liger_missing, automatic=()),
+)
+
+
+def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:
+    """The forward of ``module``'s class with ``run`` in place of the rotary function of its file.
+
+    A function that the forward names is taken for it if its outputs are bit for bit those of :func:`rotary`; where it
+    leaves features behind the first ``R`` alone, so does the new one. A call that is not of that kind (more arguments,
+    several dtypes) goes to the model's own function.
+
+    Returns:
+        None where the forward names no such function.
+    """
+    if "forward" in vars(module) or not isinstance(type(module).forward, FunctionType):
+        return None
+    return _with_rotary(type(module).forward, run)
+
+
+@cache  # one function for all layers of a class
+def _with_rotary(forward: FunctionType, run: Rotary) -> Callable[..., Any] | None:
+    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    found = {name: f for name, f in named.items() if isinstance(f, FunctionType) and is_rotary(f)}
+    if not found:
+        return None
+    own = forward.__globals__ | {name: _exchanged(function, run) for name, function in found.items()}
+    del own["__name__"]  # or torch.compile would look names up in the module of that name
+    changed = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__module__ = forward.__module__
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
+
+
+def _exchanged(plain: Rotary, run: Rotary) -> Rotary:
+    """``run`` for the calls that it was recognised by, ``plain`` for all others and in compiled blocks."""
+    partial = is_rotary(plain, partial=True)
+
+    def apply(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_compiling() or kwargs or len(args) != 4 or not _fits(*args, partial=partial):
+            return plain(*args, **kwargs)
+        return run(*args)
+
+    return apply
+
+
+def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, partial: bool) -> bool:
+    if (query.ndim, key.ndim, cos.ndim) != (4, 4, 3) or len({x.dtype for x in (query, key, cos, sin)}) != 1:
+        return False
+    turning, width = cos.size(-1), query.size(-1)
+    return turning == width or (partial and turning < width)
+
+
+@cache
+def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
+    """Whether ``function(query, key, cos, sin)`` is :func:`rotary` on random numbers in fp32 and bf16.
+
+    Args:
+        function: any; one that fails is not.
+        partial: tried with fewer turning features than a head has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 6, 5, 16), (2, 3, 5, 16), *[(2, 5, 8 if partial else 16)] * 2]
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        return all(
+            _behaves_as_rotary(function, [x.to(dtype) for x in values]) for dtype in (torch.float32, torch.bfloat16)
+        )
+
+
+def _behaves_as_rotary(function: Callable[..., Any], values: list[torch.Tensor]) -> bool:
+    try:
+        theirs = function(*(x.clone() for x in values))
+    except Exception:  # whatever it wants, it is not these four
+        return False
+    if not (isinstance(theirs, tuple) and len(theirs) == 2 and all(isinstance(x, torch.Tensor) for x in theirs)):
+        return False
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(theirs, rotary(*values), strict=True))

@@ -1,0 +1,276 @@
+"""Cross entropy as a sum, a count and one detached loss per row; for a linear head without ever making all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from omnitrain.errors import UserError
+from omnitrain.ops.collectives import add_up_gradients
+from omnitrain.ops.compile.blocks import compiler_missing
+from omnitrain.ops.compile.cache_limit import keep_compilations
+from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
+from omnitrain.ops.registry import Backend, choose, liger_missing
+
+IGNORED = -100  # the label of a row that predicts nothing
+
+# Memory for logits and their softmax, by device. Each chunk passes over the weight's gradient, some 12 bytes for every
+# 2 x rows operations. On CPU, 447 rows (150k classes, logits and softmax in fp32) make up for it. A GPU does 200 to 300
+# operations while it moves a byte, so it needs 1,800 rows (logits in bf16, softmax in fp32).
+CHUNK_BYTES = {"cpu": 2**29, "cuda": 3 * 2**29}
+
+# n -> a buffer ``[n, classes]`` in fp32, the same memory at each call.
+Wide = Callable[[int], torch.Tensor]
+# Logits ``[n, classes]``, labels ``[n]``, a buffer, whether the gradient is wanted -> losses ``[n]`` fp32 and their
+# gradient ``[n, classes]`` = softmax - one-hot, which may lie in the buffer or over the logits.
+Softmax = Callable[[torch.Tensor, torch.Tensor, Wide, bool], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A loss before division: units sum, the trainer divides once by the count of the whole global batch.
+
+    Attributes:
+        sum: scalar fp32, nats, over the predicted tokens; the part that is differentiated.
+        count: number of predicted tokens.
+        rows: ``[n]`` fp32 without gradient, the loss of each row; 0 where the label is ignored.
+    """
+
+    sum: torch.Tensor
+    count: int
+    rows: torch.Tensor
+
+
+def cross_entropy_rows(logits: torch.Tensor, labels: torch.Tensor, *, count: int | None = None) -> LossTerm:
+    """The plain loss, for models that transform their logits after the head.
+
+    Args:
+        logits: ``[N, classes]``, any floating dtype.
+        labels: ``[N]`` int64; -100 is ignored.
+        count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
+    """
+    if count is None:
+        count = int((labels != IGNORED).sum())
+    rows = F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=IGNORED)
+    return LossTerm(rows.sum(), count, rows.detach())
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    count: int | None = None,
+    backend: str = "auto",
+    chunk_elements: int | None = None,
+) -> LossTerm:
+    """``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
+
+    A chunk is as many rows as have ``chunk_elements`` logits (at least one row). Gradients are made with the loss,
+    those that are asked for and none under ``no_grad``: three matrix products per chunk, nothing twice. Therefore
+    ``sum`` can be differentiated once, not twice (``create_graph``) and not again (``retain_graph``).
+
+    Args:
+        hidden: ``[N, hidden]``.
+        weight: ``[classes, hidden]``, dtype of ``hidden``. Its gradient is added up in fp32. A DTensor has its classes
+            evenly on the ranks of its mesh, which call this with the same rows; so has ``bias``. All of them return
+            the loss; gradients are those of the sum of what they return (:mod:`omnitrain.ops.collectives`).
+        labels: ``[N]`` int64, each in ``[0, classes)``, or -100: ignored, costs no logits.
+        bias: ``[classes]`` or None.
+        count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
+        backend: of the softmax of a chunk: ``auto``, ``torch``, ``compiled`` or ``liger``.
+        chunk_elements: logits that may exist at one time; None: what suits the device.
+
+    Returns:
+        The loss. Without a single label it is 0, and its gradients are zeros.
+
+    Raises:
+        UserError: the backend cannot run here.
+        RuntimeError: shapes or dtypes do not fit, a label is out of range; in the backward: ``sum`` is differentiated
+            twice or again.
+    """
+    if count is None:
+        count = int((labels != IGNORED).sum())
+    kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
+    chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
+    group = _group_of(weight)
+    if group is not None:
+        if backend not in ("auto", "torch"):
+            raise UserError(f"cross_entropy: {backend} cannot share a vocabulary between ranks; use torch or auto")
+        chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
+        weight, bias = _own(weight), _own(bias)
+    if chunk_elements is None:
+        chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + chosen.buffer_bytes)
+    chunk_rows = max(1, chunk_elements // weight.size(0))
+    total, rows = _LinearCrossEntropy.apply(
+        hidden, weight, bias, labels, kept, chunk_rows, chosen.run, torch.is_grad_enabled()
+    )
+    return LossTerm(total if group is None else add_up_gradients(total, group), count, rows)
+
+
+def _group_of(weight: torch.Tensor) -> dist.ProcessGroup | None:
+    """The ranks that share the classes; None: this one has them all."""
+    return weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
+
+
+def _own(tensor: Any) -> Any:
+    """This rank's part of a DTensor, with a graph."""
+    return None if tensor is None else tensor.to_local()
+
+
+def _torch_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out = wide(len(logits))
+    torch.log_softmax(logits, -1, torch.float32, out=out)
+    losses = -out.gather(1, labels[:, None]).squeeze(1)
+    if not with_gradient:
+        return losses, None
+    minus_one = out.new_full((1, 1), -1.0).expand(len(labels), 1)
+    return losses, out.exp_().scatter_add_(1, labels[:, None], minus_one)
+
+
+def _compiled_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Reads the logits twice and writes the gradient over them, once: a GPU's time for it is that of its memory."""
+    require_labels(labels, logits.size(1))  # compiled code takes -1 for the last class
+    losses = _compiled()(logits, labels, with_gradient)
+    return losses, logits if with_gradient else None
+
+
+@cache
+def _compiled() -> Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]:
+    keep_compilations()
+    return torch.compile(_softmax_over_logits, dynamic=True)
+
+
+def _softmax_over_logits(logits: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> torch.Tensor:
+    precise = logits.float()
+    normalizer = precise.logsumexp(1)
+    losses = normalizer - precise.gather(1, labels[:, None]).squeeze(1)
+    if with_gradient:
+        is_label = torch.arange(logits.size(1), device=logits.device) == labels[:, None]
+        logits.copy_((precise - normalizer[:, None]).exp() - is_label.float())
+    return losses
+
+
+def _liger_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, wide: Wide, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    # Its losses have the dtype of the logits, and its kernel writes the gradient over them.
+    copied = wide(len(logits)).copy_(logits).detach().requires_grad_(with_gradient)
+    plain = {"lse_square_scale": 0.0, "label_smoothing": 0.0, "softcap": None, "return_z_loss": False}
+    losses = cross_entropy_forward(copied, labels, None, IGNORED, reduction="none", **plain)[0]
+    return losses, copied.detach() if with_gradient else None
+
+
+@dataclass(frozen=True)
+class SoftmaxBackend(Backend):
+    """A :data:`Softmax`.
+
+    Attributes:
+        buffer_bytes: per logit, of the buffer that it asks for.
+    """
+
+    buffer_bytes: int = torch.float32.itemsize
+
+
+CROSS_ENTROPY = (
+    SoftmaxBackend("compiled", _compiled_softmax, compiler_missing, automatic=("cuda",), buffer_bytes=0),
+    SoftmaxBackend("torch", _torch_softmax),
+    SoftmaxBackend("liger", _liger_softmax, liger_missing, automatic=()),
+)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """``kept``: which rows have a label; None: all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        kept: torch.Tensor | None,
+        chunk_rows: int,
+        softmax: Softmax,
+        with_gradients: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        number, classes = labels.numel() if kept is None else kept.numel(), weight.size(0)
+        step = min(number, chunk_rows)
+        # Buffers for all chunks: fresh memory for each would cost as much time as the softmax.
+        logits = hidden.new_empty(step, classes)
+        wide = cache(lambda: torch.empty_like(logits, dtype=torch.float32))  # not all softmaxes need it
+        grads = _Gradients(hidden, weight, bias, [with_gradients and needed for needed in ctx.needs_input_grad[:3]])
+        rows = hidden.new_zeros(labels.numel(), dtype=torch.float32)
+        for start in range(0, number, max(1, step)):
+            stop = min(start + step, number)
+            at = slice(start, stop) if kept is None else kept[start:stop]
+            h, x = hidden[at], logits[: stop - start]
+            _linear(h, weight, bias, out=x)
+            rows[at], grad = softmax(x, labels[at], lambda n: wide()[:n], grads.wanted)
+            if grad is not None:
+                grads.add(at, h, weight, grad if grad.dtype == x.dtype else x.copy_(grad))
+        ctx.save_for_backward(*grads.finished())
+        ctx.spent = False
+        ctx.mark_non_differentiable(rows)
+        return rows.sum(), rows
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); use the plain loss")
+        if ctx.spent:
+            raise RuntimeError("linear_cross_entropy gives its gradients once; compute the loss anew")
+        # In place: a second [classes, hidden] would be the largest tensor around.
+        scaled = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
+        ctx.spent = True
+        return (*scaled, None, None, None, None, None)
+
+
+def _linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(h, weight.t(), out=out)
+    else:
+        torch.addmm(bias, h, weight.t(), out=out)
+
+
+class _Gradients:
+    """Those of hidden, weight and bias that are ``wanted``; the latter two are sums over chunks, in fp32."""
+
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wanted: list[bool]
+    ) -> None:
+        self.wanted = any(wanted)
+        self._dtype = weight.dtype
+        self._hidden = torch.zeros_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+
+    def add(self, at: slice | torch.Tensor, h: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """Take in a chunk: its rows, ``h`` ``[n, hidden]``, and the gradient of its logits ``[n, classes]``."""
+        if self._hidden is not None:
+            self._hidden[at] = grad @ weight
+        if self._weight is not None and grad.dtype == torch.float32:
+            self._weight.addmm_(grad.t(), h)
+        elif self._weight is not None:
+            self._weight += grad.t() @ h
+        if self._bias is not None:
+            self._bias += grad.sum(0, dtype=torch.float32)
+
+    def finished(self) -> tuple[torch.Tensor | None, ...]:
+        """Each in its parameter's dtype."""
+        sums = (None if total is None else total.to(self._dtype) for total in (self._weight, self._bias))
+        return (self._hidden, *sums)

@@ -1,0 +1,1 @@
+"""Expert parallelism: dispatch of tokens to experts, its overlap, load balance, recorded routing."""

@@ -1,0 +1,1 @@
+"""Recompute, offload of activations, and the allocator's settings."""

@@ -1,0 +1,1 @@
+"""Sequence parallelism: Ulysses, ring attention, and their exchanges."""

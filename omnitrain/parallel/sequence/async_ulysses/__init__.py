@@ -1,0 +1,1 @@
+"""Ulysses whose all-to-alls run while the projections of q, k and v are computed."""

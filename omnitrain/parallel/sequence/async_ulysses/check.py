@@ -1,0 +1,311 @@
+"""Which attention modules can be driven (``attention.py``), measured on a model's twin.
+
+What a module's projections and norms are is seen by what they read while it runs, not by their names. Whether driving
+it changes anything is measured: outputs and gradients must have the same bits, with all heads and with a part of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from omnitrain.data.pack import Pack
+from omnitrain.models.components.contract import Contract
+from omnitrain.models.contract.harness import Failure, Trial, attempt
+from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.ops.attention import MaskSpec, PackedRow
+from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.collectives import both_ways
+from omnitrain.parallel.sequence.async_ulysses.attention import Input, Manner, run_driven
+from omnitrain.parallel.sequence.async_ulysses.projections import RowExchange, Rows
+from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
+from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
+
+# Sums of so many rows would show another order.
+_SAMPLES = 12
+
+# Class of an attention module, and the shapes of its weights -> how it is driven, or why it is not.
+Kind = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
+Manners = Mapping[Kind, Manner | str]
+
+
+def kind_of(module: nn.Module) -> Kind:
+    """What modules that are driven alike have in common."""
+    return type(module).__name__, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+def manners_of(model: PreTrainedModel, contract: Contract) -> Manners:
+    """How each kind of attention module of a foundation is driven.
+
+    Args:
+        model: the foundation, on any device; its twin is run.
+        contract: of the foundation.
+
+    Returns:
+        Kinds of the modules that are handed a mask of the packed row; others are not listed.
+    """
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        found = attempt(lambda: _attention_calls(Trial.by(model, contract)))
+        calls = [] if isinstance(found, Failure) else found
+        return {kind_of(module): _manner_or_failure(module, arguments) for module, arguments in calls}
+
+
+def _manner_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | str:
+    """Whatever a module's code raises where it is driven, the plain form is there."""
+    found = attempt(lambda: _manner(module, arguments))
+    return f"it fails when it is driven: {found}" if isinstance(found, Failure) else found
+
+
+def _manner(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | str:
+    try:
+        plain = _observe(module, arguments)
+        manners = [_manner_of(module, plain, heads_first) for heads_first in (False, True)]
+        differences = [_difference(module, manner, arguments, plain) for manner in manners]
+        return next((m for m, found in zip(manners, differences, strict=True) if found is None), str(differences[0]))
+    except _NotDrivenError as reason:
+        return str(reason)
+
+
+def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArguments]]:
+    """The innermost modules that are handed the mask of a packed row, one of each kind, with their arguments."""
+    pack = Pack.from_samples(trial.texts[:1] * (_SAMPLES if trial.contract.packs else 1))
+    calls: dict[nn.Module, inspect.BoundArguments] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        if any(isinstance(value, MaskSpec) for value in (*bound.args, *bound.kwargs.values())):
+            calls[module] = bound
+
+    with ExitStack() as hooks:
+        for module in trial.ours.modules():
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+        trial.logits(pack, EncodedMedia(), PackedRow(tuple(pack.cu_seqlens.tolist())))
+    innermost = [m for m in calls if not any(inner in calls for inner in m.modules() if inner is not m)]
+    return list({kind_of(module): (module, calls[module]) for module in innermost}.values())
+
+
+_NO_GROUP: Any = None
+
+
+class _NotDrivenError(Exception):
+    """Why a module cannot be driven."""
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A module inside of attention: what it was given and what it returned."""
+
+    name: str
+    given: Tensor
+    returned: Tensor
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """One plain run of an attention module.
+
+    Attributes:
+        hidden: name of the argument with the hidden states.
+        called: innermost modules with parameters, in the order of their calls.
+        call: what attention was called with.
+        output: of the module.
+        gradients: of the hidden states, and of each parameter.
+    """
+
+    hidden: str
+    called: list[_Called]
+    call: Call
+    output: Tensor
+    gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Noting:
+    """A shard that is the whole row, and notes what attention is called with."""
+
+    num_rows: int
+    calls: list[Call]
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        self.calls.append(call)
+        query, key, value = (both_ways(Tensor.clone, _as_exchanged, x) for x in (call.query, call.key, call.value))
+        return compute(replace(call, query=query, key=key, value=value, mask=call.mask.whole))
+
+
+def _as_exchanged(gradient: Tensor) -> Tensor:
+    """Laid out as it comes back from an exchange: the order in which gradients are added up follows."""
+    return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
+    names = {part: name for name, part in module.named_modules() if name and list(part.parameters(recurse=False))}
+    called: list[_Called] = []
+    calls: list[Call] = []
+
+    def note(part: nn.Module, args: tuple[Any, ...], returned: Any) -> None:
+        if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(returned, Tensor):
+            raise _NotDrivenError(f"{names[part]} takes or gives more than one tensor")
+        called.append(_Called(names[part], args[0], returned))
+
+    own = _copied(arguments)
+    for name, value in own.arguments.items():
+        if isinstance(value, MaskSpec):
+            own.arguments[name] = value.on(_Noting(value.borders[-1], calls))
+    with ExitStack() as hooks:
+        for part in names:
+            hooks.enter_context(part.register_forward_hook(note))
+        output = _first(module.forward(*own.args, **own.kwargs))
+    if len(calls) != 1 or not called:
+        raise _NotDrivenError(f"it attends {len(calls)} times, and has {len(called)} layers")
+    hidden = [name for name, value in own.arguments.items() if value is called[0].given]
+    if not hidden:
+        raise _NotDrivenError(f"{called[0].name} does not read the hidden states")
+    _require_no_other_gradient(arguments, hidden[0])
+    return _Plain(hidden[0], called, calls[0], output, _gradients(module, own.arguments[hidden[0]], output))
+
+
+def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -> None:
+    """The whole row of what a module is given beside hidden states is gathered without a graph."""
+    states = arguments.arguments[hidden]
+    for name, value in arguments.arguments.items():
+        if any(isinstance(x, Tensor) and x.requires_grad and x is not states for x in tree_leaves(value)):
+            raise _NotDrivenError(f"its argument {name} has gradients, too")
+
+
+def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Manner:
+    """Projections are the linear layers that read the hidden states; the last one called is behind attention."""
+    given = plain.called[0].given
+    inputs = [call for call in plain.called if call.given is given]
+    output, others = plain.called[-1], [call for call in plain.called[:-1] if call.given is not given]
+    for call in (*inputs, output):
+        if type(module.get_submodule(call.name)) is not nn.Linear:
+            raise _NotDrivenError(f"{call.name} is no plain linear layer")
+    norms = {_source(call, inputs): call for call in others}
+    names = [call.name for call in plain.called]
+    if len(set(names)) != len(names) or len(norms) != len(others) or output in inputs:
+        raise _NotDrivenError(f"it calls {', '.join(names)}, which is not projections, norms and one projection")
+    bare = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in (*names, "")]
+    if bare:
+        raise _NotDrivenError(f"it reads {', '.join(bare)} without calling its module")
+    return Manner(
+        plain.hidden,
+        tuple(
+            Input(
+                call.name,
+                _is_key(call, plain.call),
+                norms[call.name].name if call.name in norms else "",
+                norms[call.name].given.size(-1) if call.name in norms else 0,
+                heads_first and call.name in norms,
+            )
+            for call in inputs
+        ),
+        output.name,
+        plain.call.query.size(1),
+        plain.call.key.size(1),
+    )
+
+
+def _source(norm: _Called, inputs: list[_Called]) -> str:
+    """The projection whose output, in another shape, a norm was given."""
+    for call in inputs:
+        same = norm.given.untyped_storage().data_ptr() == call.returned.untyped_storage().data_ptr()
+        if same and norm.given.numel() == call.returned.numel():
+            return call.name
+    raise _NotDrivenError(f"{norm.name} reads no projection of the hidden states")
+
+
+def _is_key(projection: _Called, call: Call) -> bool:
+    """Whether a projection reaches keys or values, and not queries."""
+
+    def reaches(state: Tensor) -> bool:
+        (gradient,) = torch.autograd.grad(state.sum(), projection.returned, retain_graph=True, allow_unused=True)
+        return gradient is not None
+
+    of_key = reaches(call.key) or reaches(call.value)
+    if of_key and reaches(call.query):
+        raise _NotDrivenError(f"{projection.name} makes queries and keys in one")
+    return of_key
+
+
+def _difference(module: nn.Module, manner: Manner, arguments: inspect.BoundArguments, plain: _Plain) -> str | None:
+    """Where driving the module has other bits; None: nowhere."""
+    own = _copied(arguments)
+    output = _first(_drive(module, manner, _Pretended.of(plain, 1, 0), own))
+    if not torch.equal(output, plain.output):
+        return "its output differs when it is driven"
+    found = _gradients(module, own.arguments[manner.hidden], output)
+    names = ["hidden states", *(name for name, _ in module.named_parameters())]
+    for name, one, other in zip(names, found, plain.gradients, strict=True):
+        if (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other)):
+            return f"the gradient of {name} differs when it is driven"
+    ranks = next((n for n in range(2, manner.num_heads + 1) if manner.num_heads % n == 0), 1)
+    parts = []
+    for rank in range(ranks):
+        exchange = _Pretended.of(plain, ranks, rank)
+        _drive(module, manner, exchange, _copied(arguments))
+        parts += exchange.returned
+    if not torch.equal(torch.cat(parts, dim=1), plain.called[-1].given[0]):
+        return f"its heads differ when one of {ranks} ranks has a part of them"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Pretended(RowExchange):
+    """One of several ranks that has all rows, and exchanges with itself: others would send it what it has."""
+
+    own_rank: int = 0
+    returned: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plain: _Plain, ranks: int, rank: int) -> _Pretended:
+        rows = [plain.call.query.size(2) if other == rank else 0 for other in range(ranks)]
+        return cls(rows, _NO_GROUP, rank)
+
+    @property
+    def rank(self) -> int:
+        return self.own_rank
+
+    def start_gather(self, x_NHW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
+        return lambda: (x_NHW[:, slice(*spans[self.rank])],)
+
+    def start_scatter(self, x_THW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
+        rows = x_THW[slice(*run[self.rank])]
+        whole = rows.new_zeros(len(rows), spans[-1][1], rows.size(2))
+        whole[:, slice(*spans[self.rank])] = rows
+        self.returned.append(rows.flatten(1))
+        return lambda: (whole,)
+
+
+def _drive(module: nn.Module, manner: Manner, exchange: _Pretended, arguments: inspect.BoundArguments) -> Any:
+    def attend(call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
+        return compute(of_own_heads(call, heads, exchange.rank))
+
+    return run_driven(module, module.forward, manner, exchange, arguments, lambda table, dim: table, attend)
+
+
+def _copied(arguments: inspect.BoundArguments) -> inspect.BoundArguments:
+    """The same arguments, with hidden states that get a gradient."""
+    copied = inspect.BoundArguments(arguments.signature, OrderedDict(arguments.arguments))
+    for name, value in copied.arguments.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3:
+            copied.arguments[name] = value.detach().requires_grad_()
+    return copied
+
+
+def _gradients(module: nn.Module, hidden: Tensor, output: Tensor) -> list[Tensor | None]:
+    draw = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    inputs = [hidden, *module.parameters()]
+    return list(torch.autograd.grad(output, inputs, draw, retain_graph=True, allow_unused=True))
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output

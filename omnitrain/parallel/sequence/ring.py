@@ -1,0 +1,230 @@
+"""Ring attention: queries stay, keys and values go around the ranks that share a row; exact, forward and backward.
+
+Samples that lie on one rank as a whole are attended to there. Only pieces of samples that other ranks have pieces of
+take part in the ring. While a rank computes with one block, the next one is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from omnitrain.errors import UserError
+from omnitrain.ops.attention.mask_spec import MaskSpec
+from omnitrain.ops.attention.online_softmax import (
+    RunningSoftmax,
+    Scoring,
+    attend_block,
+    attend_block_backward,
+    blocks_between,
+    row_products,
+)
+from omnitrain.ops.attention.spec import Call
+from omnitrain.plan.ring import Block, Run, Section, sections_of
+from omnitrain.plan.sequence import SequenceSplit
+
+
+def ring_attention(
+    call: Call, split: SequenceSplit, group: dist.ProcessGroup, compute: Callable[[Call], Tensor]
+) -> Tensor:
+    """Attend from the rows of a cp rank to the whole row. Every rank of the group calls it.
+
+    Args:
+        call: queries, keys and values ``[1, heads, rows of the cp rank, width]``; the mask of the whole row.
+        split: of the row.
+        group: the cp ranks.
+        compute: attention ``[1, T, heads, E]`` of a call over a row that is all there.
+
+    Returns:
+        ``[1, rows of the cp rank, heads, E]``.
+
+    Raises:
+        UserError: dropout, a position bias, or a mask with gradients, which it does not honour.
+    """
+    _refuse(call)
+    of_ranks = call.mask.remember(("sections", split.cp), lambda: _sections_of_ranks(split, call.mask.borders))
+    sections = of_ranks[dist.get_rank(group)]
+    lengths = [section.length for section in sections]
+    outputs: list[Tensor | None] = [None] * len(sections)
+    states = [tensor.split(lengths, dim=2) for tensor in (call.query, call.key, call.value)]
+    for index, section in enumerate(sections):
+        if section.segment is None:
+            query, key, value = (parts[index] for parts in states)
+            outputs[index] = compute(
+                replace(call, query=query, key=key, value=value, mask=_between(call.mask, section.start, section.stop))
+            )
+    if any(section.segment is not None for rank in of_ranks for section in rank):
+        pieces = [index for index, section in enumerate(sections) if section.segment is not None]
+        # A rank without pieces takes part, too: it hands on what others send.
+        query, key, value = (_all_tokens([parts[index] for index in pieces], parts[0]) for parts in states)
+        ring = _Ring(call.mask, of_ranks, group, Scoring(call.mask, call.scaling, call.softcap))
+        out = _RingAttention.apply(ring, query, key, value, call.sinks).transpose(0, 1)[None]
+        for index, part in zip(pieces, out.split([lengths[index] for index in pieces], dim=1), strict=True):
+            outputs[index] = part
+        if not pieces:
+            outputs.append(out)  # of no rows, for the backward
+    return torch.cat([output for output in outputs if output is not None], dim=1)
+
+
+def _refuse(call: Call) -> None:
+    mask = call.mask.general
+    obstacles = {
+        "dropout": call.dropout > 0,
+        "a position bias": call.position_bias is not None,
+        "a mask with gradients": isinstance(mask, Tensor) and mask.requires_grad,
+    }
+    if found := [name for name, is_there in obstacles.items() if is_there]:
+        raise UserError(f"attention around a ring does not honour {', '.join(found)}: set cp to 1")
+
+
+def _between(mask: MaskSpec, start: int, stop: int) -> MaskSpec:
+    return mask.remember(("between", start, stop), lambda: mask.between(start, stop))
+
+
+def _sections_of_ranks(split: SequenceSplit, borders: Sequence[int]) -> tuple[tuple[Section, ...], ...]:
+    return tuple(sections_of(split.chunks(cp_rank), borders) for cp_rank in range(split.cp))
+
+
+def _all_tokens(pieces: list[Tensor], like: Tensor) -> Tensor:
+    """``[heads, tokens of all pieces, width]``."""
+    return (torch.cat(pieces, dim=2) if pieces else like[:, :, :0])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """Who has which pieces, and how blocks of them are computed."""
+
+    mask: MaskSpec
+    sections: tuple[tuple[Section, ...], ...]
+    group: dist.ProcessGroup
+    scoring: Scoring
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return len(self.sections)
+
+    def pieces(self, rank: int) -> list[tuple[int, Section]]:
+        """Where each piece of a rank begins among them, and the piece."""
+        start, pieces = 0, []
+        for section in self.sections[rank]:
+            if section.segment is not None:
+                pieces.append((start, section))
+                start += section.length
+        return pieces
+
+    def num_rows(self, rank: int) -> int:
+        return sum(section.length for _, section in self.pieces(rank))
+
+    def held(self, step: int) -> int:
+        """Whose keys and values are here in this step."""
+        return (self.rank - step) % self.size
+
+    def blocks(self, owner: int, device: torch.device) -> Iterator[tuple[slice, slice, Block]]:
+        """What this rank's pieces see of those of ``owner``: rows and columns in both, and the block."""
+        for first, queries in self.pieces(self.rank):
+            for first_key, keys in self.pieces(owner):
+                if queries.segment != keys.segment:
+                    continue
+                runs: tuple[Run, Run] = (queries.start, queries.stop), (keys.start, keys.stop)
+                for block in blocks_between(self.mask, *runs, device):
+                    rows, columns = first - queries.start, first_key - keys.start
+                    yield (
+                        slice(block.queries[0] + rows, block.queries[1] + rows),
+                        slice(block.keys[0] + columns, block.keys[1] + columns),
+                        block,
+                    )
+
+
+class _Hop:
+    """Tensors on their way to the next rank, while those of the rank before arrive."""
+
+    def __init__(self, ring: _Ring, sent: Sequence[Tensor], arriving_from: int) -> None:
+        """``arriving_from``: the rank whose keys belong to what arrives."""
+        peers = dist.get_process_group_ranks(ring.group)
+        after, before = peers[(ring.rank + 1) % ring.size], peers[(ring.rank - 1) % ring.size]
+        rows = ring.num_rows(arriving_from)
+        self._sent = [tensor.contiguous() for tensor in sent]
+        self._arriving = [tensor.new_empty(tensor.size(0), rows, tensor.size(2)) for tensor in sent]
+        self._works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, after, ring.group) for tensor in self._sent]
+            + [dist.P2POp(dist.irecv, tensor, before, ring.group) for tensor in self._arriving]
+        )
+
+    def arrived(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        return self._arriving
+
+
+def _around(ring: _Ring, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Whose keys and values are here, and they: of all ranks in turn, the next ones on their way meanwhile."""
+    held = list(own)
+    for step in range(ring.size):
+        hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < ring.size else None
+        yield ring.held(step), held
+        if hop is not None:
+            held = hop.arrived()
+
+
+class _RingAttention(torch.autograd.Function):
+    """``[H, N, D], [K, N, D], [K, N, E], [H] -> [H, N, E]`` of the pieces of this rank."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: _Ring, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        state = RunningSoftmax(query, value.size(-1))
+        for owner, (keys, values) in _around(ring, (key, value)):
+            for rows, columns, block in ring.blocks(owner, query.device):
+                out, lse = attend_block(query[:, rows], keys[:, columns], values[:, columns], block, ring.scoring)
+                state.add(rows, out, lse)
+        if sinks is not None:
+            state.add_sinks(sinks)
+        output = state.out.to(value.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, sinks, output, state.lse)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        grad = grad.contiguous()
+        of_query = torch.zeros_like(query, dtype=lse.dtype)
+        sums: _Hop | None = None  # gradients of keys and values follow them, a step behind
+        for owner, (keys, values) in _around(ring, (key, value)):
+            of_keys, of_values = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
+            for rows, columns, block in ring.blocks(owner, query.device):
+                dq, dk, dv = attend_block_backward(
+                    grad[:, rows],
+                    query[:, rows],
+                    keys[:, columns],
+                    values[:, columns],
+                    output[:, rows],
+                    lse[:, rows],
+                    block,
+                    ring.scoring,
+                )
+                of_query[:, rows] += dq
+                of_keys[:, columns] += dk
+                of_values[:, columns] += dv
+            if sums is not None:
+                for total, before in zip((of_keys, of_values), sums.arrived(), strict=True):
+                    total += before
+            sums = _Hop(ring, (of_keys, of_values), (owner - 1) % ring.size)
+        assert sums is not None
+        of_key, of_value = sums.arrived()
+        of_sinks = None
+        if sinks is not None:
+            share = (sinks.to(lse)[:, None] - lse).exp()
+            of_sinks = -(share * row_products(output, grad)).sum(-1).to(sinks.dtype)
+        return None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks

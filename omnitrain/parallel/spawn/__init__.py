@@ -1,0 +1,1 @@
+"""Ranks as child processes: a pool, its workers, their errors, and notebooks."""

@@ -1,0 +1,84 @@
+"""What a user reads when a function failed on some ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from omnitrain.parallel.spawn.worker import Done, Failed
+
+
+class RankError(RuntimeError):
+    """A function failed on a rank. The message names ranks, errors and places.
+
+    ``__cause__`` is the exception of the rank that failed first, where that can be pickled.
+
+    Attributes:
+        ranks: that died, raised or did not return in time; the one that failed first comes first.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+@dataclass(frozen=True)
+class Died:
+    """The rank's process ended."""
+
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
+class Late:
+    """The rank did not return in time.
+
+    Attributes:
+        stack: where it was in the function; None: it did not even answer that.
+    """
+
+    stack: str | None
+
+
+Report = Done | Failed | Died | Late
+
+
+def failure(name: str, timeout_s: float, reports: Mapping[int, Report]) -> RankError | None:
+    """The error that tells all that went wrong when ``name`` ran, or None where every rank returned."""
+    died = {rank: report for rank, report in sorted(reports.items()) if isinstance(report, Died)}
+    failed = {rank: report for rank, report in reports.items() if isinstance(report, Failed)}
+    failed = dict(sorted(failed.items(), key=lambda item: item[1].at))
+    late = {rank: report for rank, report in sorted(reports.items()) if isinstance(report, Late)}
+    ranks = [*died, *failed, *late]
+    if not ranks:
+        return None
+    end = "was still running" if died or failed else f"did not return within {timeout_s:g} s"
+    lines = [f"{name} failed on {len(ranks)} of {len(reports)} ranks"]
+    lines += [f"  rank {rank} died with exit code {report.exit_code}" for rank, report in died.items()]
+    lines += [f"  rank {rank} raised {report.summary}" for rank, report in failed.items()]
+    lines += [f"  rank {rank} {end}" for rank in late]
+    lines += [f"  rank {rank} returned" for rank, report in sorted(reports.items()) if isinstance(report, Done)]
+    if failed and not died:  # where a rank died, the others' errors only say so
+        rank, report = next(iter(failed.items()))
+        lines += [f"rank {rank} raised:", report.traceback]
+    lines += _places(late)
+    error = RankError("\n".join(lines), ranks)
+    error.__cause__ = _cause(reports[ranks[0]])
+    return error
+
+
+def _places(late: Mapping[int, Late]) -> list[str]:
+    """Stacks, each once."""
+    ranks_at: dict[str | None, list[int]] = {}
+    for rank, report in late.items():
+        ranks_at.setdefault(report.stack, []).append(rank)
+    lines = []
+    for stack, ranks in ranks_at.items():
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        lines += [f"{names} did not tell where" if stack is None else f"{names} last seen at:\n{stack}"]
+    return lines
+
+
+def _cause(first: Report) -> BaseException | None:
+    return pickle.loads(first.error) if isinstance(first, Failed) and first.error is not None else None

@@ -1,0 +1,1 @@
+"""One micro-batch on many ranks: the plan, the exchange of media and features, gradient accumulation."""

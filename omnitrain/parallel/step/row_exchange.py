@@ -1,0 +1,167 @@
+"""The ragged exchange: rows of items move from the ranks that make them to the ranks that need them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from omnitrain.ops.device import moved
+from omnitrain.parallel.step.row_routing import Leg, rank_routing
+from omnitrain.plan import Routes
+
+
+class Exchange:
+    """One differentiable all-to-all of items: ``outputs = exchange(*tensors)``.
+
+    Every rank of the group calls it, with any number of tensors, ``[rows of all items that it makes, ...]``, and gets
+    as many, ``[rows of all items that it needs, ...]``. All tensors share one collective, whatever their dtypes. A rank
+    that makes nothing passes tensors of zero rows; dtypes and the other dims are those of the other ranks.
+
+    The backward is the transpose: gradients go back to the producer. Those of several consumers add up (an edge is
+    *partial*: consumers see other parts of the sequence, or other samples), but of ranks that are replicas of each
+    other (a *replicate* edge: tensor-parallel peers) only one sends its gradient. The backward is a collective, too,
+    on all ranks, also on those where no input has a graph. So the loss of every rank must depend on one of the outputs
+    at least, even on outputs of zero rows (``outputs[0].sum() * 0`` is enough).
+
+    Args:
+        routes: by global ranks, the same on all of them; a consumer gets its items in the order of its entries.
+        group: of the ranks that take part; None: all. Entries between other ranks are left out.
+        made: items that this rank makes, in the order of their rows in its tensors; None: ascending.
+        replicas: groups of global ranks that compute the same with an item, such as ``shape.groups("tp")``.
+        is_differentiable: False: outputs have no graph and there is no backward (nothing before them is trained). The
+            same on all ranks.
+
+    Raises:
+        ValueError: a table that contradicts itself, or ``made``.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        group: dist.ProcessGroup | None = None,
+        *,
+        made: Sequence[int] | None = None,
+        replicas: Sequence[Sequence[int]] | np.ndarray = (),
+        is_differentiable: bool = True,
+    ) -> None:
+        self.group = group
+        self.is_differentiable = is_differentiable
+        self._rank = dist.get_rank()
+        routing = rank_routing(routes, dist.get_process_group_ranks(group), self._rank, made, replicas)
+        self.is_local = routing.is_local
+        self.num_rows_made = routing.num_rows_made
+        self._there, self._back = _Way(routing.there), _Way(routing.back)
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Move the rows.
+
+        Args:
+            tensors: ``[rows of the items that this rank makes, ...]``, any dtypes, on one device.
+
+        Returns:
+            ``[rows of the items that this rank needs, ...]`` for each. With gradients enabled, those of floating
+            dtypes have a graph on every rank.
+
+        Raises:
+            ValueError: a tensor with another number of rows.
+        """
+        for tensor in tensors:
+            if len(tensor) != self.num_rows_made:
+                raise ValueError(
+                    f"rank {self._rank}: found {len(tensor)} rows; expected {self.num_rows_made}, those of its items"
+                )
+        if not tensors:
+            return ()
+        if not self.is_differentiable:
+            return self._move([tensor.detach() for tensor in tensors])
+        anchor = torch.zeros((), requires_grad=True)  # a backward even where no tensor has a graph
+        return _Move.apply(self, anchor, *tensors)
+
+    def _move(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        way = self._there
+        made, needed = way.indices_on(tensors[0].device)
+        received = self._all_to_all(_packed([tensor[made] for tensor in tensors]), way.sent, way.received)
+        in_order = torch.empty_like(received)
+        in_order[needed] = received
+        return tuple(_unpacked(in_order, tensors))
+
+    def _move_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        way = self._back
+        made, needed = way.indices_on(gradients[0].device)
+        received = self._all_to_all(_packed([gradient[needed] for gradient in gradients]), way.received, way.sent)
+        return [self._added_up(rows, made, way.parts) for rows in _unpacked(received, gradients)]
+
+    def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        if self.is_local:
+            return rows
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows, received, sent, group=self.group)
+        return out
+
+    def _added_up(self, rows: Tensor, made: Tensor, parts: list[int]) -> Tensor:
+        """``[rows made, ...]``; rows for the same place are added in fp32, always in the same order."""
+        dtype = torch.promote_types(rows.dtype, torch.float32) if len(parts) > 1 else rows.dtype
+        total = rows.new_zeros(self.num_rows_made, *rows.shape[1:], dtype=dtype)
+        for part, at in zip(rows.split(parts), made.split(parts), strict=True):
+            total[at] += part
+        return total.to(rows.dtype)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.is_floating = [tensor.is_floating_point() for tensor in tensors]
+        moved = exchange._move(tensors)
+        ctx.mark_non_differentiable(*(tensor for tensor in moved if not tensor.is_floating_point()))
+        return moved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        floating = [index for index, is_floating in enumerate(ctx.is_floating) if is_floating]
+        back: list[Tensor | None] = [None] * len(gradients)
+        for index, gradient in zip(floating, ctx.exchange._move_back([gradients[i] for i in floating]), strict=True):
+            back[index] = gradient
+        return None, None, *back
+
+
+class _Way:
+    """A leg, with its indices as tensors."""
+
+    def __init__(self, leg: Leg) -> None:
+        self.sent, self.received, self.parts = leg.sent, leg.received, leg.parts
+        self._made, self._needed = torch.from_numpy(leg.made), torch.from_numpy(leg.needed)
+
+    def indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        self._made, self._needed = moved(self._made, device), moved(self._needed, device)
+        return self._made, self._needed
+
+
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
+    """``[rows, bytes of all tensors]`` uint8."""
+    parts = [tensor.reshape(len(tensor), _row_size(tensor)).contiguous().view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _unpacked(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in ``[rows, bytes]``, of the dtypes and row shapes of ``like``."""
+    parts = rows.split([_row_size(tensor) * tensor.element_size() for tensor in like], dim=1)
+    # Always a copy: even where a part counts as contiguous (one row), it may start at an odd address.
+    flat = (
+        [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
+        if len(parts) > 1
+        else [rows.view(-1)]
+    )
+    return [part.view(tensor.dtype).view(len(rows), *tensor.shape[1:]) for part, tensor in zip(flat, like, strict=True)]
+
+
+def _row_size(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:])

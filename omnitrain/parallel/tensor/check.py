@@ -1,0 +1,167 @@
+"""A model that is cut must be the model: tried on a small twin, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.errors import UserError
+from omnitrain.models.contract.harness import Failure, attempt
+from omnitrain.models.contract.samples import Probe, probe_samples
+from omnitrain.models.contract.tiny_model import build_twin, twin_configs
+from omnitrain.models.discovery import discover
+from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.hf.hub_kernels import torch_kernels
+from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
+from omnitrain.parallel.tensor.sequence_parallel import DividedTokens, divide_tokens, ends_of
+from omnitrain.parallel.tensor.styles import STYLES
+from omnitrain.recipe.parallel import FOUNDATION
+
+# Rounding moves logits and gradients by 1e-5 of their size; a norm over features of which each rank has a part, by much
+# more. Gradients below a hundredth of the largest one are held to that.
+_TOLERANCE, _SMALLEST = 1e-3, 1e-2
+
+
+def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> None:
+    """A twin of the foundation, cut as the foundation is to be, has the logits and gradients of the whole twin.
+
+    Every tensor parallel rank takes part.
+
+    Args:
+        foundation: the HF model; only its class and config are used.
+        styles: name in the omni model -> style; what lies outside the foundation is not tried.
+        state: whose ``tp`` ranks cut it.
+
+    Raises:
+        UserError: it has not, or does not run; with what differs first.
+    """
+    if problem := _tried(foundation, styles, state, divide=False)[0]:
+        raise UserError(
+            f"tp_plan: {type(foundation).__name__} cut so is another model. On a small twin, {problem}; give ranks "
+            "whole heads and whole inputs of norms, by colwise_gather_output and rowwise_split_input, or leave modules "
+            "out"
+        )
+
+
+def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> DividedTokens:
+    """Whether a twin whose tokens are divided between its blocks is the whole twin, too.
+
+    Every tensor parallel rank takes part.
+
+    Args:
+        foundation: see :func:`require_same_math`.
+        styles: see :func:`require_same_math`.
+        state: see :func:`require_same_math`.
+    """
+    problem, ends = _tried(foundation, styles, state, divide=True)
+    return DividedTokens(f"on a small twin, {problem}" if problem else "", ends)
+
+
+def _tried(
+    foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState, *, divide: bool
+) -> tuple[str, frozenset[str]]:
+    """What is wrong with a twin that is cut, or nothing; and, for all layers, the matrices by which regions end."""
+    inside = {n.removeprefix(f"{FOUNDATION}."): s for n, s in styles.items() if n.startswith(f"{FOUNDATION}.")}
+    if not inside:
+        return "", frozenset()
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        twin, probes = _running_twin(foundation)
+        with torch_kernels(twin):
+            twin.to(state.device_type)
+            found = attempt(partial(_measured, twin, probes, inside, state, divide=divide))
+    return (f"it does not run: {found}", frozenset()) if isinstance(found, Failure) else found
+
+
+def _measured(
+    twin: PreTrainedModel, probes: Sequence[Probe], styles: Mapping[str, str], state: ParallelState, *, divide: bool
+) -> tuple[str, frozenset[str]]:
+    """The twin is whole before, and cut afterwards."""
+    ends: set[str] = set()
+    if divide:
+        with ends_of(text_blocks(twin), styles, dict(twin.named_modules())) as ends:
+            _logits(twin, probes[0])
+    expected = _outcome(twin, probes, share=1.0)
+    cut = _divided(twin, styles, state.size("tp"))
+    last = DividedTokens(ends=frozenset(ends)).ends_in(cut)
+    cut_tensors(twin, cut, state.tp_mesh, last)
+    if divide:
+        divide_tokens(twin, [twin.get_submodule(name) for name in last], state.tp_mesh.get_group())
+    twin.zero_grad()
+    found = _outcome(twin, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state)
+    return _difference(found, expected) or "", frozenset(ends)
+
+
+def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
+    """The smallest twin that plain transformers runs, and the samples that it takes."""
+    for config in twin_configs(foundation.config):
+        found = attempt(partial(_with_probes, type(foundation), config))
+        if not isinstance(found, Failure) and found[1] and not found[1][0].modalities:
+            return found
+    raise UserError(f"tp: no twin of {type(foundation).__name__} runs, on which its plan could be tried; use tp 1")
+
+
+def _with_probes(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, list[Probe]]:
+    twin = build_twin(kind, config).train()
+    with torch_kernels(twin):
+        probes = probe_samples(twin, discover(twin))
+        return twin, [probe for probe in probes if not isinstance(attempt(partial(_logits, twin, probe)), Failure)]
+
+
+def _divided(twin: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[str, str]:
+    """The styles of what the twin has, too, but for sizes that only the twin has and the ranks do not divide."""
+    parameters = dict(twin.named_parameters(remove_duplicate=False))
+    modules = dict(twin.named_modules())
+
+    def fits(name: str, style: str) -> bool:
+        own = {n: p for n, p in parameters.items() if n == name or n.rpartition(".")[0] == name}
+        dims = [(p, STYLES[style].dim(n.rpartition(".")[2], p)) for n, p in own.items()]
+        return all(dim is None or p.size(dim) % tp == 0 for p, dim in dims)
+
+    there = {name: style for name, style in styles.items() if name in modules or name in parameters}
+    misfits = {name.rpartition(".")[0] for name, style in there.items() if not fits(name, style)}
+    return {name: style for name, style in there.items() if name.rpartition(".")[0] not in misfits}
+
+
+def _logits(twin: PreTrainedModel, probe: Probe) -> Tensor:
+    device = next(twin.parameters()).device
+    arguments = {name: value.to(device) for name, value in probe.arguments.items()}
+    logits: Tensor = twin(**arguments, use_cache=False).logits
+    return logits
+
+
+def _outcome(
+    twin: PreTrainedModel, probes: Sequence[Probe], *, share: float, state: ParallelState | None = None
+) -> dict[str, Tensor]:
+    """Whole logits and gradients by name."""
+    found = {}
+    for number, probe in enumerate(probes):
+        logits = _logits(twin, probe).float()
+        towards = torch.randn(logits.shape, generator=torch.Generator().manual_seed(number)).to(logits.device)
+        (logits * towards * share).sum().backward()
+        found[f"logits of sample {number}"] = logits.detach()
+    if state is not None:
+        add_up_over_tp(twin.parameters(), state)
+    for name, parameter in twin.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad
+            found[f"gradient of {name}"] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    return found
+
+
+def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """The first thing that differs, in words; None: nothing does."""
+    smallest = _SMALLEST * max(float(value.abs().max()) for name, value in expected.items() if "gradient" in name)
+    for name, value in expected.items():
+        if name not in found:
+            return f"there is no {name}"
+        error = float((found[name] - value).abs().max()) / max(float(value.abs().max()), smallest)
+        if not error <= _TOLERANCE:
+            return f"the {name} differ by {error:.1e} of their size"
+    return None

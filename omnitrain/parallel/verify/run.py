@@ -1,0 +1,167 @@
+"""What three steps of training give: loss, gradients and weights of one layout, on one process or on many ranks."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.packing import pack_all
+from omnitrain.data.sample import Sample
+from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.experts import Recording, Replayed, experts_in
+from omnitrain.optim.offload import OffloadedOptimizer
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.step.plan import step_planner
+
+STEPS = 3
+_LEARNING_RATE, _MOMENTUM = 0.01, 0.9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one layout gave, full tensors on the CPU.
+
+    Attributes:
+        loss: of the first step.
+        gradients: of the first step, parameter name -> gradient.
+        weights: after three steps of SGD with momentum.
+        moved: the same, less the weights before.
+        peak_memory_mb: of this process, MiB.
+        collectives: that this rank issued for the first step.
+        routing: of experts, a recording per step; None where another run's was replayed, and for dense models.
+        replayed: what that replay changed, on all ranks together.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    moved: dict[str, Tensor]
+    peak_memory_mb: float
+    collectives: int
+    routing: tuple[Recording, ...] | None = None
+    replayed: Replayed = field(default_factory=Replayed)
+
+
+def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
+    """The packs of every rank that draws data, equally many; one that runs out of samples gets idle ones."""
+    runner = model.runner
+    idle = [idle_prompt(model)]
+    table = []
+    for rank in range(ranks):
+        parts = [batch[rank::ranks][part::accumulation] or idle for part in range(accumulation)]
+        alone, capacity = not runner.contract.packs, sum(map(len, [*batch, *idle]))
+        table.append([pack for part in parts for pack in pack_all(part, capacity, alone=alone)])
+    longest = max(map(len, table))
+    return [packs + [Pack.from_samples(idle)] * (longest - len(packs)) for packs in table]
+
+
+def train(
+    model: OmniModel, table: list[list[Pack]], rank: int, routing: tuple[Recording, ...] | None = None
+) -> Outcome:
+    """Three steps on the packs of ``rank`` among those that draw data, knowing those of all others.
+
+    Args:
+        model: laid out, or on one process.
+        table: the packs of every rank that draws data.
+        rank: of this one among them.
+        routing: a recording per step, whose decisions are taken; None: experts are chosen here, and recorded.
+    """
+    batch = step_planner(model)(table[rank])
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
+    optimizer = _optimizer(model, list(trained.values()))
+    gradients: dict[str, Tensor] = {}
+    first_loss, collectives = 0.0, 0
+    routed = _Routing(model, routing)
+    for step in range(STEPS):
+        with _Collectives() as communication:
+            loss = accumulate_gradients(model, batch, around=partial(routed.around, step)).item()
+        if step == 0:
+            first_loss, collectives = _summed(loss), communication.count
+            gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    weights = {name: _full(parameter.detach()) for name, parameter in trained.items()}
+    moved = {name: weight - before[name] for name, weight in weights.items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Outcome(first_loss, gradients, weights, moved, peak, collectives, routed.recordings, routed.everywhere())
+
+
+class _Routing:
+    """Records the choice of experts, or takes that of another run."""
+
+    def __init__(self, model: OmniModel, taken: tuple[Recording, ...] | None) -> None:
+        self._model, self._taken = model, taken
+        has_experts = any(True for _ in experts_in(model))
+        self.recordings = tuple(Recording() for _ in range(STEPS)) if has_experts and taken is None else None
+        self._changed: list[Replayed] = []
+
+    @contextmanager
+    def around(self, step: int, pack: Pack, share: Share) -> Iterator[None]:
+        """The forward of a micro-batch."""
+        info = pack.info
+        if self._taken is not None:
+            rows = None if share.part is None else share.part.rows
+            with self._taken[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
+                self._changed.append(changed)
+                yield
+        elif self.recordings is not None:
+            with self.recordings[step].recorded(self._model, info.ids, info.lengths):
+                yield
+        else:
+            yield
+
+    def everywhere(self) -> Replayed:
+        """What the replay changed, added up over the ranks that have tokens of their own."""
+        totals = [sum(int(getattr(changed, name)) for changed in self._changed) for name in ("near_ties", "others")]
+        layout = layout_of(self._model)
+        group = None if layout is None else layout.state.loss_group
+        return Replayed(*(round(_summed(total, group)) for total in totals))
+
+
+def _optimizer(model: OmniModel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    make = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=_MOMENTUM)
+    layout = layout_of(model)
+    offloaded: Collection[nn.Parameter] = layout.offloaded(model) if layout is not None else ()
+    groups = [{"params": parameters}]
+    return OffloadedOptimizer(make, groups, offloaded) if offloaded else make(groups)
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives that this rank issues, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+def _summed(value: float, group: dist.ProcessGroup | None = None) -> float:
+    """Over the ranks of ``group``; None: over all."""
+    if not dist.is_initialized():
+        return value
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return total.item()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().clone()

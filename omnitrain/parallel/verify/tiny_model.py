@@ -1,0 +1,169 @@
+"""A model too large to be verified on this machine, and its twin: the same widths, fewer layers, experts and rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.data.pack import IGNORED
+from omnitrain.data.sample import Sample
+from omnitrain.errors import UserError
+from omnitrain.models.adapters.lora import Adapters, adapters_of, adapters_within, add_lora
+from omnitrain.models.contract.tiny_model import build_twin, moved_tokens, sizes, tower_config, twin_config
+from omnitrain.models.discovery import refusing
+from omnitrain.models.hf.load import as_config, as_dict
+from omnitrain.models.omni.model import OmniConfig, OmniModel
+from omnitrain.parallel.memory.allocator import available_memory
+
+# fp32 numbers per parameter. On a rank: the weight, its gradient and momentum, the weight before, what comes back of it
+# (gradient, weight, movement), and what FSDP gathers and reduces. In the process that compares: the model, a run with
+# those first seven, and what came back of three others (reference, reference in another order, a layout), which is
+# also packed for the way. Verifying 33 M parameters on 4 ranks took 8.3 GB; this says 7.7 GB.
+_ON_A_RANK = 7 + 3
+_IN_THE_COMPARISON = 1 + 7 + 3 * 3 + 1
+_GIB = 2**30
+
+
+def needed_memory(parameters: int, ranks: int) -> int:
+    """Bytes that verifying a model takes, beside what the processes take by themselves."""
+    return 4 * parameters * (_ON_A_RANK * ranks + _IN_THE_COMPARISON)
+
+
+def fits(model: PreTrainedModel, ranks: int, memory: float | None) -> bool:
+    """Whether a model can be verified in so many bytes; None: as many as are needed.
+
+    Args:
+        model: on any device, ``meta`` too.
+        ranks: that hold a copy each while they build it.
+        memory: the bytes.
+    """
+    return memory is None or needed_memory(num_parameters(model), ranks) <= memory
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Elements of all parameters, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Twin:
+    """Makes a model with new weights, the same in every process; it can be pickled.
+
+    Attributes:
+        model_class: of the model.
+        config: of the size that is used.
+        frozen: names of parameters that do not train.
+        adapters: of LoRA, by component; new ones, beside the matrices that there are.
+        tokens: special token id -> its id here.
+        rows: ordinary token ids here, ``0 .. rows - 1``; None: those of the samples.
+    """
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    frozen: frozenset[str]
+    adapters: Mapping[str, Adapters]
+    tokens: Mapping[int, int]
+    rows: int | None
+
+    def __call__(self) -> PreTrainedModel:
+        """The model, fp32 on the CPU."""
+        model = build_twin(self.model_class, self.config)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name not in self.frozen)
+        if isinstance(model, OmniModel):
+            add_lora(model, adapters_within(model, self.adapters))
+        return model
+
+    def sample(self, sample: Any) -> Any:
+        """A :class:`Sample`, or HF-style arguments, with token ids of this model."""
+        if self.rows is None:
+            return sample
+        if isinstance(sample, Sample):
+            return replace(sample, input_ids=self._ids(sample.input_ids))
+        ids = {name: torch.from_numpy(self._ids(np.asarray(sample[name]))) for name in ("input_ids", "labels")}
+        return {**sample, **ids}
+
+    def _ids(self, ids: np.ndarray) -> np.ndarray:
+        assert self.rows is not None
+        small = np.where(ids == IGNORED, IGNORED, ids % self.rows)
+        for old, new in self.tokens.items():
+            small[ids == old] = new
+        return small
+
+
+def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> Twin | None:
+    """What stands in for a model that is on the meta device, or too large; None: it can be verified itself.
+
+    Hidden widths stay. The language model has its first layers, up to the last that shows a new kind, at most four
+    experts per routing group and a few hundred vocabulary rows; towers have their first layers.
+
+    Args:
+        model: a HF model, or an :class:`OmniModel`.
+        ranks: see :func:`fits`.
+        memory: bytes; None: what is available, and as much as needed where this machine does not tell.
+
+    Raises:
+        UserError: the twin, too, is too large.
+    """
+    memory = available_memory() if memory is None else memory
+    if fits(model, ranks, memory):
+        return _twin(model, model.config) if model.device.type == "meta" else None
+    twin = _twin(model, _small(model))
+    with refusing(f"no small {type(model).__name__} can be built, by which this one is verified"), torch.device("meta"):
+        shapes = twin.model_class(copy.deepcopy(twin.config))
+    if not fits(shapes, ranks, memory):
+        assert memory is not None
+        least = needed_memory(num_parameters(shapes), ranks)
+        raise UserError(
+            f"the model is too large to be verified here: found {memory / _GIB:.1f} GiB, expected {least / _GIB:.1f} "
+            f"GiB for {num_parameters(shapes):,} parameters, its smallest size, on {ranks} ranks; use fewer ranks "
+            "(nproc)"
+        )
+    return twin
+
+
+def described(model: PreTrainedModel, full: PreTrainedModel) -> str:
+    """The size of ``model``, and of ``full``, for which it stands."""
+    if num_parameters(model) == num_parameters(full):
+        drawn = ", their weights drawn at random" if full.device.type == "meta" else ""
+        return f"{num_parameters(model):,} parameters{drawn}"
+    whole = sizes(_foundation(full))
+    counts = [
+        f"{count:,} of {whole[what]:,} {what}"
+        for what, count in sizes(_foundation(model)).items()
+        if count < whole[what]
+    ]
+    counts.append(f"{num_parameters(model):,} of {num_parameters(full):,} parameters")
+    return f"too large for this machine, verified at the same widths with {', '.join(counts)}"
+
+
+def _foundation(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.foundation.config if isinstance(model, OmniModel) else model.config
+
+
+def _small(model: PreTrainedModel) -> PreTrainedConfig:
+    config = twin_config(_foundation(model), cut_mlps=False)
+    if not isinstance(model, OmniModel):
+        return config
+    encoders = {name: as_dict(encoder.config) for name, encoder in model.encoders.items()}
+    for encoder in encoders.values():
+        if encoder.get("tower"):
+            encoder["tower"] = as_dict(tower_config(as_config(encoder["tower"])))
+    return OmniConfig(foundation=as_dict(config), encoders=encoders, decoders=model.config.decoders)
+
+
+def _twin(model: PreTrainedModel, config: PreTrainedConfig) -> Twin:
+    full = _foundation(model)
+    small = as_config(config.foundation or {}) if isinstance(config, OmniConfig) else config
+    tokens, rows = moved_tokens(full, small), None
+    if sizes(small)["vocabulary rows"] < sizes(full)["vocabulary rows"]:
+        rows = sizes(small)["vocabulary rows"] - len(tokens)
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    adapters = adapters_of(model) if isinstance(model, OmniModel) else {}
+    return Twin(type(model), config, frozen, adapters, tokens, rows)

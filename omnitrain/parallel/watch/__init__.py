@@ -1,0 +1,1 @@
+"""The stall monitor: where each rank is, and who waits for whom."""

@@ -1,0 +1,59 @@
+"""Hooks that tell which component of a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def follow_components(model: Any, note: Callable[[str], object]) -> list[RemovableHandle]:
+    """Call ``note(component)`` when the forward of a component begins, and when its backward does.
+
+    The modules of a component that get hooks are the largest that hold none but its parameters, and those directly in
+    them (a component's own methods may call these one by one). Blocks get none: they may be compiled.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        note: must not wait for a device.
+
+    Returns:
+        Of the hooks.
+    """
+    hooks: list[RemovableHandle] = []
+    owners = {id(weight): name for name, weights in model.components.items() for weight in weights.values()}
+    for path, name in _parts(model, owners, ""):
+        part = model.get_submodule(path)
+        for module in (part, *part.children()):
+            if not isinstance(module, GradientCheckpointingLayer):
+                hooks += _follow(module, name, note)
+    return hooks
+
+
+def _parts(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[tuple[str, str]]:
+    """Path and component of the largest modules that belong to one component."""
+    names = {owners[id(weight)] for weight in module.parameters() if id(weight) in owners}
+    if len(names) == 1 and path:
+        yield path, names.pop()
+    elif names:
+        for child_name, child in module.named_children():
+            yield from _parts(child, owners, f"{path}.{child_name}" if path else child_name)
+
+
+def _follow(module: nn.Module, name: str, note: Callable[[str], object]) -> Iterator[RemovableHandle]:
+    def begin(*_: Any) -> None:  # of a forward, or of the backward behind it
+        note(name)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        if made:
+            register_multi_grad_hook(made, begin, mode="any")
+
+    yield module.register_forward_pre_hook(begin)
+    yield module.register_forward_hook(end)

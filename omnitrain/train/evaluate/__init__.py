@@ -1,0 +1,1 @@
+"""Held-out loss and generation during training, and their files."""

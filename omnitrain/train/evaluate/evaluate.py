@@ -1,0 +1,294 @@
+"""Held-out loss, generated answers and their scores."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.packing import pack_all
+from omnitrain.data.parts import content_parts
+from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.rows import Row, RowSource
+from omnitrain.data.sample import Rejected, Sample
+from omnitrain.errors import UserError
+from omnitrain.models.omni.generate import Answer, generate
+from omnitrain.models.omni.lockstep import in_step
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.fsdp.summon import gathered
+from omnitrain.peers import ALONE, Peers, agreed
+from omnitrain.recipe import Recipe
+from omnitrain.train.metrics.meter import LossMeter
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A held-out row and what the model answered.
+
+    Attributes:
+        row: the whole row, its reference answer and extra columns included.
+        answer: the generated answer.
+    """
+
+    row: Row
+    answer: Answer
+
+
+Scorer = Callable[[Sequence[Answered]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out results, the same on all ranks but for the answers.
+
+    Attributes:
+        losses: as :meth:`LossMeter.read` gives them.
+        answers: one per held-out row that could be read, those of one source together; on rank 0 only.
+        scores: what the scorer made of the answers.
+        rejected: rows that could not be read.
+    """
+
+    losses: dict[str, Any]
+    answers: list[Answered]
+    scores: dict[str, float]
+    rejected: list[Rejected]
+
+
+class Evaluator:
+    """A recipe's evaluation of its model: the held-out loss on the way, everything at the end.
+
+    Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... and no others; rank 0 reads all
+    of them once more, as they are, for the scorer. Packs are made at the first use, and kept: to decode media is slow.
+    """
+
+    def __init__(
+        self,
+        model: OmniModel,
+        processor: OmniProcessor,
+        heldout: Sequence[RowSource],
+        recipe: Recipe,
+        peers: Peers = ALONE,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            model: it may be sharded.
+            processor: of the model.
+            heldout: the held-out data sets.
+            recipe: with an ``evaluation`` node and held-out data.
+            peers: ranks that share the model, all of which call every method.
+        """
+        assert recipe.evaluation is not None
+        self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
+        self._settings, self._peers = recipe.evaluation, peers
+
+    def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
+        """As :meth:`LossMeter.read` gives them; the model is left in training mode.
+
+        Args:
+            notify: told what is going on: by all ranks alike, before every pack and batch. What it raises ends the
+                evaluation, if it raises on all of them.
+
+        Raises:
+            UserError: a row that asks for what the model cannot do; on all ranks.
+        """
+        self._model.eval()
+        try:
+            with gathered(self._model):
+                return heldout_loss(self._model, self._packs, self._peers, notify)
+        finally:
+            self._model.train()
+
+    def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
+        """Losses, answers and scores; the model is left in evaluation mode.
+
+        Args:
+            notify: as of :meth:`losses`.
+            losses: of the model as it is, where they were measured already.
+
+        Raises:
+            UserError: no such scorer, or a row that asks for what the model cannot do; on all ranks.
+            TrainingError: something else failed on another rank, such as the scorer, which runs on rank 0.
+        """
+        peers, places = self._peers, self._places
+        packs = self._packs  # they tell which rows can be used
+        score = agreed(peers, lambda: load_scorer(self._settings.scorer))
+        self._model.eval()
+        with gathered(self._model):
+            if losses is None:
+                losses = heldout_loss(self._model, packs, peers, notify)
+            made = self._answers(notify)
+        answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
+        order = _by_source(answers, places) if peers.rank == 0 else []
+        answered = agreed(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
+        scores = agreed(peers, lambda: score(answered) if peers.rank == 0 else {})
+        rejected = {index: row for rows in peers.gather(self._share.rejected) for index, row in rows.items()}
+        return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
+
+    @cached_property
+    def _places(self) -> list[_Place]:
+        return heldout_places(self._heldout, self._settings.examples_per_source)
+
+    @cached_property
+    def _share(self) -> _Share:
+        return _Share(self._places, self._processor, self._peers)
+
+    @cached_property
+    def _packs(self) -> list[Pack]:
+        capacity, alone = self._recipe.data.pack_tokens, not self._model.runner.contract.packs
+        samples = self._share.samples(capacity)
+        return agreed(self._peers, lambda: list(pack_all(samples, capacity, alone=alone)))
+
+    def _answers(self, notify: Progress) -> dict[int, Answer]:
+        """Index -> answer, for the readable rows of this rank; the others' are answered at the same time."""
+        settings = self._settings
+        batches = self._share.batches(settings.batch_size)
+        rounds = self._peers.most({"batches": len(batches)})["batches"]
+        answers: dict[int, Answer] = {}
+        for number, batch in enumerate(batches + [[]] * (rounds - len(batches))):
+            notify(f"answers, batch {number + 1} of {rounds}")
+            prompts = agreed(self._peers, partial(self._share.prompts, batch))
+            numbers = [prompt.index for prompt in prompts]
+            made = generate(
+                self._model,
+                self._processor,
+                prompts,
+                max_new_tokens=settings.max_new_tokens,
+                sampling=settings.sampling,
+                seed=self._recipe.train.seed,
+                numbers=numbers,
+                peers=self._peers,
+            )
+            answers |= zip(numbers, made, strict=True)
+        return answers
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a held-out row is; nothing of it is read before :meth:`row`."""
+
+    table: RowSource
+    position: int
+    source: str
+
+    def row(self) -> Row:
+        return self.table[self.position]
+
+
+def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Place]:
+    """Where the held-out rows are, ``limit`` of each source at most."""
+    return [
+        _Place(table, position, source)
+        for table in heldout
+        for source, positions in table.by_source().items()
+        for position in positions[:limit]
+    ]
+
+
+class _Share:
+    """The held-out rows of one rank, by their index among all.
+
+    Attributes:
+        rejected: rows that turned out to be unreadable.
+    """
+
+    def __init__(self, places: Sequence[_Place], processor: OmniProcessor, peers: Peers) -> None:
+        self._processor, self._places = processor, places
+        self._own = range(peers.rank, len(places), peers.size)
+        self.rejected: dict[int, Rejected] = {}
+
+    def samples(self, max_tokens: int) -> Iterator[Sample]:
+        for index in self._own:
+            yield from self._readable(self._processor.sample(self._places[index].row(), index, max_tokens))
+
+    def prompts(self, indices: Iterable[int]) -> list[Sample]:
+        prepared = [self._processor.prompt(self._places[index].row(), index) for index in indices]
+        return [sample for one in prepared for sample in self._readable(one)]
+
+    def batches(self, size: int) -> list[list[int]]:
+        """Indices of readable rows; prompts of one source have similar lengths."""
+        order = _by_source((index for index in self._own if index not in self.rejected), self._places)
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def _readable(self, prepared: Sample | Rejected) -> list[Sample]:
+        if isinstance(prepared, Sample):
+            return [prepared]
+        self.rejected[prepared.index] = prepared
+        return []
+
+
+def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
+    return sorted(indices, key=lambda index: (places[index].source, index))
+
+
+@torch.no_grad()
+def heldout_loss(
+    model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE, notify: Progress = lambda _: None
+) -> dict[str, Any]:
+    """Mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
+    meter = LossMeter()
+    for number, (pack, share) in enumerate(in_step(model, packs, peers)):
+        notify(f"held-out loss, pack {number + 1}")
+        there = pack.to(model.device)
+        output = model(there, share)
+        if number < len(packs):
+            meter.add(there, output)
+    return meter.read(peers)
+
+
+def exact_match(answers: Sequence[Answered]) -> dict[str, float]:
+    """Share of answers whose text equals the reference's, per source; sources with text references only."""
+    hits: dict[str, list[bool]] = {}
+    for answered in answers:
+        reference = reference_text(answered.row)
+        if reference:
+            hits.setdefault(answered.row.source, []).append(answered.answer.text == reference)
+    return {source: sum(values) / len(values) for source, values in hits.items()}
+
+
+def reference_text(row: Row) -> str:
+    """Text of the row's last message, if an assistant said it; else empty."""
+    last = row.messages[-1]
+    if last["role"] != "assistant":
+        return ""
+    return "".join(part["text"] for part in content_parts(last) if part["type"] == "text").strip()
+
+
+def load_scorer(name: str | None) -> Scorer:
+    """The function behind ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``; None: :func:`exact_match`.
+
+    Raises:
+        UserError: no such file, module or function.
+    """
+    if name is None:
+        return exact_match
+    place, _, function = name.rpartition(":")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        scorer = getattr(module, function)
+        if not callable(scorer):
+            raise TypeError(f"{function} is no function")
+        return scorer
+    except Exception as error:  # a user's file may fail in any way
+        raise UserError(
+            f"evaluation.scorer: {name!r} cannot be loaded ({error}); expected FILE.py:FUNCTION or MODULE:FUNCTION"
+        ) from None
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path.absolute()}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

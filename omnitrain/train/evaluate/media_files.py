@@ -1,0 +1,102 @@
+"""Generated answers as files that a person can look at and listen to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import soundfile
+from PIL import Image
+
+from omnitrain.data.parts import content_parts
+from omnitrain.data.rows import MODALITIES, Row
+from omnitrain.train.evaluate.evaluate import Answered, reference_text
+
+_SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"fLaC", ".flac"), (b"OggS", ".ogg"))
+_SHOWN_WIDTH = 128  # pixels; generated digits are 8 wide
+
+
+def save_samples(answers: Sequence[Answered], folder: Path, per_source: int) -> Path:
+    """Write the first answers of each source: ``samples.md`` with prompts and texts, images and sounds beside it.
+
+    Args:
+        answers: in any order.
+        folder: made if it does not exist.
+        per_source: answers written of each source.
+
+    Returns:
+        The markdown file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    counts: dict[str, int] = {}
+    lines = ["# Generated samples", ""]
+    for answered in answers:
+        row = answered.row
+        counts[row.source] = counts.get(row.source, 0) + 1
+        if counts[row.source] <= per_source:
+            stem = re.sub(r"\W+", "_", f"{row.source}_{counts[row.source]}")
+            asked = [_markdown(part) for part in _write_prompt(row, folder, stem)]
+            said = [_markdown(part) for part in write_parts(answered.answer.parts, folder, stem)]
+            lines += [f"## {row.source} {counts[row.source]}", "", f"Asked (`{row.id}`): {' '.join(asked)}", ""]
+            lines += [f"Answered: {' '.join(said)}", ""]
+            lines += [f"Reference: {reference_text(row)}", ""] if reference_text(row) else []
+    page = folder / "samples.md"
+    page.write_text("\n".join(lines))
+    return page
+
+
+def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Path]:
+    """Write generated media as ``STEM_N.png`` and ``STEM_N.wav``.
+
+    Args:
+        parts: texts, ``PIL.Image`` and ``Waveform``.
+        folder: where.
+        stem: how the file names begin.
+
+    Returns:
+        One entry per part: the text, or the file written.
+    """
+    shown: list[str | Path] = []
+    for position, part in enumerate(parts):
+        if isinstance(part, str):
+            shown.append(part)
+            continue
+        file = folder / f"{stem}_{position}.{'png' if isinstance(part, Image.Image) else 'wav'}"
+        if isinstance(part, Image.Image):
+            part.save(file)
+        else:
+            soundfile.write(file, part.samples, part.rate)
+        shown.append(file)
+    return shown
+
+
+def _write_prompt(row: Row, folder: Path, stem: str) -> list[str | Path]:
+    """The texts of the question, and its media as files."""
+    shown: list[str | Path] = []
+    seen = dict.fromkeys(MODALITIES, 0)
+    for message in row.question:
+        for part in content_parts(message):
+            if part["type"] == "text":
+                shown.append(part["text"])
+                continue
+            data = row.media_bytes(part["type"], seen[part["type"]])
+            seen[part["type"]] += 1
+            file = folder / f"{stem}_prompt_{len(shown)}{_suffix(data)}"
+            file.write_bytes(data)
+            shown.append(file)
+    return shown
+
+
+def _suffix(data: bytes) -> str:
+    if data[:4] == b"RIFF":
+        return {b"WAVE": ".wav", b"WEBP": ".webp"}.get(data[8:12], ".riff")
+    return next((suffix for magic, suffix in _SUFFIXES if data.startswith(magic)), ".bin")
+
+
+def _markdown(part: str | Path) -> str:
+    if isinstance(part, str):
+        return part
+    is_picture = part.suffix in (".png", ".jpg", ".gif", ".webp")
+    return f'<img src="{part.name}" width="{_SHOWN_WIDTH}">' if is_picture else f"[{part.name}]({part.name})"

@@ -1,0 +1,32 @@
+"""What the evaluation of a run leaves behind: ``eval.json``, answers to look at, rows that were skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omnitrain.data.sample import Rejected
+from omnitrain.train.evaluate.evaluate import Evaluation
+from omnitrain.train.evaluate.media_files import save_samples
+from omnitrain.train.metrics.display import console, show_scores
+from omnitrain.train.run_state.run_folder import RunFolder
+
+
+def write_results(
+    run: RunFolder, result: Evaluation, scores: dict[str, float], skipped: Sequence[Rejected], per_source: int
+) -> None:
+    """Write and show them; the first rank calls it.
+
+    Args:
+        run: where to.
+        result: of the evaluation.
+        scores: of its answers, and what else belongs beside them.
+        skipped: rows of the whole run.
+        per_source: answers written of each source.
+    """
+    written = run.write_scores(scores | {"losses": result.losses})
+    page = save_samples(result.answers, run.path / "samples", per_source)
+    show_scores(scores, title=f"{len(result.answers)} held-out answers")
+    listed = run.list_rejected(skipped)
+    console.print(f"scores: {written}\nsamples: {page}")
+    if skipped:
+        console.print(f"rows skipped: {len(skipped)}, listed in {listed}")

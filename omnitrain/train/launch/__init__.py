@@ -1,0 +1,1 @@
+"""Start of the ranks of a command."""

@@ -1,0 +1,40 @@
+"""Learning rates of their own for parts of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from omnitrain.errors import UserError
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import parameters_named
+from omnitrain.recipe import Optimizer
+from omnitrain.recipe.effect import Idle, idle_problems
+
+_KEY = "train.optimizer.learning_rates"
+
+
+def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
+    """Trained parameters that ``learning_rates`` names -> their peaks.
+
+    Args:
+        model: frozen and laid out as it will train.
+        settings: of the recipe.
+
+    Raises:
+        UserError: a name that matches no parameter, or none that trains; a rate that nothing trains with.
+    """
+    peaks: dict[nn.Parameter, float] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name in sorted(settings.learning_rates, key=lambda name: name.count(".")):
+        trained = [parameter for parameter in parameters_named(model, name, _KEY) if parameter.requires_grad]
+        if not trained:
+            raise UserError(f"{_KEY}: nothing of {name!r} trains; remove it here, or from what freezes it")
+        peaks |= dict.fromkeys(trained, settings.learning_rates[name])
+        names |= dict.fromkeys(trained, name)
+    if unused := sorted(settings.learning_rates.keys() - set(names.values())):
+        raise UserError(f"{_KEY}: longer names take all that trains of {', '.join(map(repr, unused))}; remove it")
+    if all(parameter in peaks for parameter in model.parameters() if parameter.requires_grad):
+        idle = Idle("learning_rate", "but `learning_rates` names all that trains; remove one of the two")
+        if problems := idle_problems(settings, [idle], "train.optimizer"):
+            raise UserError(problems[0])
+    return peaks

@@ -1,0 +1,164 @@
+"""What a run measures: losses per head and source, tokens, speed, memory, waiting for data."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from omnitrain.data.pack import Pack
+from omnitrain.errors import TrainingError
+from omnitrain.models.components.outputs import OmniOutput
+from omnitrain.ops.device import moved
+from omnitrain.peers import ALONE, Peers
+from omnitrain.train.metrics.trackers import Tracker, numbers_in, tell
+
+Totals = dict[str, dict[str, list[float]]]  # head -> source -> sum of its losses, tokens
+
+
+class LossMeter:
+    """Sums of losses and tokens per (head, source) since the last reading, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, int] = {}
+        self._totals: dict[str, torch.Tensor] = {}  # head -> [sources, 2]: loss sum, tokens
+
+    def add(self, pack: Pack, output: OmniOutput) -> None:
+        """Take in the losses of one pack."""
+        source_of_sample = torch.tensor(
+            [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
+        )
+        ends = torch.tensor(list(accumulate(pack.info.lengths)))
+        for name, term in output.losses.items():
+            own = source_of_sample[torch.bucketize(output.read[name], ends, right=True)]
+            sources = moved(own, term.rows.device)
+            # Doubles count tokens exactly, and past 2^24, where adding 1 to a float no longer changes it.
+            values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1).double()
+            self._total(name, values).index_add_(0, sources, values)
+
+    def _total(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        old = self._totals[name].to(like.device) if name in self._totals else like.new_zeros(0, 2)
+        missing = len(self._sources) - len(old)
+        self._totals[name] = torch.cat([old, old.new_zeros(missing, 2)]) if missing else old
+        return self._totals[name]
+
+    def read(self, peers: Peers = ALONE) -> dict[str, Any]:
+        """Mean loss and tokens, per head and per source and head; starts anew.
+
+        Args:
+            peers: ranks whose sums and counts are added, all of which call this and get the same.
+        """
+        everywhere = peers.gather(self._own())
+        self._totals = {}
+        heads: dict[str, Any] = {}
+        sources: dict[str, Any] = {}
+        for name in sorted({name for totals in everywhere for name in totals}):
+            rows = [row for totals in everywhere for row in totals.get(name, {}).items()]
+            heads[name] = _mean([values for _, values in rows])
+            for source in sorted({source for source, (_, count) in rows if count}):
+                sources.setdefault(source, {})[name] = _mean([values for found, values in rows if found == source])
+        return {"heads": heads, "sources": sources}
+
+    def totals(self, peers: Peers = ALONE) -> Totals:
+        """What was added since the last reading, over all peers, which all call this: what a continued run needs."""
+        found: Totals = {}
+        for own in peers.gather(self._own()):
+            for name, rows in own.items():
+                for source, row in rows.items():
+                    before = found.setdefault(name, {}).get(source, [0.0, 0.0])
+                    found[name][source] = [a + b for a, b in zip(before, row, strict=True)]
+        return found
+
+    def continue_from(self, totals: Totals) -> None:
+        """Begin with those of an earlier run; on one of the peers."""
+        for name, rows in totals.items():
+            for source, row in rows.items():
+                index = self._sources.setdefault(source, len(self._sources))
+                self._total(name, torch.empty(0, dtype=torch.float64))[index] = torch.tensor(row, dtype=torch.float64)
+
+    def _own(self) -> Totals:
+        return {name: dict(zip(self._sources, totals.tolist(), strict=False)) for name, totals in self._totals.items()}
+
+
+def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:
+    """Of ``(sum, count)`` rows."""
+    total, count = math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
+    return {"loss": total / count if count else None, "tokens": count}
+
+
+class Stopwatch:
+    """Seconds and tokens since the last reading, and how much of it was waiting for data."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._tokens = 0
+        self._waited = 0.0
+
+    def add(self, tokens: int, waited: float) -> None:
+        """Count the tokens of a step and the seconds it waited for its packs."""
+        self._tokens += tokens
+        self._waited += waited
+
+    def read(self) -> dict[str, float]:
+        """``tokens_per_second`` and ``data_wait`` (share of the time); starts anew."""
+        now = time.perf_counter()
+        seconds = max(now - self._start, 1e-9)
+        reading = {"tokens_per_second": self._tokens / seconds, "data_wait": self._waited / seconds}
+        self._start, self._tokens, self._waited = now, 0, 0.0
+        return reading
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Peak of this process: allocated on the GPU, else resident, MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line, appended and flushed; trackers get its numbers."""
+
+    def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
+        """Lines behind ``resume_step`` of an earlier run are dropped (they will come again), and a cut last one."""
+        self._path, self._trackers = path, list(trackers)
+        whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
+        kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
+        unfinished = path.with_name(f"{path.name}.tmp")
+        unfinished.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(unfinished, path)  # a kill in between leaves all lines
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line.
+
+        Raises:
+            TrainingError: the disk is full, or cannot be written.
+        """
+        try:
+            with self._path.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written ({error.strerror}); `--resume` continues behind the last checkpoint"
+            ) from error
+        self.track(line["step"], {name: value for name, value in line.items() if name != "step"})
+
+    def track(self, step: int, values: Mapping[str, Any]) -> None:
+        """Give trackers what belongs into no line; nested as in one."""
+        numbers = dict(numbers_in(values))
+        tell(self._trackers, lambda tracker: tracker.log(step, numbers))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        tell(self._trackers, lambda tracker: tracker.close(failed=error is not None))

@@ -1,0 +1,1 @@
+"""A run's folder: its lock, what is saved, and how it resumes."""

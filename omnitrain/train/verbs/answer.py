@@ -1,0 +1,66 @@
+"""``omnitrain generate``: one prompt, one answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omnitrain.data.rows import Row
+from omnitrain.data.sample import Rejected
+from omnitrain.errors import UserError
+from omnitrain.models.omni.generate import Answer, generate
+from omnitrain.recipe import Sampling, Train
+from omnitrain.train.build_from_recipe import load_checkpoint
+from omnitrain.train.device import use_device
+from omnitrain.train.evaluate.media_files import write_parts
+from omnitrain.train.metrics.display import quiet_libraries
+
+
+def answer(
+    checkpoint: str | Path,
+    prompt: str,
+    images: list[str],
+    audios: list[str],
+    videos: list[str],
+    *,
+    output_dir: str | Path = ".",
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> tuple[Answer, list[str | Path]]:
+    """Answer one prompt, on CUDA if there is one.
+
+    Generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``.
+
+    Args:
+        checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
+        prompt: text; media come before it, in the order images, audios, videos.
+        images: image files.
+        audios: sound files.
+        videos: video files.
+        output_dir: made if it does not exist.
+        max_new_tokens: longest answer, text and media tokens together.
+        temperature: 0 is greedy.
+        seed: of sampling.
+
+    Returns:
+        The answer, and an entry per part: text, or the file written.
+
+    Raises:
+        UserError: no such checkpoint or file, or a modality that the model cannot read.
+    """
+    quiet_libraries()
+    model, processor = load_checkpoint(checkpoint)
+    media = {"image": images, "audio": audios, "video": videos}
+    content: list[dict[str, Any]] = [{"type": m, "text": None} for m, files in media.items() for _ in files]
+    message = {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
+    row = Row(id="prompt", source="prompt", messages=[message], media={m: list(f) for m, f in media.items()}, extra={})
+    prepared = processor.prompt(row)
+    if isinstance(prepared, Rejected):
+        raise UserError(prepared.reason)
+    sampling = {name: Sampling(temperature=temperature) for name in ("text", *model.decoders)}
+    model.to(use_device(Train()))
+    made = generate(model, processor, [prepared], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0]
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return made, write_parts(made.parts, folder, "answer")

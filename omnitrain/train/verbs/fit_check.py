@@ -1,0 +1,109 @@
+"""What ``omnitrain check`` finds out about a model without memory for it: do its weights fit, can it run?"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from omnitrain.checkpoint.store import newest_checkpoint
+from omnitrain.errors import UserError
+from omnitrain.models.hf.load import config_at, foundation_class, foundation_config, load_strictly, model_class
+from omnitrain.models.omni.build import omni_config_at
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.recipe import Model
+from omnitrain.train.metrics.display import show_unused
+
+_NEEDS_CONTENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def weights_problems(recipe: Model) -> list[str]:
+    """Compare the names and shapes in the weight files of a recipe with the models; no weights are read.
+
+    Tensors of a foundation's files that it does not have are printed.
+
+    Returns:
+        A message per checkpoint that does not fit.
+    """
+    problems = []
+    for key, path in _weight_folders(recipe):
+        try:
+            if key == "model.checkpoint":
+                folder = str(newest_checkpoint(path))
+                load_strictly(OmniModel, folder, device_map="meta", config=omni_config_at(folder))
+            else:
+                config, class_of = config_at(path), model_class
+                if key == "model.foundation":
+                    config, class_of = foundation_config(config), foundation_class
+                model = load_strictly(class_of(config), path, allow_extra=True, device_map="meta", config=config)
+                show_unused(model.unused_tensors if key == "model.foundation" else None)
+        except UserError as error:
+            problems.append(f"{key}: {error}")
+    return problems
+
+
+def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
+    folders = {"model.checkpoint": recipe.checkpoint}
+    sources = {"model.foundation": recipe.foundation}
+    sources |= {f"model.encoders.{name}.tower": encoder.tower for name, encoder in recipe.encoders.items()}
+    sources |= {f"model.decoders.{name}.tokenizer": decoder.tokenizer for name, decoder in recipe.decoders.items()}
+    folders |= {key: source.path for key, source in sources.items() if source is not None}
+    return [(key, folder) for key, folder in folders.items() if folder is not None]
+
+
+def forward_problems(model: OmniModel) -> list[str]:
+    """Run every encoder and decoder on its smallest input, on tensors that have a shape and no content.
+
+    The contract check tries the foundation. A config may be refused by nothing but the model's forward.
+    Where a forward goes on by the content of a tensor, it is tried up to there.
+
+    Args:
+        model: on ``meta``; its tensors are replaced.
+
+    Returns:
+        A message per component that cannot run.
+    """
+    components = {**model.encoders, **model.decoders}
+    found = [_problem(name, functools.partial(_run_component, part)) for name, part in components.items()]
+    return [problem for problem in found if problem]
+
+
+def _problem(name: str, trial: Callable[[], Any]) -> str:
+    try:
+        trial()
+    except _NEEDS_CONTENT:
+        return ""
+    except UserError as error:
+        return f"model, {name}: cannot run: {error}"
+    except Exception as error:  # each model stumbles in its own way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"model, {name}: cannot run with this config: {reason}"
+    return ""
+
+
+def _run_component(component: Any) -> None:
+    given = component.minimal_input()
+    with _without_content(component):
+        component.lm_encode(*given)
+
+
+@contextlib.contextmanager
+def _without_content(module: torch.nn.Module) -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        module.to_empty(device="cpu")
+        yield

@@ -1,0 +1,129 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from omnitrain.data.media import Waveform
+from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import to_tensors
+from omnitrain.models.encoders.projector import merge_frames, merge_grid
+from omnitrain.models.omni.build import build_omni_model
+from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER
+
+VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 2,
+    "spatial_merge_size": 2,
+}
+TOWERS = {
+    "siglip": SIGLIP,
+    "clip": {"model_type": "clip_vision_model", "patch_size": 2, **VIT},
+    "dinov2": {"model_type": "dinov2", "patch_size": 2, "mlp_ratio": 2}
+    | {k: v for k, v in VIT.items() if k != "intermediate_size"},
+    "whole clip": {"model_type": "clip", "vision_config": {"patch_size": 2, **VIT}},
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl_vision",
+        "out_hidden_size": 24,
+        "window_size": 8,
+        "fullatt_block_indexes": [0],
+        **QWEN,
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl_vision",
+        "out_hidden_size": 24,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+        **QWEN,
+    },
+}
+GRID_PROCESSOR = {"size": {"shortest_edge": 16, "longest_edge": 256}}
+
+
+def encoder(tower: dict, kind: str = "mlp", processor: dict | None = None) -> torch.nn.Module:
+    torch.manual_seed(0)
+    spec = {"tower": {"config": tower}, "projector": {"kind": kind}, "processor": processor}
+    return build_omni_model(foundation=FOUNDATION, encoders={"encoder": spec}).encoders["encoder"].eval()
+
+
+def picture(seed: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@torch.no_grad()
+def test_any_vision_tower_reads_images_and_videos_in_one_call(name: str) -> None:
+    takes_grid = name.startswith("qwen")
+    model = encoder(TOWERS[name], processor=GRID_PROCESSOR if takes_grid else None)
+    adapter = model.adapter()
+    video = [picture(1), picture(2), picture(3)]
+    media = [("image", picture(0)), ("video", video), ("image", picture(4, (16, 8)))]
+    prepared = [adapter.prepare(modality, item) for modality, item in media]
+    joined = {k: np.concatenate([features[k] for features, _ in prepared]) for k in prepared[0][0]}
+    together = model.lm_encode(to_tensors(joined), tuple(rows for _, rows in prepared))
+    assert together.shape == (sum(rows for _, rows in prepared), 32)
+    alone = torch.cat([model.lm_encode(to_tensors(features), (rows,)) for features, rows in prepared])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_order_of_frames_shows_in_their_rows() -> None:
+    model = encoder(SIGLIP)
+    frames = [picture(1), picture(1)]
+    features, rows = model.adapter().prepare("video", frames)
+    first, second = model.lm_encode(to_tensors(features), (rows,)).chunk(2)
+    still, _ = model.adapter().prepare("image", picture(1))
+    assert not torch.allclose(first, second)
+    difference = second - first
+    torch.testing.assert_close(difference, difference[:1].expand_as(difference))
+    assert not torch.allclose(first, model.lm_encode(to_tensors(still), (rows // 2,)))
+
+
+def test_pixel_shuffle_keeps_neighbours_together() -> None:
+    grid = torch.arange(16.0).view(1, 4, 4, 1)
+    assert merge_grid(grid, 2)[0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    assert merge_frames(torch.arange(1.0, 4.0).view(1, 3, 1), 2)[0].tolist() == [[1, 2], [3, 0]]
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "pixel_shuffle"])
+def test_every_projector_trains_and_takes_part_without_data(kind: str) -> None:
+    for tower, processor in ((SIGLIP, None), (WHISPER, EXTRACTOR)):
+        model = encoder(tower, kind, processor)
+        features, rows = model.minimal_input()
+        model.lm_encode(features, rows).sum().backward()
+        missing = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        assert missing == []
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.5, 1.0, 1.01, 3.3])
+@torch.no_grad()
+def test_clips_of_any_length_make_the_declared_rows(seconds: float) -> None:
+    model = encoder(WHISPER, "pixel_shuffle", EXTRACTOR)
+    samples = np.random.default_rng(0).normal(size=int(16000 * seconds)).astype(np.float32)
+    features, rows = model.adapter().prepare("audio", Waveform(samples, 16000))
+    assert features["input_features"].shape == (int(np.ceil(seconds)), 16, 50)
+    assert model.lm_encode(to_tensors(features), (rows,)).shape == (rows, 32)
+    assert abs(rows - seconds * 12.5) <= 2 * np.ceil(seconds)  # 50 frames/s, halved by the tower, halved by the merge
+
+
+def test_rows_that_do_not_match_their_placeholders_are_an_error() -> None:
+    for tower, processor in ((SIGLIP, None), (WHISPER, EXTRACTOR)):
+        model = encoder(tower, "mlp", processor)
+        features, (rows,) = model.minimal_input()
+        for wrong in (rows - 1, rows + 1):
+            with pytest.raises((ValueError, RuntimeError), match=f"{wrong} placeholders"):
+                model.lm_encode(features, (wrong,))
+
+
+def test_towers_that_do_not_fit_are_refused_with_the_way_out() -> None:
+    with pytest.raises(UserError, match=r"use projector\.kind: linear or mlp"):
+        encoder(TOWERS["qwen2_5_vl"], "pixel_shuffle", GRID_PROCESSOR)
+    with pytest.raises(UserError, match="neither a vision tower nor a spectrogram encoder"):
+        encoder(FOUNDATION)
+    deep = encoder({**TOWERS["qwen3_vl"], "deepstack_visual_indexes": [0]}, processor=GRID_PROCESSOR)
+    with pytest.raises(UserError, match="set `deepstack_visual_indexes"):
+        deep.lm_encode(*deep.minimal_input())

@@ -1,0 +1,373 @@
+"""Plans that contradict the model, the state, the call or themselves: refused before anything is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import omnitrain as ot
+from omnitrain.errors import UserError
+from omnitrain.models.adapters.lora import adapters_of
+from omnitrain.models.components.contract import LeftOut
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
+from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_by_transformers
+from omnitrain.parallel.resolve import CallFlags, resolve_plans
+from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.tensor.plan import tensor_plan
+from omnitrain.plan.mesh import fit_mesh
+from tests.parallel.factories import (
+    any_to_any,
+    ernie4_5_vl_moe,
+    moe_of_32_experts,
+    qwen2_5_vl,
+    qwen3_moe_with,
+    qwen3_moe_with_six_experts,
+    qwen3_moe_with_two_experts,
+    qwen3_vl_moe,
+    qwen3_with_dropout,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> ot.OmniModel:
+    return any_to_any()
+
+
+def resolve(model: ot.OmniModel, plan: ot.ParallelPlan, flags: CallFlags | None = None, **degrees: int) -> Any:
+    state = ParallelState(fit_mesh(4, **degrees), 0, "cpu", "fsdp2", {})
+    tensors = tensor_plan(model, plan, state.size("tp"))
+    return resolve_plans(model, plan, state, flags or CallFlags(), tensors, adapters_of(model))[0]
+
+
+def plan(component: str = "image_encoder", **fields: Any) -> ot.ParallelPlan:
+    return ot.ParallelPlan(components={component: ot.ComponentPlan(**fields)})
+
+
+def by_default(**fields: Any) -> ot.ParallelPlan:
+    return ot.ParallelPlan(default=ot.ComponentPlan(**fields))
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (plan(mode="hsdp", dp_replicate=3), r"dp_replicate is 3 and must divide dp; 1, 2, 4 would fit"),
+        (plan(dp_replicate=2, dp_shard=4), r"must be 4: one of 4 x 1, 2 x 2, 1 x 4"),
+        (plan(mode="hsdp"), r"components.image_encoder.mode: hsdp needs dp_replicate or dp_shard"),
+        (plan("image_encodr"), r"components.image_encodr: unknown component; did you mean `image_encoder`"),
+        (plan("image_decoder", recompute="full"), r"recompute: the component has no blocks"),
+        (plan("image_decoder", activation_offload=True), r"activation_offload: the component has no blocks"),
+        (plan(compile=True), r"only the foundation can be compiled"),
+        (plan("foundation", compile=True, activation_offload=True), r"compiled blocks cannot offload"),
+        (plan("foundation", dp_replicate=2), r"found 2 x 2 .* but the parallel state has 1 x 4"),
+        (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
+        (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
+        (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
+        (
+            plan(ulysses=2),
+            r"image_encoder.ulysses: found 2, but no ranks share .*; set ulysses or cp of the",
+        ),
+        (plan("foundation", async_ulysses=True), r"foundation.async_ulysses: found true with ulysses 1, where it does"),
+        (plan("foundation", sequence_parallel=True), r"sequence_parallel: found true with tp 1, .*; set tp above 1"),
+        (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation's sequences are shared"),
+        (
+            ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
+            r"names no weights of experts; the model has none",
+        ),
+        (plan(expert_rows=8), r"image_encoder.expert_rows: found 8, but the component has no experts; remove it"),
+        (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
+        (by_default(expert_chunks=2), r"default.expert_chunks: found 2, but no component has experts that are spread"),
+        (by_default(expert_rows=8), r"default.expert_rows: found 8, but no component has experts; remove it"),
+        (by_default(offloaded_tensors=["mlp_input"]), r"default.offloaded_tensors: found .* has experts and keeps"),
+        (
+            by_default(recompute="parts", recomputed_parts=["router"]),
+            r"default.recomputed_parts: found \['router'\], but no component has such parts; remove it",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_what_would(
+    model: ot.OmniModel, refused: ot.ParallelPlan, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(model, refused)
+
+
+def test_experts_of_a_dense_model_cannot_be_spread(model: ot.OmniModel) -> None:
+    with pytest.raises(UserError, match=r"foundation.ep: found 2, but no part of the model has experts .* use 1"):
+        resolve(model, plan("foundation", ep=2), ep=2)
+
+
+def test_a_module_that_only_some_ranks_could_call_is_refused(
+    model: ot.OmniModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = LeftOut("model.extra", "model", problem="it takes `scale`")
+    monkeypatch.setattr(model.runner, "contract", replace(model.runner.contract, left_out=(found,)))
+    with pytest.raises(UserError, match=r"only some samples use model.extra .* it takes `scale`; use one rank"):
+        resolve(model, ot.ParallelPlan())
+
+
+@pytest.fixture(scope="module")
+def moe() -> ot.OmniModel:
+    return build_omni_model(foundation=qwen3_moe_with_six_experts())
+
+
+ONE_CHUNK_TOO_MANY = {"default": {"expert_chunks": 4}}
+NOTHING_TO_MEASURE = {"components": {"foundation": {"expert_chunks": "auto"}}}
+EXPERTS = "foundation.model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("refused", "ep", "message"),
+    [
+        ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
+        (ONE_CHUNK_TOO_MANY, 2, r"default.expert_chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
+        (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where no row travels; remove it"),
+        (
+            {"default": {"ep": 4}},
+            2,
+            r"default.ep: found 4, but the parallel state has 2; init_parallel_state\(ep_size=4\)",
+        ),
+        ({"default": {"ep": 4}}, 1, r": 1 problem\n  default.ep: found 4, .* has 1; init_parallel_state\(ep_size=4\)"),
+        ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
+        ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
+        (
+            {"default": {"ep": 2, "expert_dispatcher": "deepep"}},
+            2,
+            r"default.expert_dispatcher: found deepep, but deep_ep is not installed; use torch, or auto to fall back",
+        ),
+        ({"components": {"foundation": {"expert_dispatcher": "auto"}}}, 1, r"found auto with ep 1, where no row tra"),
+        ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, which spreads nothing; set ep above 1, or"),
+        ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
+    ],
+)
+def test_experts_that_cannot_be_spread_so_are_refused_with_what_would(
+    moe: ot.OmniModel, refused: dict[str, Any], ep: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(moe, ot.ParallelPlan(**refused), ep=ep)
+
+
+@pytest.mark.parametrize(("experts", "allowed"), [(3, "1, 3"), (1, "1")])
+def test_experts_that_ranks_cannot_share_evenly_are_refused_with_what_they_could(experts: int, allowed: str) -> None:
+    model = build_omni_model(foundation=qwen3_moe_with(num_experts=experts, num_experts_per_tok=1))
+    with pytest.raises(
+        UserError, match=rf"default.ep: found 2, .* the {experts} experts of {EXPERTS}; {allowed} would"
+    ):
+        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(ep=2)), ep=2)
+
+
+def test_a_named_backend_stays_under_a_plan_and_one_that_computes_all_rows_at_once_takes_no_bound() -> None:
+    model = build_omni_model(foundation=qwen3_moe_with_six_experts())
+    use_omnitrain_experts(model, "grouped_mm")
+    bound_rows(model, expert_layers(model)["foundation"], None)
+    assert {backend_of(module) for _, module in experts_in(model)} == {"grouped_mm"}
+    with pytest.raises(UserError, match=r"default.expert_rows: found 8, but experts backend grouped_mm computes all"):
+        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(expert_rows=8)))
+
+
+def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> None:
+    layers = expert_layers(moe)["foundation"]
+    chosen = chosen_layers(moe, layers, {"layers.1.mlp.experts.*": 0})
+    assert [layer.name for layer in chosen] == ["foundation.model.layers.1.mlp.experts"]
+    assert chosen_layers(moe, layers, None) == layers and len(layers) == 2
+    assert resolve(moe, ot.ParallelPlan(ep_plan={"layers.1.mlp.experts.*": 0}), ep=2)["foundation"].ep == 2
+
+
+def test_a_dispatcher_that_is_not_there_is_left_out_where_any_will_do(moe: ot.OmniModel) -> None:
+    wanted = ot.ParallelPlan(default=ot.ComponentPlan(ep=2, expert_dispatcher="auto"))
+    assert resolve(moe, wanted, ep=2)["foundation"].expert_dispatcher == "torch"
+
+
+def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_omni_model(foundation=ernie4_5_vl_moe())
+    layers = expert_layers(model)["foundation"]
+    vision, text = "model.language_model.layers.*.mlp.vision_moe", "model.language_model.layers.*.mlp.text_moe.experts"
+    assert set(spread_by_transformers(model)) == {layer.name for layer in layers} and len(layers) == 2
+    for part in (model.foundation.model, model.foundation.model.language_model):
+        monkeypatch.setattr(part, "_ep_plan", {})
+    monkeypatch.setattr(model.foundation, "_ep_plan", {text: "ep_dispatch_experts"})
+    assert [layer.name.split(".")[-2] for layer in chosen_layers(model, layers, None)] == ["text_moe"]
+    monkeypatch.setattr(model.foundation, "_ep_plan", {vision: "ep_dispatch_experts"})
+    with pytest.raises(UserError, match=r"the model's own plan also spreads .*layers.1.mlp.vision_moe, which"):
+        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(ep=2)), ep=2)
+
+
+def test_experts_of_another_backend_cannot_leave_gradients_for_later() -> None:
+    model = build_omni_model(foundation=moe_of_32_experts())
+    use_omnitrain_experts(model, "grouped_mm")
+    with pytest.raises(UserError, match=r"default.delay_wgrad: found true, but experts backend grouped_mm"):
+        resolve(model, by_default(ep=4, delay_wgrad=True), ep=4)
+
+
+def test_chunks_are_counted_where_the_experts_can_be_spread_and_only_if_asked_for() -> None:
+    model = build_omni_model(foundation=qwen3_moe_with_two_experts())
+    with pytest.raises(UserError, match=r"1 problem\n.*ep: found 4, which does not divide the 2 experts"):
+        resolve(model, by_default(ep=4), ep=4)
+    with pytest.raises(UserError, match=r"expert_chunks: found 2, but a rank has 1 experts of a layer; use 1 to 1"):
+        resolve(model, by_default(ep=2, expert_chunks=2), ep=2)
+
+
+def test_routers_that_a_model_does_not_declare_cannot_be_named() -> None:
+    model = build_omni_model(foundation=ernie4_5_vl_moe())
+    with pytest.raises(UserError, match=r"default.recomputed_parts: found router, but Ernie.* declares none beside"):
+        resolve(model, by_default(recompute="parts"))
+    parts = ["attention", "expert_activation"]
+    found = resolve(model, by_default(recompute="parts", recomputed_parts=parts))
+    assert found["foundation"].recomputed_parts == parts and found["image_encoder"].recomputed_parts == ["attention"]
+
+
+def test_a_default_for_experts_gives_way_to_what_a_component_says() -> None:
+    model = build_omni_model(foundation=qwen3_vl_moe())
+    default = ot.ComponentPlan(offloaded_tensors=["mlp_input"])
+    for own in ({"recompute": "full"}, {"activation_offload": True}):
+        given = ot.ParallelPlan(default=default, components={"image_encoder": ot.ComponentPlan(**own)})
+        found = resolve(model, given)
+        assert found["foundation"].offloaded_tensors and not found["image_encoder"].offloaded_tensors
+    with pytest.raises(ValidationError, match=r"components.foundation.offloaded_tensors\s+set with `recompute: full`"):
+        ot.ParallelPlan(default=ot.ComponentPlan(recompute="full"), components={"foundation": default})
+
+
+@pytest.mark.parametrize("fields", [{"offloaded_tensors": ["mlp_input"]}, {"compile": True}])
+def test_what_the_call_recomputes_is_not_offloaded_or_compiled(fields: dict[str, Any]) -> None:
+    model = build_omni_model(foundation=moe_of_32_experts())
+    with pytest.raises(UserError, match=f"default.{next(iter(fields))}: .*, but enable_gradient_checkpointing is True"):
+        resolve(model, by_default(**fields), CallFlags(recompute=True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields", "message"),
+    [
+        (CallFlags(recompute=True), {"recompute": "none"}, "enable_gradient_checkpointing is True"),
+        (CallFlags(parameter_offload=True), {"parameter_offload": False}, "enable_fsdp_offload is True"),
+        (
+            CallFlags(mixed_precision=False),
+            {"precision": ot.Precision(compute="bfloat16")},
+            "enable_mixed_precision is False",
+        ),
+    ],
+)
+def test_what_a_plan_and_the_call_say_differently_is_refused(
+    model: ot.OmniModel, flags: CallFlags, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(model, plan(**fields), flags)
+
+
+def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
+    model = any_to_any()
+    model.image_encoder.requires_grad_(False)
+    with pytest.raises(UserError, match=r"image_encoder.optimizer_offload: found true, but what is frozen"):
+        resolve(model, plan(optimizer_offload=True))
+    assert not resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(optimizer_offload=True)))[
+        "image_encoder"
+    ].optimizer_offload
+
+
+def test_a_state_with_an_axis_that_is_not_there_yet_is_refused(model: ot.OmniModel) -> None:
+    with pytest.raises(UserError, match="parallel state: found pp 2, but pipeline parallelism is not available yet"):
+        resolve(model, ot.ParallelPlan(), pp=2)
+
+
+def test_all_problems_are_listed_at_once(model: ot.OmniModel) -> None:
+    both = ot.ParallelPlan(components={"x": ot.ComponentPlan(), "image_encoder": ot.ComponentPlan(tp=2, compile=True)})
+    with pytest.raises(UserError, match="3 problems"):
+        resolve(model, both)
+
+
+def test_a_refused_plan_leaves_the_model_as_it_was() -> None:
+    model = any_to_any()
+    before = {name: (p, p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    refused = ot.ParallelPlan(
+        default=ot.ComponentPlan(freeze=True, recompute="full", precision=ot.Precision(param="bfloat16")),
+        components={"nothing": ot.ComponentPlan()},
+    )
+    state = ParallelState(fit_mesh(1), 0, "cpu", "fsdp2", {})
+    with pytest.raises(UserError, match="unknown component"):
+        ot.build_parallelize_model(model, parallel_state=state, parallel_plan=refused)
+    after = {name: (p, p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    assert before.keys() == after.keys() and all(before[n][0] is after[n][0] for n in before)
+    assert [value[1:] for value in before.values()] == [value[1:] for value in after.values()]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert ot.layout_of(model) is None
+
+
+def test_fields_come_from_the_plan_then_the_default_then_the_state_then_the_call(model: ot.OmniModel) -> None:
+    given = ot.ParallelPlan(
+        default=ot.ComponentPlan(recompute="full"),
+        components={"image_encoder": ot.ComponentPlan(recompute="none", mode="replicate")},
+    )
+    found = resolve(model, given, CallFlags(parameter_offload=True), dp_replicate=2)
+    image, audio, decoder = (found[name] for name in ("image_encoder", "audio_encoder", "image_decoder"))
+    assert (image.recompute, image.mode, image.dp_replicate, image.dp_shard) == ("none", "replicate", 4, 1)
+    assert (audio.recompute, audio.mode, audio.dp_replicate, audio.dp_shard) == ("full", "hsdp", 2, 2)
+    assert decoder.recompute == "none"  # nothing there that could be recomputed
+    assert (image.parameter_offload, audio.parameter_offload) == (False, True)
+    assert found["foundation"].precision == ot.Precision(param="float32", compute="bfloat16", reduce="float32")
+    assert torch.bfloat16 is getattr(torch, found["foundation"].precision.compute)
+
+
+@pytest.fixture(scope="module")
+def two_heads() -> ot.OmniModel:
+    return build_omni_model(foundation=qwen2_5_vl())
+
+
+@pytest.mark.parametrize(
+    ("refused", "degrees", "message"),
+    [
+        (plan(ulysses=2), {"sp": 4}, r"ulysses: found 2, but 4 ranks share .*; use 1 or 4"),
+        (plan(ulysses=4), {"sp": 4}, r"ulysses: found 4: 4 ranks cannot share 2 heads equally; 1, 2 can"),
+        (plan(ulysses=2, place="world"), {"sp": 2}, r"found 2 with `place: world`; .* share each item: remove one"),
+        (plan(cp=2), {"sp": 2}, r"image_encoder.cp: found 2, but only the foundation has a ring; .*`place: group`"),
+    ],
+)
+def test_a_tower_is_shared_by_the_ranks_that_share_its_row_or_not_at_all(
+    two_heads: ot.OmniModel, refused: ot.ParallelPlan, degrees: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(two_heads, refused, **degrees)
+
+
+@pytest.mark.parametrize(
+    ("component", "why"),
+    [
+        ("image_encoder", "do not take all items as one row"),
+        ("audio_encoder", "do not take all items as one row"),
+        ("image_decoder", "is a decoder"),
+    ],
+)
+def test_a_tower_that_keeps_items_apart_along_the_batch_is_refused_by_name(
+    model: ot.OmniModel, component: str, why: str
+) -> None:
+    message = rf"{component}.ulysses: found 2, but .* an item of {component}: .*{why}.*; remove it \(`place: group`"
+    with pytest.raises(UserError, match=message):
+        resolve(model, plan(component, ulysses=2), sp=2)
+
+
+def test_a_ring_is_refused_to_a_model_that_drops_attention_before_it_runs() -> None:
+    model = build_omni_model(foundation=qwen3_with_dropout())
+    with pytest.raises(UserError, match=r"a ring does not honour dropout \(attention_dropout in .*; set cp to 1"):
+        resolve(model, ot.ParallelPlan(), cp=2)
+    resolve(model, ot.ParallelPlan(), sp=2)
+
+
+def test_a_plan_or_a_model_of_another_kind_is_told_before_anything_is_done(model: ot.OmniModel) -> None:
+    with pytest.raises(UserError, match="model: found a Linear; expected an OmniModel or a model of transformers"):
+        ot.build_parallelize_model(torch.nn.Linear(2, 2))
+    for argument, found, message in (
+        ("parallel_plan", {"default": {"recompute": "full"}}, "found a dict; expected a ParallelPlan"),
+        ("parallel_state", {"tp": 1}, "found a dict; expected what init_parallel_state returns"),
+        ("weights_path", 3, "found 3; expected a folder or a Hub id"),
+        ("enable_mixed_precision", "float16", r"found 'float16'; expected True \(bf16\), False or None"),
+        ("enable_gradient_checkpointing", None, "found None; expected True or False"),
+        ("init_device", "gpu", "found 'gpu'; expected cpu, cuda or meta"),
+    ):
+        with pytest.raises(UserError, match=f"{argument}: {message}"):
+            ot.build_parallelize_model(model, **{argument: found})
+    with pytest.raises(UserError, match="foundation: found a int; expected a Hub id, a folder"):
+        ot.build_omni_model(foundation=3)
+    with pytest.raises(UserError, match="batch: found a list; expected what the model's step_planner makes"):
+        ot.accumulate_gradients(model, [])

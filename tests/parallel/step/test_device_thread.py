@@ -1,0 +1,87 @@
+"""On a GPU a backward runs in a thread of the device, where nothing is of what the forward's thread has for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.verify.verify import verify
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from tests.parallel.expert.test_experts import text_samples
+from tests.parallel.verify.test_verify import hf_samples
+
+
+class RanksWithDeviceThreads:
+    """A pool whose ranks run each backward in a thread of its own."""
+
+    def __init__(self, ranks: RankPool) -> None:
+        self._ranks = ranks
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return self._ranks.run(with_device_thread, function, *args, **options)
+
+
+def with_device_thread(function: Callable[..., Any], *args: Any) -> Any:
+    backward, threads = torch.Tensor.backward, list[int]()
+
+    def in_its_thread(loss: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as device:
+            device.submit(backward, loss).result()
+        threads.append(1)
+
+    with patch.object(torch.Tensor, "backward", in_its_thread):
+        result = function(*args)
+    assert threads, "no backward was run"
+    return result
+
+
+def plan(**fields: Any) -> ParallelPlan:
+    return ParallelPlan(default=ComponentPlan(**fields))
+
+
+EXPERTS = [plan(dp_shard=2, ep=2, expert_chunks=2, delay_wgrad=True, recompute="full")]
+SEQUENCES = [
+    plan(dp_shard=1, ulysses=2, async_ulysses=True, recompute="full"),
+    plan(dp_shard=1, tp=2, sequence_parallel=True, recompute="full"),
+]
+MORE = [
+    plan(dp_shard=2, ep=2, expert_chunks=2, delay_wgrad=True),
+    plan(dp_shard=2, ep=2, recompute="parts", offloaded_tensors=["mlp_input"], delay_wgrad=True),
+    plan(dp_shard=2, ep=2, recompute="selective"),
+    plan(dp_shard=2, ep=2, activation_offload=True, recompute="full", expert_rows=5),
+    "dp2.accum2.offload.recompute",
+    "cp2.recompute",
+    "tp2.recompute",
+]
+
+
+def check(ranks: RankPool, name: str, samples: list[Any], layouts: list[Any]) -> None:
+    pool: Any = RanksWithDeviceThreads(ranks)
+    report = verify(f"tests.parallel.factories:{name}", samples, layouts, nproc=2, pool=pool, timeout_s=120)
+    assert {row.status for row in report.rows} == {"equal"}, str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("moe_with_shared_experts", EXPERTS),
+        ("qwen3_of_four_heads", SEQUENCES),
+        ("qwen3_moe_with_adapters", ["dp2.ep2.recompute"]),
+    ],
+)
+def test_a_backward_in_the_devices_thread_has_the_gradients_of_one_process(
+    ranks: RankPool, name: str, layouts: list[Any]
+) -> None:
+    check(ranks, name, text_samples(), layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe", "qwen3_next"])
+def test_so_it_has_in_every_layout(ranks: RankPool, name: str) -> None:
+    check(ranks, name, hf_samples(name), MORE)

@@ -1,0 +1,64 @@
+"""Samples that the model's own forward reads, on ranks of which others have text alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omnitrain.data.pack import Pack
+from omnitrain.data.sample import Sample
+from omnitrain.parallel.fsdp.units import find_units
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.verify.verify import verify
+from tests.in_forward import omni, phi4_model, qwen2_audio_model, row
+from tests.parallel.laid_out import gradients, laid_out
+
+
+def batch(family: str, *turns: tuple[str, ...]) -> list[Sample]:
+    """Ranks take turns, so every second sample is one rank's."""
+    processor = omni(family)[1]
+    return [processor.sample(row(*own), index) for index, own in enumerate(turns)]
+
+
+def test_a_text_only_rank_gives_the_gradients_of_one_process(ranks: RankPool) -> None:
+    samples = batch("qwen2_audio", ("a+what?", "A"), ("hi", "B c"), ("a+a+and", "C"), ("you", "D"))
+    report = verify(qwen2_audio_model, samples, ["dp2", "tp2", "sp2"], nproc=2, pool=ranks)
+    data, tensor, sequence = report.rows
+    assert (data.status, tensor.status) == ("equal", "equal"), report
+    assert sequence.status == "refused"
+    assert "own forward of Qwen2AudioForConditionalGeneration reads its media, over the whole row" in sequence.reason
+
+
+@pytest.mark.slow
+def test_ranks_with_media_of_several_kinds_give_the_gradients_of_one_process(ranks: RankPool) -> None:
+    samples = batch("phi4_multimodal", ("i+what?", "A"), ("a+what?", "B"), ("i+a+and", "C"), ("you", "D"))
+    (data,) = verify(phi4_model, samples, ["dp2.recompute"], nproc=2, pool=ranks).rows
+    assert data.status == "equal", data
+
+
+def test_towers_are_gathered_with_the_foundation() -> None:
+    model, _ = omni("qwen2_audio")
+    units = find_units(model)
+    assert units.keys() == {"foundation"}
+    assert units["foundation"].all == (
+        "foundation.model.language_model.layers.0",
+        "foundation.model.language_model.layers.1",
+        "foundation",
+    )
+
+
+def in_half_precision(kind: str) -> tuple[float, bool]:
+    """Loss and whether the tower got a gradient, of a rank that computes in bf16."""
+    model = laid_out(model=omni("qwen2_audio")[0].train(), enable_mixed_precision=True)
+    turns = {"audio": ("a+what?", "A"), "text": ("hi", "B")}
+    own = kind if torch.distributed.get_rank() == 0 else "text"
+    output = model(Pack.from_samples(batch("qwen2_audio", turns[own])))
+    output.losses["text"].sum.backward()
+    tower = [grad for name, grad in gradients(model).items() if "audio_tower" in name]
+    return float(output.losses["text"].sum), any(bool(grad.any()) for grad in tower)
+
+
+def test_what_a_processor_gives_in_fp32_meets_weights_in_bf16(ranks: RankPool) -> None:
+    found = ranks.run(in_half_precision, "audio", world=2, timeout_s=120)
+    assert [reached for _, reached in found] == [True, True]
+    assert all(0 < loss < 100 for loss, _ in found)

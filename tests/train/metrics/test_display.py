@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from omnitrain.data.rows import RowSource
+from omnitrain.errors import DataError
+from omnitrain.recipe import DataSource
+from omnitrain.train.metrics.display import quiet_libraries
+
+
+def test_libraries_do_not_say_again_what_an_error_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.csv"
+    file.write_text("question,answer\na,b\n")
+    quiet_libraries()
+    told = r"train\.csv' cannot be read as parquet \(JSON Lines end in \.jsonl\): Parquet magic bytes not found"
+    with pytest.raises(DataError, match=told):
+        RowSource(DataSource(path=str(file)))
+    assert capfd.readouterr().err == ""
+    assert not logging.getLogger("huggingface_hub.utils._http").isEnabledFor(logging.WARNING)  # of retries

@@ -1,0 +1,87 @@
+"""What a run shows of its experts and their exchanges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from omnitrain.errors import UserError
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.recipe import Recipe
+from omnitrain.train.trainer import Trainer
+from tests.tiny import tiny_moe_recipe, tiny_recipe
+from tests.train.test_ranks import fit, metrics
+
+LAYERS = [f"foundation.model.layers.{number}.mlp.experts" for number in range(2)]
+OVERLAPPED = ["parallel.default.ep=2", "parallel.default.expert_chunks=4", "parallel.default.delay_wgrad=true"]
+
+
+class Events:
+    """The spans of a layer in a trace."""
+
+    def __init__(self, file: Path, layer: str) -> None:
+        every = json.loads(file.read_text())["traceEvents"]
+        self.tracks = {event["args"]["name"] for event in every if event["name"] == "thread_name"}
+        self.spans = [event for event in every if event["ph"] == "X" and event["args"]["layer"] == layer]
+
+    def start_and_end(self, name: str, phase: str) -> tuple[float, float]:
+        (span,) = (span for span in self.spans if span["name"] == name and span["args"]["phase"] == phase)
+        return span["ts"], span["ts"] + span["dur"]
+
+    def is_under_way_during(self, exchange: str, experts: str, phase: str) -> bool:
+        """It left before these experts began, and was asked for when they had ended."""
+        left, _ = self.start_and_end(exchange, phase)
+        asked, _ = self.start_and_end(f"wait for {exchange}", phase)
+        began, ended = self.start_and_end(experts, phase)
+        return left < began < ended < asked
+
+
+def test_a_trace_shows_rows_of_the_next_chunk_on_their_way_while_experts_compute(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    recipe = tiny_moe_recipe(tmp_path)
+    ranks.run(fit, recipe, [*OVERLAPPED, "train.trace.steps=[2]"], timeout_s=60, world=2)
+    files = sorted((tmp_path / "run" / "trace").iterdir())
+    assert [file.name for file in files] == ["step-00000002-rank-0.json", "step-00000002-rank-1.json"]
+    for file in files:
+        for layer in LAYERS:
+            events = Events(file, layer)
+            assert events.tracks == {"compute", *(f"link, chunk {chunk}" for chunk in range(4))}
+            for chunk in range(3):
+                assert events.is_under_way_during(f"dispatch {chunk + 1}", f"experts {chunk}", "forward")
+                assert events.is_under_way_during(f"combine {chunk}", f"experts {chunk + 1}", "forward")
+                assert events.is_under_way_during(f"combine {chunk}", f"experts {chunk + 1}", "backward")
+                assert events.is_under_way_during(f"dispatch {chunk + 1}", "weight gradients", "backward")
+
+
+def test_metrics_have_the_seconds_that_ranks_waited_for_exchanges(ranks: RankPool, tmp_path: Path) -> None:
+    lines = ["train.log_every=3", "evaluation={max_new_tokens: 1, loss_every: 1}"]  # one for every step all the same
+    overrides = [*OVERLAPPED, "parallel.default.recompute=full", *lines]
+    ranks.run(fit, tiny_moe_recipe(tmp_path, evaluated=True), overrides, timeout_s=60, world=2)
+    assert len({line["exposed_communication"]["seconds"] for line in metrics(tmp_path / "run")}) == 4
+    for line in metrics(tmp_path / "run"):
+        layers = [line["experts"][layer]["exposed"] for layer in LAYERS]
+        assert min(layers) > 0 and line["exposed_communication"]["seconds"] == pytest.approx(sum(layers))
+        assert 0 < line["exposed_communication"]["share"] < 1
+
+
+def test_nothing_is_exposed_where_no_row_travels(tmp_path: Path) -> None:
+    fit(tiny_moe_recipe(tmp_path), ["train.trace.steps=[1]"])
+    assert {line["exposed_communication"]["seconds"] for line in metrics(tmp_path / "run")} == {0.0}
+    events = Events(tmp_path / "run" / "trace" / "step-00000001-rank-0.json", LAYERS[0])
+    assert events.tracks == {"compute"}
+    assert [span["args"]["phase"] for span in events.spans] == 2 * ["forward", "backward"]
+
+
+def test_a_trace_of_a_step_beyond_the_last_is_refused(tmp_path: Path) -> None:
+    beyond = r"`trace.steps`: found 5, 9, but the last step is 4; name earlier ones, or raise `steps`"
+    with pytest.raises(UserError, match=beyond):
+        Recipe.load(str(tiny_moe_recipe(tmp_path)), ["train.steps=4", "train.trace.steps=[4, 5, 9]"])
+
+
+def test_a_trace_of_a_dense_model_is_refused(tmp_path: Path) -> None:
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.trace.steps=[1]"])
+    with pytest.raises(UserError, match=r"train.trace.steps: found \[1\], but Qwen3ForCausalLM has no experts"):
+        Trainer(recipe)

@@ -1,0 +1,83 @@
+"""The folder of a run, without a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omnitrain.data.sample import Rejected
+from omnitrain.errors import TrainingError, UserError
+from omnitrain.recipe import Recipe
+from omnitrain.train.run_state.run_folder import RunFolder
+from tests.tiny import tiny_recipe
+
+HOLD = """
+import sys
+from pathlib import Path
+from omnitrain.train.run_state.run_lock import FolderLock
+lock = FolderLock()
+lock.take(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def run_folder(path: Path, output_dir: Path) -> RunFolder:
+    return RunFolder(Recipe.load(str(path), [f"output_dir={output_dir}"]))
+
+
+def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
+    recipe, path = tiny_recipe(tmp_path), tmp_path / "run"
+    run_folder(recipe, path).open(False, 0)
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        told = rf"output_dir: a run \(process {other.pid} on .*\) writes into '{path}'"
+        for resumed in (False, True):
+            with pytest.raises(UserError, match=told):
+                run_folder(recipe, path).open(resumed, 0)
+        with pytest.raises(UserError, match=told):
+            run_folder(recipe, path).require_free()
+        assert not (tmp_path / "run.old1").exists()
+        other.kill()
+    run_folder(recipe, path).require_free()
+    run_folder(recipe, path).open(True, 0)
+
+
+def test_what_a_crash_left_that_came_before_the_first_file_is_in_nobodys_way(tmp_path: Path) -> None:
+    recipe, path = tiny_recipe(tmp_path), tmp_path / "run"
+    path.mkdir()
+    (path / ".lock").touch()
+    run_folder(recipe, path).open(False, 0)
+    assert (path / "recipe.yaml").is_file()
+
+
+def test_a_run_behind_a_link_is_moved_aside_where_it_is(tmp_path: Path) -> None:
+    recipe, large = tiny_recipe(tmp_path), tmp_path / "large disk"
+    (large / "run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(large / "run")
+    for _ in range(2):
+        folder = run_folder(recipe, tmp_path / "link")
+        folder.open(False, 0)
+        folder.close()
+    assert (tmp_path / "link").is_symlink()
+    assert [(large / name / "recipe.yaml").is_file() for name in ("run", "run.old1")] == [True, True]
+
+
+def test_an_earlier_run_is_not_moved_from_under_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(tmp_path)
+    run_folder(recipe, tmp_path / "run").open(False, 0)
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(UserError, match=r"'\.' holds an earlier run, and this command was started inside of it"):
+        run_folder(recipe, Path()).open(False, 0)
+
+
+def test_a_full_disk_behind_a_checkpoint_is_a_line(tmp_path: Path) -> None:
+    folder = run_folder(tiny_recipe(tmp_path), tmp_path / "run")
+    folder.open(False, 0)
+    (tmp_path / "run" / "rejected.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"rejected.jsonl cannot be written \(No space left on device\);"):
+        folder.list_rejected([Rejected("row", "source", "reason")])

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters
+from omnitrain.recipe import Recipe
+from omnitrain.train.verbs.verify import model_of, verify, verify_recipe
+from tests.tiny import tiny_recipe
+
+
+def test_a_recipe_is_verified_on_its_own_model_and_data(tmp_path: Path, ranks: RankPool) -> None:
+    report = verify_recipe(Recipe.load(str(tiny_recipe(tmp_path))), ["dp2.accum2"], nproc=2, num_samples=7, pool=ranks)
+    (row,) = report.rows
+    assert row.status == "equal" and report.ok, row.reason
+    assert row.loss_error < 1e-6 and row.collectives > 0
+
+
+def test_a_recipe_stands_for_its_model(tmp_path: Path, ranks: RankPool) -> None:
+    recipe, ids = Recipe.load(str(tiny_recipe(tmp_path))), torch.arange(7)
+    (row,) = verify(recipe, [{"input_ids": ids, "labels": ids}], ["dp2"], pool=ranks).rows
+    assert row.status == "equal", row.reason
+
+
+def test_a_recipe_too_large_for_the_machine_is_shrunk_in_depth_and_rows(tmp_path: Path, ranks: RankPool) -> None:
+    config = "model.foundation.config"
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), [f"{config}.num_hidden_layers=7", f"{config}.vocab_size=5000"])
+    parameters = num_parameters(model_of(recipe, "meta"))
+    memory = needed_memory(parameters, 2) - 1
+    report = verify_recipe(recipe, ["dp2"], nproc=2, num_samples=7, pool=ranks, memory=memory)
+    assert [row.status for row in report.rows] == ["equal"], str(report)
+    assert report.parameters < parameters
+    assert "2 of 7 layers, 512 of 5,000 vocabulary rows" in " ".join(str(report).split())
+
+
+def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> None:
+    """In fp32: rounding to bf16 would be a difference of its own."""
+    own = "parallel={default: {tp: 2, precision: {compute: bfloat16}}, components: {image_encoder: {mode: replicate}}}"
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), [own])
+    (row,) = verify_recipe(recipe, ["plan"], nproc=2, num_samples=3, pool=ranks).rows
+    assert row.status == "equal" and "tp=2" in row.layout and "mode=replicate" in row.layout, row.reason
+    usual = verify_recipe(recipe, nproc=1, num_samples=3, pool=ranks).rows
+    assert [r.layout for r in usual] == [row.layout, "dp2", "dp4", "hsdp2x2"]
+    assert [r.status for r in usual] == ["refused"] * 4
+
+
+def test_a_misspelt_layout_is_told_the_words_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)`plam`: not understood.*or `plan` alone: the recipe's own"):
+        verify_recipe(Recipe.load(str(tiny_recipe(tmp_path))), ["plam"])
