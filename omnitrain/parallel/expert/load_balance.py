@@ -6,14 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
@@ -28,6 +25,7 @@ from omnitrain.ops.experts.balance_loss import (
     sample_balance,
     z_loss,
 )
+from omnitrain.ops.experts.routers import choice_bias, find_router
 from omnitrain.ops.experts.weights import num_experts_of
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.layout import layout_of
@@ -127,7 +125,7 @@ class Routers:
     def _watched(self, name: str, experts: nn.Module) -> _Layer:
         parent = name.rpartition(".")[0]
         number = num_experts_of(experts)
-        layer = _Layer(name, experts, number, _choice_bias(self._model.get_submodule(parent), number))
+        layer = _Layer(name, experts, number, choice_bias(self._model.get_submodule(parent), number))
         layer.fractions = torch.full((number,), 1 / number)
         experts.register_forward_pre_hook(
             lambda _, arguments, kwargs: self._note_index(layer, arguments), with_kwargs=True
@@ -296,28 +294,3 @@ def _rows(pack: Pack, share: Share) -> _Rows:
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
     on_device = moved(rows, device), moved(sample[here[rows]], device)
     return _Rows(*on_device, len(pack.info.ids), len(here), part is not None)
-
-
-def find_router(model: nn.Module, parent: str) -> tuple[nn.Module, int] | None:
-    """The router below ``parent``, and where in its output its scores are, as the model declares to transformers."""
-    recorders = [
-        recorder
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-        for name, recorder in (getattr(module, "_can_record_outputs", None) or {}).items()
-        if name == "router_logits" and isinstance(recorder, OutputRecorder)
-    ]
-    for module in model.get_submodule(parent).modules():
-        for recorder in recorders:
-            if isinstance(module, recorder.target_class):
-                return module, recorder.index
-    return None
-
-
-def _choice_bias(layer: nn.Module, num_experts: int) -> Tensor | None:
-    """What is added to the scores to choose experts and does not train by gradients, in the modules of a layer."""
-    held: list[tuple[str, Any]] = [*layer.named_buffers(), *layer.named_parameters()]
-    for name, tensor in held:
-        if name.endswith("_bias") and tensor.numel() == num_experts and not tensor.requires_grad:
-            return tensor
-    return None

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from omnitrain.ops.experts import experts_in, set_experts
-from omnitrain.parallel.expert.load_balance import find_router
+from omnitrain.ops.experts.routers import find_router
 from omnitrain.parallel.memory.offload import ActivationOffload, around_calls
 from omnitrain.parallel.memory.recompute import recompute_modules
 from omnitrain.recipe.parallel import OffloadedTensor, RecomputedPart

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import AUTO
+from omnitrain.ops.experts.routers import find_router
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.expert.deepep import deepep_problem
-from omnitrain.parallel.expert.load_balance import find_router
 from omnitrain.parallel.resolve.sources import Asked
 from omnitrain.recipe.parallel import FOUNDATION, Chunks, ComponentPlan, ParallelPlan
 
