@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from omnitrain.cli.main import app, names_a_model
-from omnitrain.recipe import find_recipe, load_recipe
+from omnitrain.recipe import Recipe, find_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.is_file()]
@@ -48,7 +48,7 @@ def test_omnitrain_command_parses_and_its_recipe_and_overrides_resolve(
     arguments = verb.make_context(words[0], words[1:]).params if words[1:] != ["--help"] else {}
     if words[0] in RECIPE_VERBS and arguments and not names_a_model(arguments.get("model_or_recipe") or ""):
         recipe = recipe_of(arguments, copied_recipes())
-        load_recipe(recipe, arguments.get("overrides"))
+        Recipe.load(recipe, arguments.get("overrides"))
 
 
 def recipe_of(arguments: dict[str, Any], copies: dict[str, str]) -> Path:

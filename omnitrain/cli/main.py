@@ -115,13 +115,13 @@ def check(
         check_model(model_or_recipe)
         return
 
-    from omnitrain.recipe import find_recipe, load_recipe
+    from omnitrain.recipe import Recipe, find_recipe
 
     try:
         find_recipe(model_or_recipe)
     except RecipeError as error:
         raise RecipeError(f"{error}; nor is there the folder of a model") from None
-    resolved = load_recipe(model_or_recipe, overrides)
+    resolved = Recipe.load(model_or_recipe, overrides)
 
     from omnitrain.train.verbs.check import check_recipe
 
@@ -148,11 +148,11 @@ def run(
     nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 1,
 ) -> None:
     """Train."""
-    from omnitrain.recipe import load_recipe
+    from omnitrain.recipe import Recipe
     from omnitrain.train.launch.environment import end_with_launcher
 
     end_with_launcher()
-    resolved = load_recipe(recipe, overrides)
+    resolved = Recipe.load(recipe, overrides)
     if nproc > 1:
         from omnitrain.train.launch.launch import launch
 
@@ -183,9 +183,9 @@ def verify(
     samples: Annotated[int, typer.Option(help="Samples of the global batch.", min=1)] = 12,
 ) -> None:
     """Prove that layouts on several ranks train as one process does: loss, every gradient, every weight."""
-    from omnitrain.recipe import load_recipe
+    from omnitrain.recipe import Recipe
 
-    resolved = load_recipe(recipe, overrides)
+    resolved = Recipe.load(recipe, overrides)
 
     from omnitrain.train.verbs.verify import verify_recipe
 

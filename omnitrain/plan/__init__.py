@@ -1,7 +1,7 @@
 """Pure planning: who does what in a step. No process group, no torch; equal inputs give equal plans on every rank."""
 
 from omnitrain.plan.collectives import Collective, implied_collectives
-from omnitrain.plan.show import ComponentLine, component_lines
+from omnitrain.plan.show import ComponentLine
 from omnitrain.plan.step import Call, Routes, StepPlan, plan_step
 from omnitrain.plan.tables import (
     ItemFacts,
@@ -30,7 +30,6 @@ __all__ = [
     "StepPlan",
     "StepTables",
     "Topology",
-    "component_lines",
     "decode_tables",
     "encode_table",
     "implied_collectives",

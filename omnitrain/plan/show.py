@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
-
-from omnitrain.plan.step import StepPlan
-from omnitrain.plan.topology import PlannedComponent
 
 
 @dataclass(frozen=True)
@@ -35,29 +31,8 @@ class ComponentLine:
     reduces: bool
 
 
-def component_lines(plan: StepPlan) -> tuple[ComponentLine, ...]:
-    """A line for each component in each micro-batch in which it runs."""
-    lines = []
-    for component in plan.topology.components:
-        loads, last = plan.loads(component.name), plan.last_active(component.name)
-        lines += [
-            _line(plan, component, micro_batch, loads[micro_batch], micro_batch == last)
-            for micro_batch in range(plan.num_micro_batches)
-            if plan.is_active(component.name, micro_batch)
-        ]
-    return tuple(sorted(lines, key=lambda line: line.micro_batch))
-
-
-def step_text(plan: StepPlan) -> str:
-    """``str(plan)``: counts, tokens and the lines of :func:`component_lines`."""
-    counts = ", ".join(f"{name} {count:,}" for name, count in plan.loss_counts.items())
-    tokens = plan.tokens.sum(axis=0)
-    head = [
-        f"step plan {plan.digest()}: {plan.topology.world_size} ranks, {plan.num_micro_batches} micro-batches"
-        + (", the last of the data" if plan.is_last else ""),
-        f"predicted tokens: {counts or 'none'}",
-        f"tokens drawn: {int(tokens.sum()):,}, per rank {int(tokens.min()):,} to {int(tokens.max()):,}",
-    ]
+def component_table(lines: Iterable[ComponentLine]) -> list[str]:
+    """The lines of a table with a row for each of ``lines``, under its titles."""
     titles = ("micro-batch", "component", "calls", "items", "travel", "minimal on", "max/mean cost", "reduces")
     rows = [
         (
@@ -70,28 +45,8 @@ def step_text(plan: StepPlan) -> str:
             f"{line.imbalance:.2f}",
             "yes" if line.reduces else "",
         )
-        for line in component_lines(plan)
+        for line in lines
     ]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *rows))
-    return "\n".join([*head, *(line.rstrip() for line in table)])
-
-
-def _line(
-    plan: StepPlan, component: PlannedComponent, micro_batch: int, loads: np.ndarray, reduces: bool
-) -> ComponentLine:
-    entrances = list(plan.topology.entrances_of(component.name))
-    calls = plan.calls[micro_batch, entrances]
-    own = plan.own_calls[micro_batch][entrances][:, list(component.ranks)]
-    routes = plan.routes(component.name, micro_batch)
-    travels = (routes.producer != routes.consumer) & plan.topology.moves(component.name)
-    return ComponentLine(
-        micro_batch=micro_batch,
-        component=component.name,
-        calls=int(calls.sum()),
-        items=len(np.unique(routes.item)),
-        travelling=len(np.unique(routes.item[travels])),
-        minimal_ranks=int((own < calls[:, None]).any(axis=0).sum()),
-        imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
-        reduces=reduces,
-    )
+    return [line.rstrip() for line in table]

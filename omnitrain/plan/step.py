@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from omnitrain.plan.balance import assign_by_cost
+from omnitrain.plan.show import ComponentLine, component_table
 from omnitrain.plan.sorting import stable_order
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.topology import PlannedComponent, Topology
@@ -156,10 +157,44 @@ class StepPlan:
             content.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return content.hexdigest()
 
-    def __str__(self) -> str:
-        from omnitrain.plan.show import step_text
+    def component_lines(self) -> tuple[ComponentLine, ...]:
+        """A line for each component in each micro-batch in which it runs, micro-batch by micro-batch."""
+        return tuple(
+            self._component_line(component, micro_batch)
+            for micro_batch in range(self.num_micro_batches)
+            for component in self.topology.components
+            if self.is_active(component.name, micro_batch)
+        )
 
-        return step_text(self)
+    def _component_line(self, component: PlannedComponent, micro_batch: int) -> ComponentLine:
+        entrances = list(self.topology.entrances_of(component.name))
+        calls = self.calls[micro_batch, entrances]
+        own = self.own_calls[micro_batch][entrances][:, list(component.ranks)]
+        routes = self.routes(component.name, micro_batch)
+        travels = (routes.producer != routes.consumer) & self.topology.moves(component.name)
+        loads = self.loads(component.name)[micro_batch]
+        return ComponentLine(
+            micro_batch=micro_batch,
+            component=component.name,
+            calls=int(calls.sum()),
+            items=len(np.unique(routes.item)),
+            travelling=len(np.unique(routes.item[travels])),
+            minimal_ranks=int((own < calls[:, None]).any(axis=0).sum()),
+            imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
+            reduces=micro_batch == self.last_active(component.name),
+        )
+
+    def __str__(self) -> str:
+        """Counts, tokens and a table of :meth:`component_lines`."""
+        counts = ", ".join(f"{name} {count:,}" for name, count in self.loss_counts.items())
+        tokens = self.tokens.sum(axis=0)
+        head = [
+            f"step plan {self.digest()}: {self.topology.world_size} ranks, {self.num_micro_batches} micro-batches"
+            + (", the last of the data" if self.is_last else ""),
+            f"predicted tokens: {counts or 'none'}",
+            f"tokens drawn: {int(tokens.sum()):,}, per rank {int(tokens.min()):,} to {int(tokens.max()):,}",
+        ]
+        return "\n".join([*head, *component_table(self.component_lines())])
 
     def _producer_for(self, rank: int, component: str) -> int:
         """Whose items ``rank`` encodes."""

@@ -4,9 +4,9 @@ from omnitrain.recipe.data import ChatFormat, Columns, Data, DataSource
 from omnitrain.recipe.evaluation import Evaluation, Sampling
 from omnitrain.recipe.globs import assign_globs, match_globs
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.load import json_schema, load_recipe, save_recipe
 from omnitrain.recipe.model import Decoder, Encoder, HFSource, Model, Ops, Projector
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
+from omnitrain.recipe.save import json_schema, save_recipe
 from omnitrain.recipe.shipped import copy_recipe, find_recipe, list_recipes, recipes_folder, summary
 from omnitrain.recipe.train import Compile, ExpertsBalance, Optimizer, Train
 from omnitrain.recipe.tree import Recipe
@@ -38,7 +38,6 @@ __all__ = [
     "find_recipe",
     "json_schema",
     "list_recipes",
-    "load_recipe",
     "match_globs",
     "parse_layout",
     "recipes_folder",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import importlib.util
 import inspect
 import re
@@ -117,9 +116,10 @@ def _problems(value: dict[Any, Any], at: Location, config_class: type | None = N
 def _config_class(model_type: Any) -> type | None:
     from transformers import CONFIG_MAPPING
 
-    if isinstance(model_type, str) and model_type.startswith("omnitrain") and model_type not in CONFIG_MAPPING:
-        # Registers our own types. By name, for recipes are below models and import nothing of them.
-        importlib.import_module("omnitrain.models.omni.model")
+    if isinstance(model_type, str) and model_type.startswith("omnitrain"):
+        from omnitrain.recipe.component_configs import CONFIGS
+
+        return CONFIGS.get(model_type)
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (its `get` loads nothing)
 
 

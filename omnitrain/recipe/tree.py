@@ -1,26 +1,32 @@
 """The recipe: one typed tree that YAML files, ``key.sub=value`` overrides and Python all spell.
 
 Every field has a description; ``omnitrain schema`` prints them as JSON schema. Unknown keys are errors
-(:mod:`omnitrain.recipe.load` names the nearest valid one).
+(:mod:`omnitrain.recipe.problems` names the nearest valid one).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from omnitrain.errors import RecipeError
 from omnitrain.recipe.data import Data
 from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.located import located
 from omnitrain.recipe.model import Model
+from omnitrain.recipe.overrides import apply_overrides
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
+from omnitrain.recipe.problems import problem_lines
+from omnitrain.recipe.shipped import find_recipe
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
+from omnitrain.recipe.yaml_text import parse_yaml
 
 
 class Recipe(Strict):
@@ -114,16 +120,42 @@ class Recipe(Strict):
             raise ValidationError.from_exception_data("Recipe", problems)
 
     @classmethod
-    def load(cls, path: str, overrides: list[str] | None = None) -> Recipe:
+    def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
         """Read a YAML recipe.
 
         Args:
             path: YAML file, or the name of a shipped recipe (``quickstart``).
-            overrides: ``key.sub=value`` strings; values are YAML.
+            overrides: ``key.sub=value`` strings, applied in order; values are YAML.
 
         Raises:
-            RecipeError: every problem at once, each with its path and, for unknown keys, the nearest valid key.
+            RecipeError: no such recipe, YAML that cannot be read, or every problem of the tree and the overrides at
+                once, each with its path and, for unknown keys, the nearest valid key.
         """
-        from omnitrain.recipe.load import load_recipe
+        if not isinstance(overrides, list | tuple | None):
+            raise RecipeError(
+                f"overrides: found a {type(overrides).__name__}; expected a list of key.sub=value, such as "
+                "['train.steps=20']"
+            )
+        file = find_recipe(path)
+        tree = _read_mapping(file)
+        problems = apply_overrides(tree, overrides or [])
+        try:
+            recipe = cls.model_validate(tree)
+        except ValidationError as error:
+            problems += problem_lines(error, cls)
+        if problems:
+            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+            raise RecipeError("\n  ".join([f"{file}: {count}", *problems]))
+        return recipe
 
-        return load_recipe(path, overrides)
+
+def _read_mapping(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{file}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    tree = parse_yaml(text, str(file))
+    if not isinstance(tree, dict):
+        found = "an empty file" if tree is None else f"a {type(tree).__name__}"
+        raise RecipeError(f"{file}: found {found}; expected keys such as `model:`, `data:` and `train:`")
+    return tree

@@ -15,8 +15,8 @@ from omnitrain.ops.fused.install import FusedOp
 from omnitrain.parallel.layout import AppliedLayout, layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.load import require_heads
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
+from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
 from omnitrain.train.effect import require_effect
 from omnitrain.train.precision import compute_dtype, mixed_precision

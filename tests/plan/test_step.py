@@ -15,7 +15,6 @@ from omnitrain.plan import (
     Topology,
     implied_collectives,
 )
-from omnitrain.plan.show import component_lines
 from tests.plan.random_steps import plan_of, random_facts, random_topology
 
 SEEDS = range(25)
@@ -181,7 +180,7 @@ def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() ->
     assert [call.is_minimal for own in calls for call in own] == [False, False, True, True]
     assert not any(plan.has_exchange("encoder", 0, rank) for rank in everyone)
     assert plan.loads("encoder").tolist() == [[6, 6, 0, 0]]
-    assert [(line.travelling, line.minimal_ranks) for line in component_lines(plan)] == [(0, 2)]
+    assert [(line.travelling, line.minimal_ranks) for line in plan.component_lines()] == [(0, 2)]
 
 
 def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> None:

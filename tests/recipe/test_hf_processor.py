@@ -3,19 +3,19 @@ from pathlib import Path
 import pytest
 
 from omnitrain.errors import RecipeError
-from omnitrain.recipe import load_recipe
+from omnitrain.recipe import Recipe
 
 
 def refusal(file: Path, processor: str) -> list[str]:
     with pytest.raises(RecipeError) as error:
-        load_recipe(file, [f"model.encoders.image_encoder.processor={processor}"])
+        Recipe.load(file, [f"model.encoders.image_encoder.processor={processor}"])
     start = "  model.encoders.image_encoder.processor."
     return [line.removeprefix(start) for line in str(error.value).splitlines()[1:]]
 
 
 def test_arguments_of_the_named_class_only(recipe_file: Path) -> None:
     named = "feature_extractor_type: WhisperFeatureExtractor"
-    load_recipe(recipe_file, [f"model.encoders.image_encoder.processor={{{named}, sampling_rate: 8000}}"])
+    Recipe.load(recipe_file, [f"model.encoders.image_encoder.processor={{{named}, sampling_rate: 8000}}"])
     assert refusal(recipe_file, f"{{{named}, sampling_rat: 8000, image_mean: [0.5]}}")[0] == (
         "sampling_rat: unknown key, found 8000; did you mean `sampling_rate`?"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from omnitrain.errors import RecipeError
-from omnitrain.recipe import list_recipes, load_recipe
+from omnitrain.recipe import Recipe, list_recipes
 from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 Key = tuple[str | int, ...]
@@ -37,12 +37,12 @@ def test_every_misspelt_key_of_a_shipped_recipe_is_refused(name: str, tmp_path: 
 def misspell_each_key(recipe: Path, scratch: Path | None = None) -> int:
     """Misspell the keys of the recipe's text and of its resolved tree, one at a time; returns how many."""
     scratch = scratch or recipe.with_name("misspelt.yaml")
-    trees = [parse_yaml(recipe.read_text(), str(recipe)), load_recipe(recipe).model_dump()]
+    trees = [parse_yaml(recipe.read_text(), str(recipe)), Recipe.load(recipe).model_dump()]
     cases = [(tree, key) for tree in trees for key in keys(tree)]
     for tree, key in cases:
         scratch.write_text(dump_yaml(misspelt(tree, key)))
         with pytest.raises(RecipeError) as refusal:
-            load_recipe(scratch)
+            Recipe.load(scratch)
         path = ".".join(map(str, (*key[:-1], misspell(str(key[-1])))))
         lines = [line for line in str(refusal.value).splitlines() if line.startswith(f"  {path}: ")]
         expected = "missing" if key[-1] == "model_type" and not lines else f"did you mean `{key[-1]}`?"

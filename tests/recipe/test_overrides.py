@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from omnitrain.errors import RecipeError
-from omnitrain.recipe import load_recipe
+from omnitrain.recipe import Recipe
 from omnitrain.recipe.overrides import apply_overrides
 
 
 def test_values_are_yaml_and_reach_every_kind_of_node(recipe_file: Path) -> None:
-    recipe = load_recipe(
+    recipe = Recipe.load(
         recipe_file,
         [
             "train.steps=20",
@@ -61,7 +61,7 @@ def test_a_null_node_becomes_a_group() -> None:
 )
 def test_bad_override_is_one_clear_line(recipe_file: Path, override: str, problem: str) -> None:
     with pytest.raises(RecipeError) as error:
-        load_recipe(recipe_file, [override])
+        Recipe.load(recipe_file, [override])
     header, line = str(error.value).splitlines()
     assert header == f"{recipe_file}: 1 problem"
     assert line.startswith(f"  {problem}")

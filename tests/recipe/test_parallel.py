@@ -6,7 +6,7 @@ from torch.distributed.tensor import Shard
 
 import omnitrain as ot
 from omnitrain.errors import RecipeError
-from omnitrain.recipe import load_recipe, save_recipe
+from omnitrain.recipe import Recipe, save_recipe
 
 NAMES = {
     "foundation": ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj"],
@@ -20,7 +20,7 @@ def test_a_plan_is_written_in_python_as_in_yaml(recipe_file: Any) -> None:
         ep_plan={"layers.*.mlp.experts.*": Shard(0)},
         tp_plan=None,
     )
-    recipe = load_recipe(
+    recipe = Recipe.load(
         recipe_file,
         [
             "parallel.components={foundation: {ulysses: 2, ep: 4}, image_encoder: {place: world}}",
@@ -30,7 +30,7 @@ def test_a_plan_is_written_in_python_as_in_yaml(recipe_file: Any) -> None:
     assert recipe.parallel == plan
     assert plan.ep_plan == {"layers.*.mlp.experts.*": 0}
     save_recipe(recipe, recipe_file.with_name("saved.yaml"))
-    assert load_recipe(recipe_file.with_name("saved.yaml")).parallel == plan
+    assert Recipe.load(recipe_file.with_name("saved.yaml")).parallel == plan
 
 
 def test_what_a_component_leaves_unset_comes_from_the_default() -> None:
@@ -74,7 +74,7 @@ def test_a_component_plan_that_contradicts_itself_is_refused(fields: dict[str, A
 def test_a_recipe_names_the_place_of_a_contradiction_and_the_nearest_key(recipe_file: Any) -> None:
     overrides = ["parallel.components={foundation: {mode: fsdp2, dp_replicate: 2}}", "parallel.default={ulyses: 2}"]
     with pytest.raises(RecipeError) as refusal:
-        load_recipe(recipe_file, overrides)
+        Recipe.load(recipe_file, overrides)
     assert "parallel.default.ulyses: unknown key, found 2; did you mean `ulysses`?" in str(refusal.value)
     assert "parallel.components.foundation.dp_replicate: found 2 with `mode: fsdp2`" in str(refusal.value)
 
@@ -89,7 +89,7 @@ def test_a_recipe_names_the_place_of_a_contradiction_and_the_nearest_key(recipe_
 )
 def test_a_plan_that_train_compile_does_not_go_with_is_refused(recipe_file: Any, override: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        load_recipe(recipe_file, ["train.compile=true", f"parallel.components.foundation.{override}"])
+        Recipe.load(recipe_file, ["train.compile=true", f"parallel.components.foundation.{override}"])
 
 
 def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,11 +25,9 @@ from torch import Tensor
 
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of
+from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.hf.load import folder_with
 from omnitrain.ops.experts import experts_in, matrix_names, parameter_names
-
-if TYPE_CHECKING:
-    from omnitrain.models.omni.model import OmniModel
 
 T = TypeVar("T")
 
@@ -50,7 +48,7 @@ _WEIGHT = ".weight"
 _TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
-def split_weights(model: OmniModel, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def split_weights(model: ComponentModel, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A model's ``state_dict`` -> that of the model without adapters, under its own names, and the adapters'."""
     base_of = {names[0]: base for base, names in model.renamed.items()}
     added = model.adapter_names
@@ -58,7 +56,7 @@ def split_weights(model: OmniModel, weights: Mapping[str, Tensor]) -> tuple[dict
     return base, {name: tensor for name, tensor in weights.items() if name in added}
 
 
-def save_adapters(model: OmniModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
+def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write ``adapters/NAME`` for each HF model that has some: ``foundation``, or an encoder.
 
     Args:
@@ -81,7 +79,7 @@ def remove_adapters(folder: Path) -> None:
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
-def stored_adapters(model: OmniModel, path: str | Path) -> dict[str, Adapters]:
+def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
     """Component of ``model`` -> the adapters that a checkpoint has for it; weights are not read.
 
     Args:
@@ -94,7 +92,7 @@ def stored_adapters(model: OmniModel, path: str | Path) -> dict[str, Adapters]:
     return _stored(model, _folders_at(path))
 
 
-def load_adapters(model: OmniModel, path: str | Path, subfolder: str = "", **hub: Any) -> None:
+def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", **hub: Any) -> None:
     """Put the adapters of a checkpoint into ``model``, and freeze the components that have some.
 
     Args:
@@ -120,7 +118,7 @@ def _folders_at(path: str | Path, subfolder: str = "", **hub: Any) -> list[Path]
     return sorted(folder for folder in found.glob("[!.]*") if folder.is_dir())
 
 
-def _stored(model: OmniModel, folders: Iterable[Path]) -> dict[str, Adapters]:
+def _stored(model: ComponentModel, folders: Iterable[Path]) -> dict[str, Adapters]:
     found: dict[str, Adapters] = {}
     for folder in folders:
         found |= _adapters_in(model, folder.name, _read(folder / _CONFIG, _config_in))
@@ -163,14 +161,14 @@ class _Entry:
         return tensor.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
 
 
-def _by_root(model: OmniModel) -> dict[str, list[Adapters]]:
+def _by_root(model: ComponentModel) -> dict[str, list[Adapters]]:
     found: dict[str, list[Adapters]] = {}
     for component, adapters in adapters_of(model).items():
         found.setdefault(root_of(model, component), []).append(adapters)
     return found
 
 
-def _entries(model: OmniModel, root: str, adapters: list[Adapters]) -> Iterator[tuple[str, tuple[str, _Entry]]]:
+def _entries(model: ComponentModel, root: str, adapters: list[Adapters]) -> Iterator[tuple[str, tuple[str, _Entry]]]:
     """Key in the file -> name in the model, and how the tensor lies in the file."""
     experts = {path for own in adapters for path in own.experts}
     for name in (name for own in adapters for name in own.linears):
@@ -197,7 +195,7 @@ def _below(root: str, name: str) -> str:
     return name.removeprefix(f"{root}.")
 
 
-def _config(model: OmniModel, root: str, adapters: list[Adapters]) -> Any:
+def _config(model: ComponentModel, root: str, adapters: list[Adapters]) -> Any:
     first = adapters[0]
     has_experts = any(True for _ in experts_in(model.get_submodule(root)))
     modules, parameters = {}, {}
@@ -224,7 +222,7 @@ def _config(model: OmniModel, root: str, adapters: list[Adapters]) -> Any:
     return config
 
 
-def _adapters_in(model: OmniModel, root: str, config: Mapping[str, Any]) -> dict[str, Adapters]:
+def _adapters_in(model: ComponentModel, root: str, config: Mapping[str, Any]) -> dict[str, Adapters]:
     """Component -> adapters, of a file's config with full names of layers."""
     base = {names[0]: name for name, names in model.renamed.items()}
     owner = {base.get(path, path): name for name, parameters in model.components.items() for path in parameters}
@@ -246,7 +244,7 @@ def _adapters_in(model: OmniModel, root: str, config: Mapping[str, Any]) -> dict
 
 
 @torch.no_grad()
-def _fill(model: OmniModel, root: str, folder: Path) -> None:
+def _fill(model: ComponentModel, root: str, folder: Path) -> None:
     stored = _read(folder / _WEIGHTS, load_file)
     entries = dict(_entries(model, root, _by_root(model)[root]))
     problems = [f"  missing: {key}" for key in sorted(entries.keys() - stored.keys())]

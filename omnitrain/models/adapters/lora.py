@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from omnitrain.errors import UserError
+from omnitrain.models.components.model import ComponentModel
 from omnitrain.ops.experts import (
     add_expert_adapter,
     backend_of,
@@ -26,9 +26,6 @@ from omnitrain.peers import is_spread
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION
-
-if TYPE_CHECKING:
-    from omnitrain.models.omni.model import OmniModel
 
 ADAPTER = "default"  # as peft names it
 _APPLIED = "_lora_adapters"
@@ -69,12 +66,12 @@ def peft() -> ModuleType:
     return peft
 
 
-def adapters_of(model: OmniModel) -> dict[str, Adapters]:
+def adapters_of(model: ComponentModel) -> dict[str, Adapters]:
     """Component -> its adapters; components without any are left out."""
     return getattr(model, _APPLIED, {})
 
 
-def adapters_within(model: OmniModel, adapters: Mapping[str, Adapters]) -> dict[str, Adapters]:
+def adapters_within(model: ComponentModel, adapters: Mapping[str, Adapters]) -> dict[str, Adapters]:
     """Those of ``adapters`` whose matrices ``model`` has: one of fewer layers has fewer."""
     names = {name for name, _ in model.named_parameters()}
     return {
@@ -87,7 +84,7 @@ def adapters_within(model: OmniModel, adapters: Mapping[str, Adapters]) -> dict[
     }
 
 
-def without_adapters(model: OmniModel) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
+def without_adapters(model: ComponentModel) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
     """The modules and parameters of ``model``, tied ones under all names, as they are called without adapters."""
     adapted = {name for own in adapters_of(model).values() for name in own.linears}
     inside = tuple(f"{name}." for name in adapted)
@@ -100,18 +97,18 @@ def without_adapters(model: OmniModel) -> tuple[dict[str, nn.Module], dict[str, 
     return modules, {base: parameters[name] for base, name in names_without_adapters(model, parameters).items()}
 
 
-def names_without_adapters(model: OmniModel, names: Iterable[str]) -> dict[str, str]:
+def names_without_adapters(model: ComponentModel, names: Iterable[str]) -> dict[str, str]:
     """What parameters ``names`` are called without adapters -> their names; adapters are left out."""
     base_of, added = {own[0]: base for base, own in model.renamed.items()}, model.adapter_names
     return {base_of.get(name, name): name for name in names if name not in added}
 
 
-def root_of(model: OmniModel, component: str) -> str:
+def root_of(model: ComponentModel, component: str) -> str:
     """Name of the HF model that the component is, or is a part of."""
     return component if component in (*model.encoder_names, *model.decoder_names) else FOUNDATION
 
 
-def find_adapters(model: OmniModel, component: str, lora: Lora) -> Adapters:
+def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
     """What the globs of ``lora`` name in the component.
 
     Raises:
@@ -120,7 +117,7 @@ def find_adapters(model: OmniModel, component: str, lora: Lora) -> Adapters:
     return find_in_all(model, [component], lora)[component]
 
 
-def find_in_all(model: OmniModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
+def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
     """What the globs of ``lora`` name in ``components``; those in which they name nothing are left out.
 
     Raises:
@@ -139,7 +136,7 @@ def _chosen(lora: Lora, linears: Iterable[str], experts: Iterable[str]) -> Adapt
     return Adapters(lora.rank, lora.alpha, *(tuple(sorted(names)) for names in taken))
 
 
-def _candidates(model: OmniModel, component: str) -> tuple[list[str], list[str]]:
+def _candidates(model: ComponentModel, component: str) -> tuple[list[str], list[str]]:
     """Linear layers and matrices of experts. Not the output head: the loss reads its weight, and calls no module.
 
     Nor decoders' layers: their media tokenizers run without gradients, and their heads are read by the loss.
@@ -161,7 +158,7 @@ def _candidates(model: OmniModel, component: str) -> tuple[list[str], list[str]]
     return linears, [name for name in matrices if name in own]
 
 
-def add_lora(model: OmniModel, adapters: Mapping[str, Adapters]) -> None:
+def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
     """Freeze components and put adapters into them, which change nothing before they are trained (``B`` is zero).
 
     ``A`` is drawn as peft does, from the parameter's name: it is the same on all ranks and in all runs.
@@ -180,7 +177,7 @@ def add_lora(model: OmniModel, adapters: Mapping[str, Adapters]) -> None:
     if taken := sorted(new.keys() & present.keys()):
         raise UserError(f"{taken[0]} has LoRA adapters already, of other targets, rank or alpha; build a new model")
     peft()
-    _ = model.runner  # what it knows of the foundation is measured without adapters
+    # Before any is added: a model finds out its foundation's components by measurements without adapters.
     own = {name: model.components[name] for name in new}
     for parameters in own.values():
         for parameter in parameters.values():
@@ -193,7 +190,7 @@ def add_lora(model: OmniModel, adapters: Mapping[str, Adapters]) -> None:
 
 
 @torch.no_grad()
-def merge_lora(model: OmniModel, dtype: torch.dtype | None = None) -> None:
+def merge_lora(model: ComponentModel, dtype: torch.dtype | None = None) -> None:
     """Make ``W + alpha / rank * B A`` of every adapted matrix ``W``, and remove the adapters.
 
     The model computes what it did, up to one rounding of each of these matrices. Parameters are called as they were
@@ -235,7 +232,7 @@ def merge_lora(model: OmniModel, dtype: torch.dtype | None = None) -> None:
     setattr(model, _APPLIED, {})
 
 
-def _add_to_linears(model: OmniModel, adapters: Adapters) -> None:
+def _add_to_linears(model: ComponentModel, adapters: Adapters) -> None:
     if not adapters.linears:
         return
     trains = {parameter for parameter in model.parameters() if parameter.requires_grad}
@@ -260,7 +257,7 @@ class _Shell(nn.Module):
             self.add_module(name, child)
 
 
-def _add_to_experts(model: OmniModel, adapters: Adapters) -> None:
+def _add_to_experts(model: ComponentModel, adapters: Adapters) -> None:
     for path in adapters.experts:
         owner, _, weight = path.rpartition(".")
         module = model.get_submodule(owner)
@@ -270,7 +267,7 @@ def _add_to_experts(model: OmniModel, adapters: Adapters) -> None:
 
 
 @torch.no_grad()
-def _draw(model: OmniModel, paths: Collection[str]) -> None:
+def _draw(model: ComponentModel, paths: Collection[str]) -> None:
     """Adapters train, in fp32. ``A``: uniform as ``kaiming_uniform_(a=sqrt(5))``; ``B``: zeros."""
     for first, second in zip(*[iter(paths)] * 2, strict=True):
         a, b = model.get_parameter(first), model.get_parameter(second)

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-import omnitrain
 from omnitrain.models.discovery import config_nodes
 
 Found = TypeVar("Found")
@@ -56,7 +55,7 @@ def _code_beside(model_class: type[PreTrainedModel]) -> str:
 @lru_cache(maxsize=1)
 def _own_code() -> str:
     digest = hashlib.sha256()
-    for path in sorted(Path(omnitrain.__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

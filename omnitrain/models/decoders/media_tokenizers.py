@@ -19,7 +19,8 @@ from omnitrain.data.media import Waveform
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures, one_item
-from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, log_mel
+from omnitrain.models.decoders.mel_vq import MelVQ, log_mel
+from omnitrain.recipe.component_configs import MelVQConfig
 
 
 @runtime_checkable

@@ -16,38 +16,12 @@ import math
 from functools import lru_cache
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.audio_utils import mel_filter_bank
 
+from omnitrain.recipe.component_configs import MelVQConfig
+
 _MOMENTUM = 0.99  # of fast Griffin-Lim
-
-
-class MelVQConfig(PreTrainedConfig):
-    """Everything that ``log_mel`` needs, so that data workers need no weights.
-
-    Attributes:
-        sampling_rate: Hz.
-        n_fft: samples of the (Hann) analysis window.
-        hop_length: samples from frame to frame; at most ``n_fft // 2``, or the waveform could not be put together.
-        num_mels: bands between ``min_frequency`` and half the sampling rate.
-        min_frequency: lower edge of the lowest band, Hz.
-        floor: magnitudes below it count as silence; 1.0 is a sine of full scale.
-        frames_per_code: frames quantised together.
-        codebook_size: number of codes.
-        num_iterations: of Griffin-Lim.
-    """
-
-    model_type = "omnitrain_mel_vq"
-
-    sampling_rate: int = 8000
-    n_fft: int = 256
-    hop_length: int = 80
-    num_mels: int = 40
-    min_frequency: float = 0.0
-    floor: float = 3e-3
-    frames_per_code: int = 4
-    codebook_size: int = 256
-    num_iterations: int = 60
 
 
 class MelVQ(PreTrainedModel):
@@ -208,5 +182,4 @@ def _inverse_filters(n_fft: int, num_mels: int, min_frequency: float, sampling_r
     return torch.linalg.pinv(_mel_filters(n_fft, num_mels, min_frequency, sampling_rate))
 
 
-AutoConfig.register(MelVQConfig.model_type, MelVQConfig)
 AutoModel.register(MelVQConfig, MelVQ)

@@ -8,34 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from omnitrain.models.components.protocols import ComponentAdapter, DecoderMixin, TensorFeatures
 from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer
 from omnitrain.models.hf.load import as_config, model_class
 from omnitrain.ops.loss.cross_entropy import LossTerm, linear_cross_entropy
-
-
-class TokenDecoderConfig(PreTrainedConfig):
-    """Config of :class:`TokenDecoder`.
-
-    Attributes:
-        tokenizer: the HF media tokenizer's config as a dict.
-        hidden_size: of the foundation.
-        image_size: side of target images, pixels (images only).
-        num_codebooks: of a residual codec, flattened in time order (audio only).
-        max_tokens: generation of an item stops here at the latest.
-        initializer_range: standard deviation of the fresh embedding and head.
-    """
-
-    model_type = "omnitrain_token_decoder"
-
-    tokenizer: dict | None = None
-    hidden_size: int = 0
-    image_size: int | None = None
-    num_codebooks: int = 1
-    max_tokens: int = 1024
-    initializer_range: float = 0.02
+from omnitrain.recipe.component_configs import TokenDecoderConfig
 
 
 class TokenDecoder(PreTrainedModel, DecoderMixin):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.feature_extraction_auto import feature_extractor_class_from_name
 
 from omnitrain.data.media import Waveform
@@ -17,24 +17,7 @@ from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_frames
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf.load import as_config
-
-
-class AudioEncoderConfig(PreTrainedConfig):
-    """Config of :class:`AudioEncoder`.
-
-    Attributes:
-        tower: the HF tower's config as a dict.
-        processor: the HF feature extractor's settings, ``feature_extractor_type`` included.
-        projector: ``{"kind": ..., "factor": ...}``.
-        hidden_size: of the foundation.
-    """
-
-    model_type = "omnitrain_audio_encoder"
-
-    tower: dict | None = None
-    processor: dict | None = None
-    projector: dict | None = None
-    hidden_size: int = 0
+from omnitrain.recipe.component_configs import AudioEncoderConfig
 
 
 class AudioAdapter(ComponentAdapter):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 
 from omnitrain.data.sample import Features
@@ -19,28 +19,9 @@ from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_grid
 from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf.load import as_config
+from omnitrain.recipe.component_configs import VisionEncoderConfig
 
 STILL = -1  # frame index of an image that is no video frame
-
-
-class VisionEncoderConfig(PreTrainedConfig):
-    """Config of :class:`VisionEncoder`.
-
-    Attributes:
-        tower: the HF tower's config as a dict.
-        processor: the HF image processor's settings, ``image_processor_type`` included.
-        projector: ``{"kind": ..., "factor": ...}``.
-        hidden_size: of the foundation.
-        max_frames: read from a video at most.
-    """
-
-    model_type = "omnitrain_vision_encoder"
-
-    tower: dict | None = None
-    processor: dict | None = None
-    projector: dict | None = None
-    hidden_size: int = 0
-    max_frames: int = 32
 
 
 class VisionAdapter(ComponentAdapter):

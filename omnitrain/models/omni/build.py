@@ -16,10 +16,10 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedCon
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
-from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
-from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
+from omnitrain.models.decoders.tokens import TokenDecoder
+from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import tower_from_source
-from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
+from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.hf.load import (
     Source,
     as_config,
@@ -30,9 +30,10 @@ from omnitrain.models.hf.load import (
     require_sub_configs,
     resolve,
 )
-from omnitrain.models.omni.model import OmniConfig, OmniModel
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.peers import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
+from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
 from omnitrain.recipe.problems import problem_lines
 
 Node = TypeVar("Node", bound=BaseModel)

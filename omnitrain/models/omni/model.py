@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.native import NativeInputs
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters, remove_adapters, save_adapters, split_weights
+from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures
 from omnitrain.models.contract.check import contract_of
-from omnitrain.models.decoders.tokens import TokenDecoder, TokenDecoderConfig
+from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
-from omnitrain.models.encoders.audio import AudioEncoder, AudioEncoderConfig
-from omnitrain.models.encoders.vision import VisionEncoder, VisionEncoderConfig
+from omnitrain.models.encoders.audio import AudioEncoder
+from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, here
 from omnitrain.models.hf.config_copies import take_own_configs
@@ -34,6 +35,7 @@ from omnitrain.models.omni.save import save_whole
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
 from omnitrain.ops.device import moved
 from omnitrain.peers import is_spread, ranks_of
+from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
 
 # What says where from_pretrained finds the files, and how it downloads them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -42,32 +44,12 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 _FOR_ONE_PROCESS = {"is_main_process", "state_dict", "push_to_hub"}
 
 
-class OmniConfig(PreTrainedConfig):
-    """Config of :class:`OmniModel`: the config of every component, as plain dicts with ``model_type``.
-
-    Attributes:
-        foundation: a HF causal language model's.
-        encoders: component name -> config of a model with :class:`EncoderMixin`.
-        decoders: component name -> config of a model with :class:`DecoderMixin`.
-        unused_tensors: of the checkpoint that the foundation was loaded from: place -> number of tensors that it holds
-            and the foundation does not have.
-    """
-
-    model_type = "omnitrain"
-
-    foundation: dict | None = None
-    encoders: dict | None = None
-    decoders: dict | None = None
-    unused_tensors: dict | None = None
-
-
-class OmniModel(PreTrainedModel):
+class OmniModel(ComponentModel):
     """One model over packed rows of text and media.
 
     Components are attributes by their names: ``foundation``, ``image_encoder``, ``audio_decoder``, ...
 
     Attributes:
-        renamed: parameter -> what it is called since adapters lie beside it, and these; all others keep their names.
         compute_device: where it computes, if that is not where its parameters are.
     """
 
@@ -78,13 +60,10 @@ class OmniModel(PreTrainedModel):
 
     def __init__(self, config: OmniConfig, components: dict[str, PreTrainedModel] | None = None) -> None:
         """Build from ``config`` with random weights, or around ready ``components`` (name -> model)."""
-        super().__init__(config)
+        super().__init__(config, config.encoders or (), config.decoders or ())
         ready = components or {}
-        self.renamed: dict[str, tuple[str, ...]] = {}
         self.compute_device: torch.device | None = None
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
-        self.encoder_names = sorted(config.encoders or {})
-        self.decoder_names = sorted(config.decoders or {})
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
         for name, values in sorted({**(config.encoders or {}), **(config.decoders or {})}.items()):
@@ -194,38 +173,9 @@ class OmniModel(PreTrainedModel):
             )
 
     @property
-    def encoders(self) -> dict[str, Any]:
-        """Component name -> encoder."""
-        return {name: self.get_submodule(name) for name in self.encoder_names}
-
-    @property
-    def decoders(self) -> dict[str, Any]:
-        """Component name -> decoder."""
-        return {name: self.get_submodule(name) for name in self.decoder_names}
-
-    @property
-    def components(self) -> dict[str, dict[str, torch.nn.Parameter]]:
-        """Component name -> its parameters by their names in this model, the foundation first.
-
-        The modalities that the foundation reads by itself are components of their own (``image_encoder``, ...), and
-        ``foundation`` is the rest of it.
-        """
-        own = dict(self.foundation.named_parameters(prefix="foundation"))
-        found = {
-            name: {path: own[path] for p in paths for path in self.renamed.get(f"foundation.{p}", (f"foundation.{p}",))}
-            for name, paths in self.runner.native.components.items()
-        }
-        attached = {name: self.get_submodule(name) for name in (*self.encoder_names, *self.decoder_names)}
-        if taken := sorted(found.keys() & attached.keys()):
-            raise UserError(
-                f"model: {taken[0]!r} is the name of a component that the foundation has; choose another name"
-            )
-        return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
-
-    @property
-    def adapter_names(self) -> frozenset[str]:
-        """Names of the LoRA adapters among the parameters."""
-        return frozenset(name for names in self.renamed.values() for name in names[1:])
+    def foundation_components(self) -> Mapping[str, Sequence[str]]:
+        """Component of the foundation -> names of its parameters in it."""
+        return self.runner.native.components
 
     @property
     def ports(self) -> dict[str, tuple[str, ...]]:
@@ -316,12 +266,10 @@ def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[P
     return class_of(config)(config)
 
 
-AutoConfig.register("omnitrain", OmniConfig)
 AutoModel.register(OmniConfig, OmniModel)
 for _config, _model in (
     (VisionEncoderConfig, VisionEncoder),
     (AudioEncoderConfig, AudioEncoder),
     (TokenDecoderConfig, TokenDecoder),
 ):
-    AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _model)

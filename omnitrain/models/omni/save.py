@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,17 +18,15 @@ from transformers.utils import logging as hf_logging
 
 from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.models.adapters.files import remove_adapters, save_adapters, split_weights
+from omnitrain.models.components.model import ComponentModel
 from omnitrain.peers import Peers, agreed
-
-if TYPE_CHECKING:
-    from omnitrain.models.omni.model import OmniModel
 
 FILE_BYTES = 5 * 2**30
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_whole(model: OmniModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES) -> None:
+def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES) -> None:
     """Write config, whole weights, and LoRA adapters in files of peft beside them, as one process has them.
 
     Files are dealt out to the ranks, each of which has one at a time in its memory.
@@ -59,13 +56,13 @@ def save_whole(model: OmniModel, folder: Path, peers: Peers, file_bytes: int = F
     agreed(peers, lambda: _end(folder, file_of) if peers.rank == 0 else None)
 
 
-def _save_rest(model: OmniModel, folder: Path, adapters: Mapping[str, Tensor], peers: Peers) -> None:
+def _save_rest(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor], peers: Peers) -> None:
     """All but the base's weights, without which nobody takes the folder for a model that is complete."""
     whole = whole_tensors(adapters, keep=peers.rank == 0)
     agreed(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
 
 
-def _begin(model: OmniModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:
+def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:
     shows_progress = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # of no tensors
     try:
@@ -104,7 +101,7 @@ def _file_name(index: int, number: int) -> str:
     return SAFE_WEIGHTS_NAME if number == 1 else f"{stem}-{index + 1:05d}-of-{number:05d}.{kind}"
 
 
-def _write(model: OmniModel, weights: dict[str, Tensor], file: Path) -> list[str]:
+def _write(model: ComponentModel, weights: dict[str, Tensor], file: Path) -> list[str]:
     """What the file has, by the names of the checkpoint that the model was loaded from; no file for no weights."""
     if not weights:
         return []

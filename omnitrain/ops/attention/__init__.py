@@ -11,9 +11,8 @@ masking by itself.
 
 from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable
 from omnitrain.ops.attention.install import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
-from omnitrain.ops.attention.mask_spec import MaskSpec
 from omnitrain.ops.attention.packed_context import PackedRow, RowPart, inside, packed, packed_row
-from omnitrain.ops.attention.sharded import borders_on
+from omnitrain.ops.attention.spec import MaskSpec, borders_on
 
 __all__ = [
     "ATTENTION_NAME",

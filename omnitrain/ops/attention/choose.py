@@ -9,8 +9,7 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.backends import BACKENDS
-from omnitrain.ops.attention.mask_spec import MaskSpec
-from omnitrain.ops.attention.spec import Backend, Call
+from omnitrain.ops.attention.spec import Backend, Call, MaskSpec
 
 AUTO = "auto"
 

@@ -11,10 +11,8 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.hf_arguments import refuse_unknown
 from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
-from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec
 from omnitrain.ops.attention.packed_context import PackedRow, check_recomputation, packed_row, relies_on_context
-from omnitrain.ops.attention.sharded import shard_of
-from omnitrain.ops.attention.spec import CAUSAL, FULL, Call
+from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
 from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
 

@@ -19,7 +19,7 @@ from transformers import masking_utils
 from transformers.masking_utils import and_masks, or_masks
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.mask_spec import MaskFunction, MaskSpec, plain_spec, segment_starts
+from omnitrain.ops.attention.spec import MaskFunction, MaskSpec, plain_spec, segment_starts
 
 
 @dataclass(frozen=True)

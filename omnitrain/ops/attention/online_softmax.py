@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention.mask_spec import MaskSpec
-from omnitrain.ops.attention.spec import repeat_heads
+from omnitrain.ops.attention.spec import MaskSpec, repeat_heads
 from omnitrain.plan.ring import CAUSAL, FULL, MASKED, Block, Run, block_between
 
 # Scores that exist at once: queries go in runs of as many as that allows.

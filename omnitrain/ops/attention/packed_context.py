@@ -14,8 +14,7 @@ import torch
 from omnitrain.errors import UserError
 
 if TYPE_CHECKING:
-    from omnitrain.ops.attention.mask_spec import MaskSpec
-    from omnitrain.ops.attention.sharded import SequenceShard
+    from omnitrain.ops.attention.spec import MaskSpec, SequenceShard
 
 Borders = tuple[int, ...]
 

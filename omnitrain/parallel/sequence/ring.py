@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.mask_spec import MaskSpec
 from omnitrain.ops.attention.online_softmax import (
     RunningSoftmax,
     Scoring,
@@ -25,7 +24,7 @@ from omnitrain.ops.attention.online_softmax import (
     blocks_between,
     row_products,
 )
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.plan.ring import Block, Run, Section, sections_of
 from omnitrain.plan.sequence import SequenceSplit
 

@@ -82,7 +82,7 @@ def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
 class UlyssesShard:
     """This rank's rows of a row that ``split`` deals to the ranks of two groups; attention over it.
 
-    A :class:`~omnitrain.ops.attention.sharded.SequenceShard`, to be hung on a mask by ``MaskSpec.on``.
+    A :class:`~omnitrain.ops.attention.spec.SequenceShard`, to be hung on a mask by ``MaskSpec.on``.
 
     Attributes:
         split: of the row.
@@ -111,7 +111,7 @@ class UlyssesShard:
         return self.rows_of_ranks[self.rank]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
-        """See :class:`~omnitrain.ops.attention.sharded.SequenceShard`.
+        """See :class:`~omnitrain.ops.attention.spec.SequenceShard`.
 
         Queries, keys and values travel in one all-to-all, the output in another. A rank is sent each key head that its
         queries read, and no other.

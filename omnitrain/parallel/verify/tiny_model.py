@@ -18,8 +18,9 @@ from omnitrain.models.adapters.lora import Adapters, adapters_of, adapters_withi
 from omnitrain.models.contract.tiny_model import build_twin, moved_tokens, sizes, tower_config, twin_config
 from omnitrain.models.discovery import refusing
 from omnitrain.models.hf.load import as_config, as_dict
-from omnitrain.models.omni.model import OmniConfig, OmniModel
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.memory.allocator import available_memory
+from omnitrain.recipe.component_configs import OmniConfig
 
 # fp32 numbers per parameter. On a rank: the weight, its gradient and momentum, the weight before, what comes back of it
 # (gradient, weight, movement), and what FSDP gathers and reduces. In the process that compares: the model, a run with

@@ -19,10 +19,11 @@ from omnitrain.errors import UserError
 from omnitrain.models.hf.load import config_at
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
-from omnitrain.models.omni.model import OmniConfig, OmniModel
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.parallel.resolve import require_fit
 from omnitrain.recipe import ParallelPlan, Recipe
+from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
 from omnitrain.train.data import spared

@@ -22,7 +22,7 @@ from omnitrain.models.discovery import NativeRows, discover, peaked_
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import PackedRow, entry, packed
-from omnitrain.ops.attention.mask_spec import plain_spec
+from omnitrain.ops.attention.spec import plain_spec
 from tests.families import FAMILIES
 from tests.models.acceptance import unpacked_errors
 from tests.models.contract import broken

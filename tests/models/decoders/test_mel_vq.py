@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from omnitrain.models.decoders.mel_vq import MelVQ, MelVQConfig, griffin_lim, linear_magnitude, log_mel, num_codes
+from omnitrain.models.decoders.mel_vq import MelVQ, griffin_lim, linear_magnitude, log_mel, num_codes
+from omnitrain.recipe.component_configs import MelVQConfig
 
 CONFIG = MelVQConfig(codebook_size=16)
 

@@ -19,8 +19,7 @@ from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.backends.sdpa import SDPA, takes_grouped_heads
 from omnitrain.ops.attention.backends.varlen import VARLEN
 from omnitrain.ops.attention.choose import choose
-from omnitrain.ops.attention.mask_spec import MaskSpec
-from omnitrain.ops.attention.spec import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call
+from omnitrain.ops.attention.spec import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call, MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows
 
 BORDERS = (0, 4, 9, 10, 18)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from omnitrain.ops.attention.backends import flex
-from omnitrain.ops.attention.mask_spec import MaskSpec
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.experts import RoutingTape
 
 OF_TORCH = 8  # compilations of one piece of code that torch keeps

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 from omnitrain.errors import UserError
 from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, packed, packed_row
 from omnitrain.ops.attention.backends.segments import CAUSAL_SLACK, batches_of
-from omnitrain.ops.attention.mask_spec import segment_starts
+from omnitrain.ops.attention.spec import segment_starts
 from tests.waits import DEVICE, Device
 
 BORDERS = (0, 4, 9, 10, 18)

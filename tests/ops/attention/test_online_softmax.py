@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention.mask_spec import MaskSpec
 from omnitrain.ops.attention.online_softmax import Scoring, attend_block, attend_block_backward
+from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.plan.ring import CAUSAL, MASKED, Block
 
 HEADS, LENGTH, WIDTH = 4, 128, 32

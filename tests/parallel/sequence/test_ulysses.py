@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.attention.backends.reference import REFERENCE
-from omnitrain.ops.attention.mask_spec import MaskSpec
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.parallel.sequence.ulysses import UlyssesShard, deal_heads, head_problem
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import ParallelState, init_parallel_state

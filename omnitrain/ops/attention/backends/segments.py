@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from omnitrain.ops.attention.mask_spec import MaskSpec
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.cpu.short_attention import ShortKeys, ShortRow, attend_short, short_keys, short_row
 from omnitrain.ops.cpu.unread_rows import ReadRows
 from omnitrain.ops.device import moved

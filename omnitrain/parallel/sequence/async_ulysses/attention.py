@@ -82,7 +82,7 @@ class Manner:
 class OwnHeadsShard:
     """For a module that is driven: rows have been exchanged for heads already, and will be exchanged back behind it.
 
-    A :class:`~omnitrain.ops.attention.sharded.SequenceShard`.
+    A :class:`~omnitrain.ops.attention.spec.SequenceShard`.
     """
 
     num_rows: int
@@ -90,7 +90,7 @@ class OwnHeadsShard:
     attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
-        """See :class:`~omnitrain.ops.attention.sharded.SequenceShard`."""
+        """See :class:`~omnitrain.ops.attention.spec.SequenceShard`."""
         return self.attend_own_heads(call, self.heads, compute)
 
 

@@ -1,0 +1,120 @@
+"""Config classes of omnitrain's own models, registered with ``AutoConfig``: recipes write them as dicts."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, PreTrainedConfig
+
+
+class OmniConfig(PreTrainedConfig):
+    """Config of ``OmniModel``: the config of every component, as plain dicts with ``model_type``.
+
+    Attributes:
+        foundation: a HF causal language model's.
+        encoders: component name -> config of a model with ``EncoderMixin``.
+        decoders: component name -> config of a model with ``DecoderMixin``.
+        unused_tensors: of the checkpoint that the foundation was loaded from: place -> number of tensors that it holds
+            and the foundation does not have.
+    """
+
+    model_type = "omnitrain"
+
+    foundation: dict | None = None
+    encoders: dict | None = None
+    decoders: dict | None = None
+    unused_tensors: dict | None = None
+
+
+class VisionEncoderConfig(PreTrainedConfig):
+    """Config of ``VisionEncoder``.
+
+    Attributes:
+        tower: the HF tower's config as a dict.
+        processor: the HF image processor's settings, ``image_processor_type`` included.
+        projector: ``{"kind": ..., "factor": ...}``.
+        hidden_size: of the foundation.
+        max_frames: read from a video at most.
+    """
+
+    model_type = "omnitrain_vision_encoder"
+
+    tower: dict | None = None
+    processor: dict | None = None
+    projector: dict | None = None
+    hidden_size: int = 0
+    max_frames: int = 32
+
+
+class AudioEncoderConfig(PreTrainedConfig):
+    """Config of ``AudioEncoder``.
+
+    Attributes:
+        tower: the HF tower's config as a dict.
+        processor: the HF feature extractor's settings, ``feature_extractor_type`` included.
+        projector: ``{"kind": ..., "factor": ...}``.
+        hidden_size: of the foundation.
+    """
+
+    model_type = "omnitrain_audio_encoder"
+
+    tower: dict | None = None
+    processor: dict | None = None
+    projector: dict | None = None
+    hidden_size: int = 0
+
+
+class TokenDecoderConfig(PreTrainedConfig):
+    """Config of ``TokenDecoder``.
+
+    Attributes:
+        tokenizer: the HF media tokenizer's config as a dict.
+        hidden_size: of the foundation.
+        image_size: side of target images, pixels (images only).
+        num_codebooks: of a residual codec, flattened in time order (audio only).
+        max_tokens: generation of an item stops here at the latest.
+        initializer_range: standard deviation of the fresh embedding and head.
+    """
+
+    model_type = "omnitrain_token_decoder"
+
+    tokenizer: dict | None = None
+    hidden_size: int = 0
+    image_size: int | None = None
+    num_codebooks: int = 1
+    max_tokens: int = 1024
+    initializer_range: float = 0.02
+
+
+class MelVQConfig(PreTrainedConfig):
+    """Everything that ``log_mel`` needs, so that data workers need no weights.
+
+    Attributes:
+        sampling_rate: Hz.
+        n_fft: samples of the (Hann) analysis window.
+        hop_length: samples from frame to frame; at most ``n_fft // 2``, or the waveform could not be put together.
+        num_mels: bands between ``min_frequency`` and half the sampling rate.
+        min_frequency: lower edge of the lowest band, Hz.
+        floor: magnitudes below it count as silence; 1.0 is a sine of full scale.
+        frames_per_code: frames quantised together.
+        codebook_size: number of codes.
+        num_iterations: of Griffin-Lim.
+    """
+
+    model_type = "omnitrain_mel_vq"
+
+    sampling_rate: int = 8000
+    n_fft: int = 256
+    hop_length: int = 80
+    num_mels: int = 40
+    min_frequency: float = 0.0
+    floor: float = 3e-3
+    frames_per_code: int = 4
+    codebook_size: int = 256
+    num_iterations: int = 60
+
+
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    config.model_type: config
+    for config in (OmniConfig, VisionEncoderConfig, AudioEncoderConfig, TokenDecoderConfig, MelVQConfig)
+}
+for _model_type, _config in CONFIGS.items():
+    AutoConfig.register(_model_type, _config)
