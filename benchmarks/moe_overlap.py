@@ -122,9 +122,9 @@ class Layer:
         self.gradient = torch.randn(tokens, sizes.hidden, generator=generator)
         self.index = torch.rand(tokens, sizes.experts, generator=generator).topk(TOP_K, dim=-1).indices
         self.weights = torch.rand(tokens, TOP_K, generator=generator, requires_grad=True)
-        self.travel: Any = RankDispatcher(self.link).plan(self.index, sizes.experts, NOT_RECORDED)
+        self.plan: Any = RankDispatcher(self.link).plan(self.index, sizes.experts, NOT_RECORDED)
         in_chunks: Any = RankDispatcher(self.link, sizes.chunks).plan(self.index, sizes.experts, NOT_RECORDED)
-        self.legs_of_chunks = in_chunks.legs
+        self.splits_of_chunks = in_chunks.chunks
 
     def _fresh(self) -> nn.ModuleDict:
         sizes = self.sizes
@@ -186,27 +186,29 @@ class Layer:
         set_experts(self.ours, dispatcher=RankDispatcher(link, chunks), delays_weight_gradients=overlaps)
 
     def _communicate(self) -> list[Tensor]:
-        (leg,) = self.travel.legs
-        here, there = (torch.ones(sum(rows), self.sizes.hidden) for rows in (leg.sent, leg.received))
+        (splits,) = self.plan.chunks
+        here, there = (torch.ones(sum(rows), self.sizes.hidden) for rows in (splits.sent, splits.received))
         for _ in range(ALL_TO_ALLS // 2):
-            self.link.start(there, here, leg.received, leg.sent)()
-            self.link.start(here, there, leg.sent, leg.received)()
+            self.link.start(there, here, splits.received, splits.sent)()
+            self.link.start(here, there, splits.sent, splits.received)()
         return []
 
     def multiply(self) -> None:
         """The experts' products and activations alone, in chunks of experts, forward and backward."""
-        legs = self.legs_of_chunks
-        chunks = ExpertWeights.of(self.ours).in_chunks([leg.pieces for leg in legs], None)
-        rows = [torch.ones(sum(leg.received), self.sizes.hidden, requires_grad=True) for leg in legs]
+        every = self.splits_of_chunks
+        chunks = ExpertWeights.of(self.ours).in_chunks([splits.ranges for splits in every], None)
+        rows = [torch.ones(sum(splits.received), self.sizes.hidden, requires_grad=True) for splits in every]
         memory = ProductMemory()
-        results = [grouped_experts(own, of, leg.ends, memory) for own, of, leg in zip(chunks, rows, legs, strict=True)]
+        results = [
+            grouped_experts(own, of, splits.ends, memory) for own, of, splits in zip(chunks, rows, every, strict=True)
+        ]
         torch.autograd.grad(results, [*rows, *self.ours.parameters()], [torch.ones_like(own) for own in results])
 
     @property
     def bits(self) -> float:
         """That all ranks together send in a step, by the formula."""
-        (leg,) = self.travel.legs
-        rows = torch.tensor([sum(leg.sent) - leg.sent[self.link.rank]])
+        (splits,) = self.plan.chunks
+        rows = torch.tensor([sum(splits.sent) - splits.sent[self.link.rank]])
         dist.all_reduce(rows)
         return 8.0 * ALL_TO_ALLS * float(rows) * self.sizes.hidden * ITEMSIZE
 

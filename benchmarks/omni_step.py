@@ -64,7 +64,7 @@ class OmniStep:
         layout = layout_of(self.model)
         assert layout is not None
         self._optimizer = build_optimizer(self.model, settings, layout.offloaded(self.model))
-        self._planner = step_planner(self.model, self._ranks.meeting)
+        self._planner = step_planner(self.model, self._ranks.rendezvous)
         self._meter = LossMeter()
         self._watch = self._ranks.watch(STALL_SECONDS)
         self._watch.follow(self.model)
@@ -79,8 +79,8 @@ class OmniStep:
         part = accumulate_gradients(
             self.model,
             batch,
-            observe=self._meter.add,
-            note=self._watch.at,
+            on_output=self._meter.add,
+            on_phase=self._watch.at,
         )
         self._watch.at(phase="optimizer")
         clip_gradients(self.model.parameters(), self._settings.max_grad_norm).item()

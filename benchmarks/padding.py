@@ -115,7 +115,7 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
     # One step more than is measured: the clock stops when it is asked for.
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
-    then = step_planner(trainer.model, trainer.ranks.meeting)
+    then = step_planner(trainer.model, trainer.ranks.rendezvous)
     without_tails = trainer.model.runner.contract.without_tails
     loader = StepLoader([samples], ReadySamples(), recipe.data, seed=seed, without_tails=without_tails, then=then)
     marked = Marked(loader, {sample.id: len(sample) for sample in samples})

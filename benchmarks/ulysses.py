@@ -32,8 +32,8 @@ from transformers import AutoConfig
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
-from omnitrain.parallel.sequence.async_ulysses.attention import Manner, drive
-from omnitrain.parallel.sequence.async_ulysses.check import kind_of, manners_of
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, drive
+from omnitrain.parallel.sequence.async_ulysses.check import attention_layouts, kind_of
 from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.state import init_parallel_state
@@ -126,9 +126,9 @@ def run_rank(tokens: int, hidden: int, rounds: int, steps: int, rate: float | No
     """What one rank measures."""
     settle()
     layer, driven = Layer(tokens, hidden), Layer(tokens, hidden)
-    manner = manners_of(driven.model, Contract())[kind_of(driven.attention)]
-    assert isinstance(manner, Manner), manner
-    drive(driven.attention, manner)
+    layout = attention_layouts(driven.model, Contract())[kind_of(driven.attention)]
+    assert isinstance(layout, AttentionLayout), layout
+    drive(driven.attention, layout)
     layer.project()
     projections = median(seconds(layer.project, steps) for _ in range(5))
     everyone: list[Any] = [None] * RANKS

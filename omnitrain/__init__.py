@@ -6,6 +6,7 @@ Names are imported on first use: ``import omnitrain`` alone does not import torc
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from omnitrain.models.omni.model import OmniModel
     from omnitrain.ops.loss.cross_entropy import LossTerm
     from omnitrain.optim.gradients import clip_gradients, gradient_norm
-    from omnitrain.parallel.layout import AppliedComponent, AppliedLayout, layout_of
+    from omnitrain.parallel.layout import ComponentLayout, ModelLayout, layout_of
     from omnitrain.parallel.parallelize import build_parallelize_model
     from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AppliedComponent": "omnitrain.parallel.layout",
-    "AppliedLayout": "omnitrain.parallel.layout",
+    "ComponentLayout": "omnitrain.parallel.layout",
+    "ModelLayout": "omnitrain.parallel.layout",
     "ChatRenderer": "omnitrain.data.chat_renderer",
     "ComponentPlan": "omnitrain.recipe",
     "Layout": "omnitrain.recipe",
@@ -76,13 +77,13 @@ _HOMES = {
 }
 
 __all__ = [
-    "AppliedComponent",
-    "AppliedLayout",
     "ChatRenderer",
+    "ComponentLayout",
     "ComponentPlan",
     "Layout",
     "LossTerm",
     "MediaSpan",
+    "ModelLayout",
     "OmniDataCollatorWithPacking",
     "OmniModel",
     "OmniOutput",
@@ -116,7 +117,13 @@ __all__ = [
 ]
 
 
+_RENAMED = {"AppliedComponent": "ComponentLayout", "AppliedLayout": "ModelLayout"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"omnitrain.{name} is now omnitrain.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

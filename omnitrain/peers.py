@@ -52,7 +52,7 @@ class Peers(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The peers of a single process."""
 
     rank = 0
@@ -76,10 +76,10 @@ class Alone:
         return [value]
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
-class GlooPeers:
+class GlooGroup:
     """Ranks which talk over a gloo group of their own: no answer waits for the device, and no wait ends early.
 
     Every rank must make one, in the same order as other process groups.
@@ -132,7 +132,7 @@ class GlooPeers:
         return values
 
 
-def agreed(peers: Peers, make: Callable[[], T]) -> T:
+def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     """What ``make`` returns on this rank; where it raises on one rank, all ranks raise.
 
     Args:
@@ -176,9 +176,9 @@ def is_spread(model: nn.Module) -> bool:
 def ranks_of(model: nn.Module) -> Iterator[Peers]:
     """All ranks, if ``model`` is laid out over ranks, which all call this; else this process alone."""
     if not is_spread(model):
-        yield ALONE
+        yield SINGLE_PROCESS
         return
-    peers = GlooPeers()
+    peers = GlooGroup()
     try:
         yield peers
     finally:

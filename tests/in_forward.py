@@ -20,7 +20,7 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Sample
 from omnitrain.data.template_renderer import TemplateRenderer
-from omnitrain.models.discovery import peaked_
+from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
@@ -81,7 +81,7 @@ def phi4_model() -> PreTrainedModel:
 def _peaked(config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     model = foundation_class(config)(config)
-    peaked_(model)
+    init_peaked_(model)
     return model
 
 

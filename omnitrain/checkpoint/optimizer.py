@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
-from omnitrain.peers import Peers, agreed, parameters_at_rest, ranks_of
+from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, ranks_of
 
 _MASTER = "master"
 _INDEX = ".metadata"  # written last, by torch; without it no other file is read
@@ -49,7 +49,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
     tensors = {f"{names[index]}.{key}": value for index, own in state["state"].items() for key, value in own.items()}
     tensors |= {f"{names[index]}.{_MASTER}": value for index, value in state.get("masters", {}).items()}
     with _ranks_of(model) as peers:
-        agreed(peers, lambda: (Path(folder) / _INDEX).unlink(missing_ok=True) if peers.rank == 0 else None)
+        all_or_raise(peers, lambda: (Path(folder) / _INDEX).unlink(missing_ok=True) if peers.rank == 0 else None)
         dcp.save(
             tensors,
             storage_writer=dcp.FileSystemWriter(folder),
@@ -75,7 +75,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
     parameters = parameters_at_rest(model)
     names = _names(parameters, optimizer)
     with _ranks_of(model) as peers:
-        stored = agreed(peers, lambda: _stored(reader, folder, {name: parameters[name] for name in names}))
+        stored = all_or_raise(peers, lambda: _stored(reader, folder, {name: parameters[name] for name in names}))
         values: dict[str, Any] = {key: _empty(parameters[_owner(key)], about) for key, about in stored.items()}
         dcp.load(values, storage_reader=reader, process_group=peers.group, no_dist=peers.group is None)
     states: dict[int, dict[str, Any]] = {}

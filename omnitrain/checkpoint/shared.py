@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from omnitrain.errors import UserError
-from omnitrain.peers import Peers, agreed
+from omnitrain.peers import Peers, all_or_raise
 
 _SEEN_WITHIN_S = 60.0  # machines that share a folder may keep for so long what they saw of it last
 _LOOK_EVERY_S = 0.5
@@ -24,7 +24,7 @@ def require_seen(path: Path, folder: Path, peers: Peers) -> None:
     Raises:
         UserError: on all ranks, where one does not see it.
     """
-    agreed(peers, lambda: _require_seen(path, folder))
+    all_or_raise(peers, lambda: _require_seen(path, folder))
 
 
 def _require_seen(path: Path, folder: Path) -> None:

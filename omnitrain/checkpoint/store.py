@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from omnitrain.checkpoint.shared import require_seen
 from omnitrain.errors import TrainingError, UserError
-from omnitrain.peers import ALONE, Peers, agreed
+from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class CheckpointStore:
         """``keep``: newest checkpoints that stay."""
         self.folder, self.keep = Path(folder), keep
 
-    def save(self, step: int, write: Callable[[Path], None], peers: Peers = ALONE) -> Path:
+    def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
         """Commit what ``write(temporary_folder)`` writes as the checkpoint of ``step``.
 
         Args:
@@ -54,7 +54,7 @@ class CheckpointStore:
         is_first = peers.rank == 0
 
         def on_all(work: Callable[[], T]) -> T:
-            return agreed(peers, lambda: self._told(work, final))
+            return all_or_raise(peers, lambda: self._told(work, final))
 
         try:
             on_all(lambda: _make_empty(temporary) if is_first else None)
@@ -105,13 +105,13 @@ class CheckpointStore:
         """Where the checkpoint of ``step`` lies once it is committed."""
         return self.folder / f"step-{step:08d}"
 
-    def latest(self, peers: Peers = ALONE) -> Path:
+    def latest(self, peers: Peers = SINGLE_PROCESS) -> Path:
         """The newest checkpoint that rank 0 sees, checked against its checksums by ``peers``, which all call this.
 
         Raises:
             UserError: there is none, a file of it was damaged, or the ranks do not share the folder.
         """
-        names = peers.gather(agreed(peers, lambda: self.newest().name if peers.rank == 0 else ""))
+        names = peers.gather(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
         newest = self.folder / names[0]
         require_seen(newest, self.folder, peers)
         verify(newest, peers)
@@ -132,7 +132,7 @@ class CheckpointStore:
         return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
 
 
-def verify(checkpoint: Path, peers: Peers = ALONE, unread: str | None = None) -> None:
+def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None = None) -> None:
     """Compare a checkpoint's files with its manifest.
 
     Args:
@@ -143,7 +143,7 @@ def verify(checkpoint: Path, peers: Peers = ALONE, unread: str | None = None) ->
     Raises:
         UserError: names every file that is missing or differs.
     """
-    damaged = peers.gather(agreed(peers, lambda: _damaged(checkpoint, peers, unread)))
+    damaged = peers.gather(all_or_raise(peers, lambda: _damaged(checkpoint, peers, unread)))
     if names := sorted(name for part in damaged for name in part):
         if not checkpoint.is_dir():
             raise UserError(

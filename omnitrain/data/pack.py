@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from omnitrain.data.sample import MediaItem, MediaSpan, Sample
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 
 IGNORED = -100
 
@@ -40,7 +40,7 @@ class MediaGroup:
 
     def to(self, device: torch.device) -> MediaGroup:
         """The same items on ``device``."""
-        there = {name: moved(tensor, device) for name, tensor in self.features.items()}
+        there = {name: to_device(tensor, device) for name, tensor in self.features.items()}
         return MediaGroup(there, self.num_rows, self.num_tokens)
 
 
@@ -131,16 +131,16 @@ class Pack:
         if device == self.input_ids.device:
             return self
         return Pack(
-            input_ids=moved(self.input_ids, device),
-            position_ids=moved(self.position_ids, device),
-            cu_seqlens=moved(self.cu_seqlens, device),
+            input_ids=to_device(self.input_ids, device),
+            position_ids=to_device(self.position_ids, device),
+            cu_seqlens=to_device(self.cu_seqlens, device),
             text_rows=self.text_rows,
-            text_labels=moved(self.text_labels, device),
+            text_labels=to_device(self.text_labels, device),
             inputs={name: batch.to(device) for name, batch in self.inputs.items()},
             targets={name: batch.to(device) for name, batch in self.targets.items()},
             info=self.info,
-            token_inputs={name: moved(tensor, device) for name, tensor in self.token_inputs.items()},
-            forward_inputs={name: moved(tensor, device) for name, tensor in self.forward_inputs.items()},
+            token_inputs={name: to_device(tensor, device) for name, tensor in self.token_inputs.items()},
+            forward_inputs={name: to_device(tensor, device) for name, tensor in self.forward_inputs.items()},
         )
 
     @classmethod

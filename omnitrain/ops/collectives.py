@@ -25,7 +25,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of all ranks' tensors, on each of them. Gradients are added up in the same way."""
     summed = partial(_summed, group=group)
-    return both_ways(summed, summed, tensor)
+    return with_backward(summed, summed, tensor)
 
 
 def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -33,12 +33,12 @@ def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     For a function with collectives inside, whose backward on each rank takes the gradient of what all ranks return.
     """
-    return both_ways(lambda own: own.view_as(own), partial(_summed, group=group), tensor)
+    return with_backward(lambda own: own.view_as(own), partial(_summed, group=group), tensor)
 
 
 def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``[..., n]`` of each rank side by side: ``[..., ranks * n]``, on each of them."""
-    return both_ways(partial(_gathered_columns, group=group), partial(_summed_columns, group=group), tensor)
+    return with_backward(partial(_gathered_columns, group=group), partial(_summed_columns, group=group), tensor)
 
 
 def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -56,7 +56,7 @@ def gather_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) ->
         group: all of its ranks call this, forward and backward.
     """
     gather = partial(_gathered_rows, counts=counts, group=group)
-    return both_ways(gather, partial(_summed_rows, counts=counts, group=group), own)
+    return with_backward(gather, partial(_summed_rows, counts=counts, group=group), own)
 
 
 def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -66,7 +66,7 @@ def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup)
         ``[counts of this rank, ...]``, added up in fp32.
     """
     gather = partial(_gathered_rows, counts=counts, group=group)
-    return both_ways(partial(_summed_rows, counts=counts, group=group), gather, whole)
+    return with_backward(partial(_summed_rows, counts=counts, group=group), gather, whole)
 
 
 def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -83,7 +83,7 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts
 
 
-def both_ways(forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
+def with_backward(forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
     """``forth(*tensors)``, with a backward of its own: ``back`` of the gradients of what it returns.
 
     Args:

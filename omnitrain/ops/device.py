@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` of the host on ``device``. A plain copy to a GPU would first wait for all that is queued there."""
     return tensor.to(device, non_blocking=device.type == "cuda")
 

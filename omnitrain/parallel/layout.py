@@ -14,16 +14,16 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
 from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
-from omnitrain.parallel.sequence.async_ulysses.apply import DrivenModules
+from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.sequence_parallel import DividedTokens
+from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.recipe.parallel import ComponentPlan
 
 _ATTRIBUTE = "_applied_layout"
 
 
 @dataclass(frozen=True, eq=False)
-class AppliedComponent:
+class ComponentLayout:
     """One component as it lies on the ranks.
 
     Attributes:
@@ -48,8 +48,8 @@ class AppliedComponent:
     is_trained: bool
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
-    driven: DrivenModules | None = None
-    tokens: DividedTokens | None = None
+    driven: AsyncUlyssesModules | None = None
+    tokens: TokenSharding | None = None
     tower: SharedTower | None = None
 
     @property
@@ -64,7 +64,7 @@ class AppliedComponent:
 
 
 @dataclass(frozen=True, eq=False)
-class AppliedLayout:
+class ModelLayout:
     """The layout of a model.
 
     Attributes:
@@ -73,7 +73,7 @@ class AppliedLayout:
     """
 
     state: ParallelState
-    components: Mapping[str, AppliedComponent]
+    components: Mapping[str, ComponentLayout]
 
     def table(self, model: OmniModel) -> LayoutTable:
         """One row per component, to be printed."""
@@ -89,12 +89,12 @@ class AppliedLayout:
         return [own[name] for name in names if own[name].requires_grad]
 
 
-def layout_of(model: OmniModel) -> AppliedLayout | None:
+def layout_of(model: OmniModel) -> ModelLayout | None:
     """What was applied to ``model``; None: nothing yet."""
     return getattr(model, _ATTRIBUTE, None)
 
 
-def remember_layout(model: OmniModel, layout: AppliedLayout) -> None:
+def remember_layout(model: OmniModel, layout: ModelLayout) -> None:
     """Keep ``layout`` with the model it was applied to."""
     setattr(model, _ATTRIBUTE, layout)
 
@@ -123,7 +123,7 @@ def _unit(model: OmniModel, name: str) -> FSDPModule:
     return module
 
 
-def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutRow:
+def _row(component: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRow:
     plan = component.plan
     assert plan.precision is not None
     offload: dict[str, bool | None] = {
@@ -149,14 +149,14 @@ def _row(component: AppliedComponent, parameters: list[nn.Parameter]) -> LayoutR
     )
 
 
-def _mesh(component: AppliedComponent) -> str:
+def _mesh(component: ComponentLayout) -> str:
     tp = f" x tp {component.plan.tp}" if (component.plan.tp or 1) > 1 else ""
     by = " by DeepEP" if component.plan.expert_dispatcher == "deepep" else ""
     ep = f", ep {component.plan.ep}{by}" if (component.plan.ep or 1) > 1 else ""
     return f"{component.num_replicas} x {component.num_shards}{tp}{ep}"
 
 
-def _sequence(component: AppliedComponent) -> str:
+def _sequence(component: ComponentLayout) -> str:
     degrees = {"ulysses": component.plan.ulysses or 1, "cp": component.plan.cp or 1}
     shared = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     return ", ".join(str(part) for part in (shared, component.driven, component.tokens) if part) or "whole"

@@ -20,11 +20,11 @@ from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
-from omnitrain.parallel.fsdp.broadcast_load import SOURCE, HandedOut, ranks_without_weights
+from omnitrain.parallel.fsdp.broadcast_load import SOURCE, BroadcastLoader, ranks_without_weights
 from omnitrain.parallel.fsdp.load import (
     adapters_at,
-    by_first,
     load_weights,
+    rank0_first,
     require_equal_weights,
     require_one_source,
     require_same_adapters,
@@ -32,7 +32,7 @@ from omnitrain.parallel.fsdp.load import (
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32
-from omnitrain.parallel.layout import AppliedComponent, AppliedLayout, remember_layout
+from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
@@ -44,7 +44,7 @@ from omnitrain.parallel.tensor.adapters import styles_with_adapters
 from omnitrain.parallel.tensor.apply import cut_tensors
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
-from omnitrain.parallel.tensor.sequence_parallel import DividedTokens, divide_tokens
+from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, divide_tokens
 from omnitrain.peers import is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
@@ -107,7 +107,7 @@ def build_parallelize_model(
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
     plan = parallel_plan or ParallelPlan()
     tensors = tensor_plan(omni, plan, state.size("tp"))
-    stored = by_first(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
+    stored = rank0_first(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
     present = stored | adapters_of(omni)
     if state.world_size > 1:
         require_same_adapters(present)
@@ -118,7 +118,7 @@ def build_parallelize_model(
     tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
 
     if weights_path is not None:
-        by_first(partial(load_weights, model, weights_path))
+        rank0_first(partial(load_weights, model, weights_path))
         add_lora(omni, stored)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
@@ -128,7 +128,7 @@ def build_parallelize_model(
     _freeze(omni, plans)
     add_lora(omni, adapters)
     rest_frozen_statistics(omni)
-    handed_out = HandedOut(omni, device_of(state.fsdp_mesh)) if hands_out else None
+    handed_out = BroadcastLoader(omni, device_of(state.fsdp_mesh)) if hands_out else None
     _set_precision(omni, plans)  # what is handed out is cast on its way, tensor by tensor
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
     cut_tensors(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
@@ -145,7 +145,7 @@ def build_parallelize_model(
     shard(omni, units, how, fill=None if handed_out is None else handed_out.fill)
     done = {"compiled": compiled, "driven": driven, "tokens": tokens}
     components = _applied(omni, plans, meshes, units, activations, towers, done)
-    remember_layout(omni, AppliedLayout(state, components))
+    remember_layout(omni, ModelLayout(state, components))
     return omni
 
 
@@ -165,14 +165,14 @@ def _as_omni(model: PreTrainedModel) -> OmniModel:
 
 def _divided_tokens(
     model: OmniModel, plan: ComponentPlan, tensors: TensorPlan, state: ParallelState
-) -> DividedTokens | None:
+) -> TokenSharding | None:
     """What becomes of the tokens between blocks; None: nobody wants them divided."""
     if not plan.sequence_parallel:
         return None
     if plan.compile:
-        return DividedTokens("its blocks are compiled")
+        return TokenSharding("its blocks are compiled")
     if drawn := drawn_in_training(model.foundation.config):  # ranks would draw apart, which must draw alike
-        return DividedTokens(f"it draws at random in training ({', '.join(drawn)})")
+        return TokenSharding(f"it draws at random in training ({', '.join(drawn)})")
     return try_tokens(model.foundation, tensors.styles, state)
 
 
@@ -280,9 +280,9 @@ def _applied(
     activations: Mapping[str, ActivationOffload],
     towers: Mapping[str, SharedTower],
     of_foundation: Mapping[str, Any],
-) -> dict[str, AppliedComponent]:
+) -> dict[str, ComponentLayout]:
     return {
-        name: AppliedComponent(
+        name: ComponentLayout(
             name=name,
             plan=plans[name],
             mesh=meshes[name],

@@ -2,7 +2,7 @@
 
 from omnitrain.plan.collectives import Collective, implied_collectives
 from omnitrain.plan.show import ComponentLine
-from omnitrain.plan.step import Call, Routes, StepPlan, plan_step
+from omnitrain.plan.step import Call, RowRoutes, StepPlan, plan_step
 from omnitrain.plan.tables import (
     ItemFacts,
     MicroBatchFacts,
@@ -14,19 +14,19 @@ from omnitrain.plan.tables import (
     padded,
     shape_key,
 )
-from omnitrain.plan.topology import Entrance, PlannedComponent, Port, Topology
+from omnitrain.plan.topology import CallSite, PlannedComponent, Port, Topology
 
 __all__ = [
     "Call",
+    "CallSite",
     "Collective",
     "ComponentLine",
-    "Entrance",
     "ItemFacts",
     "MicroBatchFacts",
     "PlannedComponent",
     "Port",
     "RankFacts",
-    "Routes",
+    "RowRoutes",
     "StepPlan",
     "StepTables",
     "Topology",

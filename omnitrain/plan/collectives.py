@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from omnitrain.plan.step import StepPlan
-from omnitrain.plan.topology import Entrance, PlannedComponent
+from omnitrain.plan.topology import CallSite, PlannedComponent
 
 CollectiveKind = Literal["unshard", "exchange", "unshard_again", "reduce_scatter", "all_reduce", "exchange_back"]
 
@@ -72,23 +72,23 @@ def _of_one(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[Collective]
 def _phases(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[_Phase]:
     topology, made = plan.topology, dict.fromkeys((c.name for c in plan.topology.components), 0)
     has_gradient = any(c.is_trained for c in topology.components) and any(plan.loss_counts.values())
-    for index, entrance in enumerate(topology.entrances):
-        component = topology.component(entrance.component)
+    for index, call_site in enumerate(topology.call_sites):
+        component = topology.component(call_site.component)
         # Gradients reach the foundation and the heads on their way to whatever trains.
-        has_backward = has_gradient and (component.is_trained or entrance.kind != "encode")
+        has_backward = has_gradient and (component.is_trained or call_site.kind != "encode")
         if rank in component.ranks:
             for _ in range(int(plan.calls[micro_batch, index])):
                 yield _Phase(component, made[component.name], has_backward)
                 made[component.name] += 1
-        if _is_last_port(topology.entrances, index) and plan.has_exchange(component.name, micro_batch, rank):
+        if _is_last_port(topology.call_sites, index) and plan.has_exchange(component.name, micro_batch, rank):
             yield _Phase(component, -1, has_backward)
 
 
-def _is_last_port(entrances: tuple[Entrance, ...], index: int) -> bool:
-    following = entrances[index + 1 : index + 2]
-    is_port = entrances[index].kind == "encode"
+def _is_last_port(call_sites: tuple[CallSite, ...], index: int) -> bool:
+    following = call_sites[index + 1 : index + 2]
+    is_port = call_sites[index].kind == "encode"
     return is_port and not (
-        following and following[0].kind == "encode" and following[0].component == entrances[index].component
+        following and following[0].kind == "encode" and following[0].component == call_sites[index].component
     )
 
 

@@ -19,20 +19,20 @@ class Call:
     """One call of a component on one rank.
 
     Attributes:
-        entrance: index in ``topology.entrances``.
+        call_site: index in ``topology.call_sites``.
         index: among the calls of this entrance in this micro-batch.
         items: to encode, in this order; empty for a forward or head.
         is_minimal: this rank has nothing for the call, and makes it with the component's minimal input.
     """
 
-    entrance: int
+    call_site: int
     index: int
     items: tuple[int, ...]
     is_minimal: bool
 
 
 @dataclass(frozen=True)
-class Routes:
+class RowRoutes:
     """Items on their way from producers to consumers, consumer by consumer, in the order in which each needs them.
 
     Attributes:
@@ -92,11 +92,11 @@ class StepPlan:
 
     def is_active(self, component: str, micro_batch: int) -> bool:
         """Whether the component runs in this micro-batch: then all of its ranks call it."""
-        return bool(self.calls[micro_batch, list(self.topology.entrances_of(component))].any())
+        return bool(self.calls[micro_batch, list(self.topology.call_sites_of(component))].any())
 
     def last_active(self, component: str) -> int | None:
         """The last micro-batch in which the component runs: it reduces across replicas. None: it never runs."""
-        active = np.flatnonzero(self.calls[:, list(self.topology.entrances_of(component))].any(axis=1))
+        active = np.flatnonzero(self.calls[:, list(self.topology.call_sites_of(component))].any(axis=1))
         return int(active[-1]) if len(active) else None
 
     def calls_of(self, rank: int, component: str, micro_batch: int) -> tuple[Call, ...]:
@@ -104,27 +104,27 @@ class StepPlan:
         if rank not in self.topology.component(component).ranks:
             return ()
         calls = []
-        for entrance in self.topology.entrances_of(component):
-            own = int(self.own_calls[micro_batch, entrance, rank])
-            items = self._items_by_call(self._producer_for(rank, component), micro_batch, entrance, own)
-            calls += [Call(entrance, index, made, is_minimal=False) for index, made in enumerate(items)]
+        for call_site in self.topology.call_sites_of(component):
+            own = int(self.own_calls[micro_batch, call_site, rank])
+            items = self._items_by_call(self._producer_for(rank, component), micro_batch, call_site, own)
+            calls += [Call(call_site, index, made, is_minimal=False) for index, made in enumerate(items)]
             calls += [
-                Call(entrance, index, (), is_minimal=True) for index in range(own, self.calls[micro_batch, entrance])
+                Call(call_site, index, (), is_minimal=True) for index in range(own, self.calls[micro_batch, call_site])
             ]
         return tuple(calls)
 
-    def minimal_ranks(self, micro_batch: int, entrance: int, index: int) -> tuple[int, ...]:
+    def minimal_ranks(self, micro_batch: int, call_site: int, index: int) -> tuple[int, ...]:
         """Ranks that make this call with the component's minimal input."""
-        own = self.own_calls[micro_batch, entrance]
-        component = self.topology.component(self.topology.entrances[entrance].component)
-        return tuple(rank for rank in component.ranks if own[rank] <= index < self.calls[micro_batch, entrance])
+        own = self.own_calls[micro_batch, call_site]
+        component = self.topology.component(self.topology.call_sites[call_site].component)
+        return tuple(rank for rank in component.ranks if own[rank] <= index < self.calls[micro_batch, call_site])
 
-    def routes(self, component: str, micro_batch: int) -> Routes:
+    def routes(self, component: str, micro_batch: int) -> RowRoutes:
         """Ways of all items of a component in a micro-batch; also of those that stay on their rank."""
         item, consumer = self._copies(self._items(component, micro_batch))
         order = stable_order(consumer, item)
         item, consumer = item[order], consumer[order]
-        return Routes(item, self.producer[item], consumer, self.rows[item])
+        return RowRoutes(item, self.producer[item], consumer, self.rows[item])
 
     def has_exchange(self, component: str, micro_batch: int, rank: int) -> bool:
         """Whether ``rank`` takes part in an exchange: with ``place: world`` all ranks, else those of its data group."""
@@ -167,9 +167,9 @@ class StepPlan:
         )
 
     def _component_line(self, component: PlannedComponent, micro_batch: int) -> ComponentLine:
-        entrances = list(self.topology.entrances_of(component.name))
-        calls = self.calls[micro_batch, entrances]
-        own = self.own_calls[micro_batch][entrances][:, list(component.ranks)]
+        call_sites = list(self.topology.call_sites_of(component.name))
+        calls = self.calls[micro_batch, call_sites]
+        own = self.own_calls[micro_batch][call_sites][:, list(component.ranks)]
         routes = self.routes(component.name, micro_batch)
         travels = (routes.producer != routes.consumer) & self.topology.moves(component.name)
         loads = self.loads(component.name)[micro_batch]
@@ -225,12 +225,12 @@ class StepPlan:
         cell = (micro_batch * len(self.topology.ports) + port) * self.topology.world_size + rank
         return slice(*np.searchsorted(self.work_cell, [cell, cell + 1]))
 
-    def _items_by_call(self, rank: int, micro_batch: int, entrance: int, own: int) -> list[tuple[int, ...]]:
-        if self.topology.entrances[entrance].kind != "encode" or not own:
+    def _items_by_call(self, rank: int, micro_batch: int, call_site: int, own: int) -> list[tuple[int, ...]]:
+        if self.topology.call_sites[call_site].kind != "encode" or not own:
             return [()] * own
-        calls = self.call[self._cell(rank, micro_batch, entrance)]
+        calls = self.call[self._cell(rank, micro_batch, call_site)]
         borders = np.searchsorted(calls, np.arange(1, own))
-        return [tuple(part.tolist()) for part in np.split(self._made(rank, micro_batch, entrance), borders)]
+        return [tuple(part.tolist()) for part in np.split(self._made(rank, micro_batch, call_site), borders)]
 
 
 def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
@@ -321,9 +321,9 @@ def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
     group = topology.group_of
     members = (group[:, None] == group).astype(np.int64)
     calls = []
-    for entrance in topology.entrances[len(topology.ports) :]:
-        is_head = entrance.kind == "head"
-        drawn = tables.counts[:, topology.losses.index(entrance.name)] if is_head else tables.num_samples
+    for call_site in topology.call_sites[len(topology.ports) :]:
+        is_head = call_site.kind == "head"
+        drawn = tables.counts[:, topology.losses.index(call_site.name)] if is_head else tables.num_samples
         calls.append((drawn @ members) > 0)
     shape = (len(tables.counts), len(calls), topology.world_size)
     return np.stack(calls, axis=1).astype(np.int64) if calls else np.zeros(shape, dtype=np.int64)

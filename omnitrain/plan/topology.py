@@ -60,7 +60,7 @@ class PlannedComponent:
 
 
 @dataclass(frozen=True)
-class Entrance:
+class CallSite:
     """One way in which a component is called: a port, the foundation's forward, or a head.
 
     Attributes:
@@ -108,11 +108,11 @@ class Topology:
         return tuple(port for component in self.components for port in component.ports)
 
     @cached_property
-    def entrances(self) -> tuple[Entrance, ...]:
+    def call_sites(self) -> tuple[CallSite, ...]:
         """All entrances in the order in which a micro-batch calls them; the ports come first."""
-        encode = [Entrance(c.name, "encode", port.name) for c in self.components for port in c.ports]
-        forward = [Entrance(c.name, "forward", c.name) for c in self.components if c.reads_packs]
-        heads = [Entrance(c.name, "head", c.head) for c in self.components if c.head is not None]
+        encode = [CallSite(c.name, "encode", port.name) for c in self.components for port in c.ports]
+        forward = [CallSite(c.name, "forward", c.name) for c in self.components if c.reads_packs]
+        heads = [CallSite(c.name, "head", c.head) for c in self.components if c.head is not None]
         return (*encode, *forward, *heads)
 
     @cached_property
@@ -136,13 +136,13 @@ class Topology:
         """The component of that name."""
         return next(component for component in self.components if component.name == name)
 
-    def entrances_of(self, component: str) -> tuple[int, ...]:
+    def call_sites_of(self, component: str) -> tuple[int, ...]:
         """Indices of the component's entrances, in the order in which a micro-batch calls them."""
-        return tuple(index for index, entrance in enumerate(self.entrances) if entrance.component == component)
+        return tuple(index for index, call_site in enumerate(self.call_sites) if call_site.component == component)
 
     def ports_of(self, component: str) -> range:
         """Indices of the component's ports."""
-        found = [index for index in self.entrances_of(component) if self.entrances[index].kind == "encode"]
+        found = [index for index in self.call_sites_of(component) if self.call_sites[index].kind == "encode"]
         return range(found[0], found[-1] + 1) if found else range(0)
 
     def _rank_problems(self) -> Iterable[str]:

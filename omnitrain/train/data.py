@@ -42,7 +42,7 @@ def open_data(
         rank=ranks.data_rank,
         ranks=ranks.data_size,
         idle=idle_prompt(model),
-        then=step_planner(model, ranks.meeting),
+        then=step_planner(model, ranks.rendezvous),
     )
     heldout = open_sources(recipe.data.heldout)
     require_usable([*loader.sources, *heldout], processor)

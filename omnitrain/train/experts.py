@@ -11,7 +11,7 @@ import torch
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.expert.chunk_tuning import ExpertChunks
-from omnitrain.parallel.expert.load_balance import Routers
+from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.expert_timing import ExpertSpans
@@ -44,7 +44,7 @@ class ExpertsOfRun:
     ) -> None:
         asked = recipe.train.experts
         self._ranks, self._replays = ranks, asked.replay is not None
-        self.routers = Routers(model, asked)
+        self.routers = RouterMonitor(model, asked)
         self.routers.continue_from(state.expert_shares)
         self.routing = RoutingOfRun(model, asked.record, asked.replay, ranks.peers.rank)
         self.chunks = ExpertChunks(model, state.expert_chunks)

@@ -12,7 +12,7 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import FusedOp
-from omnitrain.parallel.layout import AppliedLayout, layout_of
+from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
@@ -38,7 +38,7 @@ class PreparedModel:
     model: OmniModel
     processor: OmniProcessor
     ops: Mapping[str, Mapping[str, FusedOp]]
-    layout: AppliedLayout | None
+    layout: ModelLayout | None
     compiled: CompiledBlocks | None
 
 
@@ -55,7 +55,7 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
         UserError: whatever does not fit together in recipe and weights.
     """
     # The others get their part of the weights from the first rank when they lay the model out.
-    model, processor = ranks.one_by_one(lambda: _build(recipe, checkpoint, "cpu" if ranks.is_first else "meta"))
+    model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, "cpu" if ranks.is_first else "meta"))
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     compiled = _compiled(model, recipe, device)
@@ -85,7 +85,7 @@ def _compiled(model: OmniModel, recipe: Recipe, device: torch.device) -> Compile
 
 def _lay_out(
     model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device, mixed: bool | None
-) -> AppliedLayout | None:
+) -> ModelLayout | None:
     """Put the model on the ranks as the plan says; a process alone without a state just has it on its device."""
     if ranks.state is None:
         model.to(device)

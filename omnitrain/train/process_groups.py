@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.parallel.state import ParallelState, forget_parallel_state, init_state_of
-from omnitrain.parallel.step.rendezvous import Meeting, open_meeting
-from omnitrain.parallel.watch.monitor import Watch
-from omnitrain.peers import ALONE, GlooPeers, Peers, agreed
+from omnitrain.parallel.step.rendezvous import Rendezvous, open_rendezvous
+from omnitrain.parallel.watch.monitor import StallMonitor
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers, all_or_raise
 from omnitrain.recipe import ParallelPlan
 from omnitrain.train.launch.environment import name_to_launcher
 
@@ -29,13 +29,13 @@ class Ranks:
         peers: what they tell each other.
         loss_peers: those of them over which losses add up. Tensor parallel peers have the same losses, and run the same
             evaluation, each among such ranks of its own.
-        meeting: of their data processes.
+        rendezvous: of their data processes.
     """
 
     state: ParallelState | None
     peers: Peers
     loss_peers: Peers
-    meeting: Meeting
+    rendezvous: Rendezvous
 
     @property
     def data_rank(self) -> int:
@@ -54,22 +54,23 @@ class Ranks:
 
     def first(self, make: Callable[[], T]) -> T | None:
         """What ``make`` returns on the first rank, None on the others; where it raises, all raise."""
-        return agreed(self.peers, lambda: make() if self.is_first else None)
+        return all_or_raise(self.peers, lambda: make() if self.is_first else None)
 
-    def one_by_one(self, make: Callable[[], T]) -> T:
+    def rank_by_rank(self, make: Callable[[], T]) -> T:
         """What ``make`` returns, called on the first rank before it is on the others: they find what it cached."""
         made = self.first(make)
-        return agreed(self.peers, lambda: make() if made is None else made)
+        return all_or_raise(self.peers, lambda: make() if made is None else made)
 
-    def watch(self, limit_s: float | None) -> Watch:
+    def watch(self, limit_s: float | None) -> StallMonitor:
         """Ends the run when a rank fails, or none moves on for ``limit_s`` seconds (None: as slow as they like).
 
         A process alone is not watched.
         """
-        if self.meeting.world_size == 1:
-            return Watch(dist.HashStore(), 0, 1, None)
-        store = dist.TCPStore(self.meeting.host, self.meeting.port, is_master=False)
-        return Watch(store, self.meeting.rank, self.meeting.world_size, limit_s, on_failure=name_to_launcher)
+        if self.rendezvous.world_size == 1:
+            return StallMonitor(dist.HashStore(), 0, 1, None)
+        store = dist.TCPStore(self.rendezvous.host, self.rendezvous.port, is_master=False)
+        rank, world_size = self.rendezvous.rank, self.rendezvous.world_size
+        return StallMonitor(store, rank, world_size, limit_s, on_failure=name_to_launcher)
 
 
 def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = False) -> Ranks:
@@ -86,14 +87,14 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     is_begun = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_begun else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
-        return Ranks(None, ALONE, ALONE, open_meeting())
+        return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
     if device.type == "cpu" and num_ranks > 1 and not is_begun:
         dist.init_process_group("gloo")
     state = init_state_of(plan)
-    peers = loss_peers = GlooPeers() if state.world_size > 1 else ALONE
+    peers = loss_peers = GlooGroup() if state.world_size > 1 else SINGLE_PROCESS
     if len(state.loss_ranks) < state.world_size:
-        loss_peers = GlooPeers(state.shape.groups("loss"))
-    return Ranks(state, peers, loss_peers, open_meeting())
+        loss_peers = GlooGroup(state.shape.groups("loss"))
+    return Ranks(state, peers, loss_peers, open_rendezvous())
 
 
 def leave_ranks() -> None:

@@ -280,9 +280,9 @@ class Trainer:
             self.model,
             batch,
             loss_weights=self.recipe.train.loss_weights,
-            observe=self.meter.add,
-            note=self.watch.at,
-            around=self.experts.routing.around,
+            on_output=self.meter.add,
+            on_phase=self.watch.at,
+            forward_context=self.experts.routing.forward_context,
             routers=self.experts.routers,
         )
         if self.compiled is not None:

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.peers import GlooPeers
+from omnitrain.peers import GlooGroup
 
 
 def resumed(folder: Path) -> str:
     """The name of the checkpoint that this rank goes on from, or what it is told."""
     with patch("omnitrain.checkpoint.shared._SEEN_WITHIN_S", 0.0):
         try:
-            return CheckpointStore(folder / f"machine-{dist.get_rank()}", keep=2).latest(GlooPeers()).name
+            return CheckpointStore(folder / f"machine-{dist.get_rank()}", keep=2).latest(GlooGroup()).name
         except UserError as error:
             return str(error)
 

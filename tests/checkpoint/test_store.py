@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
-from omnitrain.peers import GlooPeers
+from omnitrain.peers import GlooGroup
 
 
 def write(text: str):
@@ -150,7 +150,7 @@ def test_nothing_to_resume_says_where_it_looked(tmp_path: Path) -> None:
 
 def met_alone(folder: Path) -> None:
     """Rank 1 meets something while rank 0 waits for it."""
-    peers = GlooPeers()
+    peers = GlooGroup()
 
     def write(temporary: Path) -> None:
         if peers.rank == 1:

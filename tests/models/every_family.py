@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import peaked_
+from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.parallelize import build_parallelize_model
@@ -136,7 +136,7 @@ def peaked_model(family: str) -> PreTrainedModel:
     """The family's small model, the same on every rank."""
     model = smallest_that_runs(family)
     assert not isinstance(model, str), model
-    peaked_(model)
+    init_peaked_(model)
     return model
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
 from omnitrain.models.contract.samples import Probe, probe_samples
-from omnitrain.models.discovery import NativeRows, config_nodes, discover, override, peaked_
+from omnitrain.models.discovery import MediaFeatures, config_nodes, discover, init_peaked_, override
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
@@ -46,7 +46,7 @@ def pair_of(config: PreTrainedConfig) -> Pair:
 
 def paired(model: PreTrainedModel) -> Pair:
     """With peaked weights: texts of three lengths, every modality alone, two items of one, all together."""
-    peaked_(model)
+    init_peaked_(model)
     model.train()
     plain = copy.deepcopy(model)
     probes = [probe for probe in probe_samples(model, discover(model)) if _is_taken(plain, probe)]
@@ -72,11 +72,11 @@ def plain_logits(model: PreTrainedModel, probe: Probe) -> Tensor:
 def plain_logits_of_items_apart(both: Pair, probe: Probe) -> Tensor:
     """The same, with each image, video and clip run through the plain model's tower by itself."""
     ports = both.ours.runner.native.ports
-    rows: dict[str, NativeRows] = {}
+    rows: dict[str, MediaFeatures] = {}
     for modality in dict.fromkeys(probe.modalities):
         port = ports[modality]
         items = port.probe_items(probe.modalities.count(modality))
-        rows[modality] = NativeRows.cat([port.encode(both.plain, item) for item in items])
+        rows[modality] = MediaFeatures.cat([port.encode(both.plain, item) for item in items])
     media = {name for port in ports.values() for name in port.arguments}
     arguments = {name: value for name, value in probe.arguments.items() if name not in media}
     positions = torch.from_numpy(probe.sample.position_ids)

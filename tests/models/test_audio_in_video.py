@@ -17,7 +17,7 @@ from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.rows import Row
 from omnitrain.data.sample import Sample
 from omnitrain.data.template_renderer import TemplateRenderer
-from omnitrain.models.discovery import peaked_
+from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
@@ -41,7 +41,7 @@ def models() -> tuple[PreTrainedModel, OmniModel, ProcessorMixin]:
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     torch.manual_seed(0)
     model = foundation_class(config)(config)
-    peaked_(model)
+    init_peaked_(model)
     plain = copy.deepcopy(model).eval()
     return plain, build_omni_model(foundation=model).eval(), qwen2_5_omni()[0]
 

@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import peaked_
-from omnitrain.models.foundation.runner import EncodedMedia, InsertedRows
+from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from tests.families import AUDIO_FAMILIES, FAMILIES
@@ -119,7 +119,7 @@ def test_a_family_built_from_its_config_equals_plain_transformers() -> None:
     config = FAMILIES["smolvlm"]()
     reference = pair_of(config)
     ours = build_omni_model(foundation=config).train()
-    peaked_(ours.foundation)
+    init_peaked_(ours.foundation)
     built = Pair(reference.plain, ours, reference.probes)
     assert gradient_errors(built, [built.pack()]) == {}
 
@@ -130,7 +130,7 @@ def test_rows_put_into_a_frozen_foundation_get_the_gradient_of_plain_transformer
     pack = both.packs_of_one()[2]
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     positions = torch.arange(2, 6)
-    media = EncodedMedia(inserted=[InsertedRows(positions, rows)])
+    media = EncodedMedia(inserted=[InsertedEmbeddings(positions, rows)])
     both.ours.runner.text_loss(pack, media)[0].sum.backward()
 
     embeds = both.plain.get_input_embeddings()(pack.input_ids).detach()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from omnitrain.models.adapters.lora import add_lora, find_adapters
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.discovery import peaked_
+from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
@@ -53,7 +53,7 @@ def _family(name: str, *, vision: Mapping[str, int] | None = None, **values: flo
     if vision:
         config.vision_config.update(vision)
     model = foundation_class(config)(config)
-    peaked_(model)
+    init_peaked_(model)
     return model
 
 
@@ -91,7 +91,7 @@ def lfm2_vl() -> PreTrainedModel:
     """Its projector is called image by image."""
     config = next(small_configs("lfm2_vl"))
     model = foundation_class(config)(config)
-    peaked_(model)
+    init_peaked_(model)
     return model
 
 
@@ -145,7 +145,7 @@ def grouped_linear_heads() -> PreTrainedModel:
     config = FAMILIES["qwen3_next"]()
     config.linear_num_value_heads = 4
     model = foundation_class(config)(config)
-    peaked_(model)
+    init_peaked_(model)
     return model
 
 
@@ -215,7 +215,7 @@ def moe_with_shared_experts() -> PreTrainedModel:
     config = FAMILIES["glm4_moe"]()
     config.n_routed_experts = 32
     model = foundation_class(config)(config)
-    peaked_(model)
+    init_peaked_(model)
     return model
 
 
@@ -233,7 +233,7 @@ def qwen3_moe_with(**values: int) -> PreTrainedModel:
     for name, value in values.items():
         setattr(config, name, value)
     model = foundation_class(config)(config)
-    peaked_(model)
+    init_peaked_(model)
     return model
 
 

@@ -87,8 +87,8 @@ def test_all_ranks_of_a_component_meet_in_the_same_collectives_in_the_same_order
     plan = plan_of(some, random_facts(rng, some))
     by_rank = [implied_collectives(plan, rank) for rank in range(some.world_size)]
     for component in some.components:
-        for meeting in [component.ranks] if component.place == "world" else some.data_groups:
-            assert len({of_component(by_rank[rank], component.name) for rank in meeting}) == 1
+        for rendezvous in [component.ranks] if component.place == "world" else some.data_groups:
+            assert len({of_component(by_rank[rank], component.name) for rank in rendezvous}) == 1
         calls = {tuple(c for c in of_component(by_rank[r], component.name) if c.call >= 0) for r in component.ranks}
         assert len(calls) == 1
 

@@ -53,7 +53,7 @@ def test_every_item_is_encoded_once_by_a_rank_that_may_and_reaches_each_consumer
                     encoded.update(call.items)
                     for item in call.items:
                         owner, micro_batch, port, _ = items[item]
-                        assert (micro_batch, port) == (m, topology.entrances[call.entrance].name)
+                        assert (micro_batch, port) == (m, topology.call_sites[call.call_site].name)
                         allowed = {"local": {owner}, "group": {*group_of(plan, owner)}, "world": {*component.ranks}}
                         assert rank == plan.producer[item]
                         assert rank in allowed[component.place]
@@ -76,14 +76,14 @@ def test_calls_are_equal_on_all_ranks_of_a_component_and_no_more_than_the_busies
     for component in topology.components:
         for m in range(plan.num_micro_batches):
             made = {rank: plan.calls_of(rank, component.name, m) for rank in component.ranks}
-            assert len({tuple((call.entrance, call.index) for call in calls) for calls in made.values()}) == 1
+            assert len({tuple((call.call_site, call.index) for call in calls) for calls in made.values()}) == 1
             for calls in zip(*made.values(), strict=True):
                 assert not all(call.is_minimal for call in calls)
                 idle = tuple(rank for rank, call in zip(made, calls, strict=True) if call.is_minimal)
-                assert plan.minimal_ranks(m, calls[0].entrance, calls[0].index) == idle
+                assert plan.minimal_ranks(m, calls[0].call_site, calls[0].index) == idle
             for call in (call for calls in made.values() for call in calls if call.items):
                 assert len({items[item][3].shape for item in call.items}) == 1
-                port = topology.ports[call.entrance]
+                port = topology.ports[call.call_site]
                 assert len(call.items) == 1 or not port.is_one_at_a_time
                 assert list(call.items) == sorted(call.items)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from omnitrain.errors import TrainingError
 from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.watch.monitor import Watch
+from omnitrain.parallel.watch.monitor import StallMonitor
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_moe_recipe
@@ -93,10 +93,12 @@ def what_ranks_raise(fails_alike: bool) -> tuple[str, str]:
     """Rank 0 fails; its end is what makes rank 1 fail."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     if rank == 0:
-        Watch(dist.HashStore(), 0, 1, None)  # of an earlier run: it is no matter on how many runs a rank looks back
+        StallMonitor(
+            dist.HashStore(), 0, 1, None
+        )  # of an earlier run: it is no matter on how many runs a rank looks back
     error: Any = None
     try:
-        with Watch(store, rank, 2, None) as watch:
+        with StallMonitor(store, rank, 2, None) as watch:
             watch.at(step=1, phase="data")
             if fails_alike:
                 raise TrainingError("no such data")

@@ -158,7 +158,7 @@ def test_a_step_without_targets_changes_nothing_and_is_counted(tmp_path: Path) -
     empty = replace(batch.packs[0], text_rows=none, text_labels=none, targets={})
     trainer.train_step(batch)
     before = {n: p.clone() for n, p in trainer.model.named_parameters()}
-    assert trainer.train_step(step_planner(trainer.model, trainer.ranks.meeting)([empty])) == (0.0, 0.0)
+    assert trainer.train_step(step_planner(trainer.model, trainer.ranks.rendezvous)([empty])) == (0.0, 0.0)
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
     assert trainer.steps_without_targets == 1
 

@@ -16,7 +16,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.parallel.expert.load_balance import Routers
+from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import ExpertsBalance, Ops, Optimizer
@@ -57,11 +57,11 @@ def device_after_a_step(model: OmniModel, samples: list[Sample], monkeypatch: py
     use_ops(model.train(), Ops(), torch.device("cpu"), torch.float32)
     batch = step_planner(model)([Pack.from_samples(samples[first::2]) for first in range(2)])
     optimizer, meter = build_optimizer(model, Optimizer(), ()), LossMeter()
-    routers = Routers(model, ExpertsBalance())
+    routers = RouterMonitor(model, ExpertsBalance())
     monkeypatch.setattr(OmniModel, "device", DEVICE)
     device = Device(chain(model.parameters(), model.buffers()))
     with device.watched():
-        accumulate_gradients(model, batch, observe=meter.add, routers=routers)
+        accumulate_gradients(model, batch, on_output=meter.add, routers=routers)
         clip_gradients(model.parameters(), 1.0)
         optimizer.step()
     for places in (device.waits, device.mixes):

@@ -25,7 +25,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedModule:
     """A module with parameters that a forward calls for some samples only.
 
     Attributes:
@@ -54,7 +54,7 @@ class Contract:
         row_local: modules of which a row reaches the same row of the last hidden states only; items of a module list
             are named by their place from its end.
         without_tails: what comes behind the last token that a loss reads makes no difference.
-        left_out: modules that some samples leave out, in the order of a forward that leaves nothing out.
+        skipped_modules: modules that some samples leave out, in the order of a forward that leaves nothing out.
         read_outside: modules whose parameters are read while they do not run, with ``*`` for places in module lists.
         without_gradient: parameters of the twin that no loss reaches.
         beyond_text: modules and bare parameters that no sample of text, or of media with rows of their own, reaches;
@@ -69,7 +69,7 @@ class Contract:
     by_sample: tuple[str, ...] = ()
     row_local: tuple[str, ...] = ()
     without_tails: bool = False
-    left_out: tuple[LeftOut, ...] = ()
+    skipped_modules: tuple[SkippedModule, ...] = ()
     read_outside: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     beyond_text: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class Contract:
         """The contract of which ``values`` are ``asdict``, lists for tuples."""
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, (list, tuple))}
         lists["findings"] = tuple(Finding(**finding) for finding in values["findings"])
-        lists["left_out"] = tuple(
-            LeftOut(**found | {"takes": tuple(map(tuple, found["takes"]))}) for found in values["left_out"]
+        lists["skipped_modules"] = tuple(
+            SkippedModule(**found | {"takes": tuple(map(tuple, found["takes"]))}) for found in values["skipped_modules"]
         )
         return cls(**values | lists)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.components.contract import Contract, LeftOut
+from omnitrain.models.components.contract import Contract, SkippedModule
 from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.checks_packing import (
     TOLERANCE,
@@ -29,8 +29,8 @@ from omnitrain.models.contract.checks_packing import (
 from omnitrain.models.contract.checks_reads import read_from_outside
 from omnitrain.models.contract.checks_rows import row_local_modules
 from omnitrain.models.contract.harness import Failure, Trial, attempt
-from omnitrain.models.contract.left_out import left_out_modules, unread_by_short_samples
 from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.contract.skipped_modules import skipped_modules_of, unread_by_short_samples
 from omnitrain.models.contract.tiny_model import build_twin, twin_configs
 from omnitrain.models.foundation.in_forward import outermost_unreached
 from omnitrain.models.hf.hub_kernels import kernels_of, torch_kernels
@@ -201,14 +201,14 @@ def _packing(trial: Trial) -> None:
 
 def _left_out(trial: Trial) -> None:
     """What some samples leave out is called on nothing for them, so that all ranks call the same."""
-    calls = attempt(partial(left_out_modules, trial))
+    calls = attempt(partial(skipped_modules_of, trial))
     found = () if isinstance(calls, Failure) else calls
-    trial.use(left_out=found)
+    trial.use(skipped_modules=found)
     if found and isinstance(failed := attempt(partial(logit_error, trial)), Failure):
         found = tuple(replace(kind, problem=kind.problem or f"called on nothing, it fails: {failed}") for kind in found)
     short = attempt(partial(unread_by_short_samples, trial))
     found += () if isinstance(short, Failure) else tuple(kind for kind in short if not _is_below(kind, found))
-    trial.use(left_out=found)
+    trial.use(skipped_modules=found)
     if not found:
         return
     names = ", ".join(kind.module for kind in found)
@@ -219,7 +219,7 @@ def _left_out(trial: Trial) -> None:
         trial.note("left out", "passed", f"some samples leave out {names}; there they are called on nothing")
 
 
-def _is_below(kind: LeftOut, others: Sequence[LeftOut]) -> bool:
+def _is_below(kind: SkippedModule, others: Sequence[SkippedModule]) -> bool:
     return any(f"{kind.module}.".startswith(f"{other.module}.") for other in others)
 
 
@@ -256,10 +256,10 @@ def _tails(trial: Trial) -> None:
 def _gradients(trial: Trial) -> None:
     """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
     fact = attempt(partial(gradient_fact, trial))
-    left_out = {"last rows": trial.contract.row_local, "tails": trial.contract.without_tails}
-    if fact is not None and any(left_out.values()):
+    skipped_modules = {"last rows": trial.contract.row_local, "tails": trial.contract.without_tails}
+    if fact is not None and any(skipped_modules.values()):
         trial.use(row_local=(), without_tails=False)
-        for check in (check for check, is_used in left_out.items() if is_used):
+        for check in (check for check, is_used in skipped_modules.items() if is_used):
             trial.note(check, "fallback", f"{fact} without the rows that no loss reads; all are computed")
         fact = attempt(partial(gradient_fact, trial))
     if fact is not None and trial.contract.packs:

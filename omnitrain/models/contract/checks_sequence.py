@@ -25,9 +25,9 @@ from omnitrain.models.contract.harness import Failure, attempt, relative
 from omnitrain.models.contract.recorded import Recorded, Replayed, worst
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.contract.tiny_model import build_twin, twin_configs
-from omnitrain.models.discovery import NativeRows, discover
+from omnitrain.models.discovery import MediaFeatures, discover
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
-from omnitrain.models.foundation.sequence_slice import cut_pack, here
+from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.plan.sequence import split_sequence
 
@@ -133,8 +133,8 @@ def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any
     return logits
 
 
-def _cut(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> dict[str, NativeRows]:
+def _cut(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> dict[str, MediaFeatures]:
     """Of rows in the order of their placeholders, those for the tokens of a part."""
     ids = pack.input_ids[0].cpu()
     placeholders = {name: (ids == runner.native.ports[name].token_id).nonzero()[:, 0] for name in media.native}
-    return {name: rows.at(here(part, placeholders[name])[0]) for name, rows in media.native.items()}
+    return {name: rows.at(local_positions(part, placeholders[name])[0]) for name, rows in media.native.items()}

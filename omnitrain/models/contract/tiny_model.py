@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.models.discovery import config_nodes, peaked_
+from omnitrain.models.discovery import config_nodes, init_peaked_
 from omnitrain.ops.config_value import config_value
 
 # What counts the repeated parts of a config.
@@ -115,7 +115,7 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     with torch.random.fork_rng(devices=[]), _Undrawn():
         torch.manual_seed(0)
         twin = model_class(config).float()
-    peaked_(twin)
+    init_peaked_(twin)
     for module in twin.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0

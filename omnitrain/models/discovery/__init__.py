@@ -2,26 +2,26 @@
 
 from omnitrain.models.discovery.data_inputs import native_inputs
 from omnitrain.models.discovery.discover import Discovery, discover
-from omnitrain.models.discovery.features import NativeRows, check_rows
+from omnitrain.models.discovery.features import MediaFeatures, check_rows
 from omnitrain.models.discovery.geometry import config_nodes
 from omnitrain.models.discovery.interface import override
 from omnitrain.models.discovery.model_errors import failure_of_model, raise_if_ours, refusing
 from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
-from omnitrain.models.discovery.peaked_init import peaked_
+from omnitrain.models.discovery.peaked_init import init_peaked_
 from omnitrain.models.discovery.placeholders import special_ids
 
 __all__ = [
     "Discovery",
-    "NativeRows",
+    "MediaFeatures",
     "ParameterReads",
     "check_rows",
     "config_nodes",
     "discover",
     "failure_of_model",
     "float_tensors",
+    "init_peaked_",
     "native_inputs",
     "override",
-    "peaked_",
     "raise_if_ours",
     "refusing",
     "special_ids",

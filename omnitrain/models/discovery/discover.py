@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.find_interface import find_port
-from omnitrain.models.discovery.interface import NativePort, method_name
+from omnitrain.models.discovery.interface import ModalityInterface, method_name
 from omnitrain.models.discovery.model_errors import raise_if_ours
 from omnitrain.models.discovery.parameter_reads import leaves
 from omnitrain.models.discovery.placeholders import TokenExtras, extra_arguments, marks, video_marks
@@ -49,7 +49,7 @@ class Discovery:
         extras: per-token arguments of a sample.
     """
 
-    ports: dict[str, NativePort]
+    ports: dict[str, ModalityInterface]
     components: dict[str, tuple[str, ...]]
     in_forward: dict[str, str]
     forward_arguments: frozenset[str]
@@ -71,14 +71,14 @@ def discover(model: PreTrainedModel) -> Discovery:
     Args:
         model: a causal language model of transformers, with or without other modalities.
     """
-    ports: dict[str, NativePort] = {}
+    ports: dict[str, ModalityInterface] = {}
     in_forward: dict[str, str] = {}
     refused: dict[str, str] = {}
     with undisturbed(model):
         text = _text_parameters(model)
         for modality in MODALITIES:
             found, taken = _port_or_why_not(model, modality), media_arguments(type(model), modality)
-            if isinstance(found, NativePort):
+            if isinstance(found, ModalityInterface):
                 ports[modality] = found
             elif taken:
                 in_forward[modality] = found
@@ -90,14 +90,14 @@ def discover(model: PreTrainedModel) -> Discovery:
     return replace(grouped, in_forward=in_forward, refused=refused)
 
 
-def _port_or_why_not(model: PreTrainedModel, modality: str) -> NativePort | str:
+def _port_or_why_not(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
     if feature_hosts(model, modality):
         return find_port(model, modality)
     taken = ", ".join(media_arguments(type(model), modality))
     return f"its forward takes {taken}, but no {method_name(modality)} makes rows of it"
 
 
-def _extras(model: PreTrainedModel, ports: Mapping[str, NativePort]) -> TokenExtras:
+def _extras(model: PreTrainedModel, ports: Mapping[str, ModalityInterface]) -> TokenExtras:
     names = extra_arguments(type(model))
     tokens = {modality: port.token_id for modality, port in ports.items()}
     extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
@@ -124,7 +124,7 @@ def _text_call(model: PreTrainedModel) -> dict[str, Any]:
         return {}
 
 
-def _positions(model: PreTrainedModel, ports: Mapping[str, NativePort], extras: TokenExtras) -> PositionFunction:
+def _positions(model: PreTrainedModel, ports: Mapping[str, ModalityInterface], extras: TokenExtras) -> PositionFunction:
     """The model's own function where it has one, and how it counts where it has none."""
     given = _text_call(model).get("position_ids")
     start = int(given.min()) if isinstance(given, Tensor) else _counted_from(model)
@@ -147,7 +147,7 @@ def _counted_from(model: PreTrainedModel) -> int:
         return 0
 
 
-def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativePort, extras: TokenExtras) -> int:
+def _axes_with(model: PreTrainedModel, function: PositionFunction, port: ModalityInterface, extras: TokenExtras) -> int:
     plain = plain_ids(model, 4)
     opening, closing = marks(model.config, port.modality) or (plain[1], plain[2])
     ids = np.array([plain[0], opening, *[port.token_id] * port.minimal_rows, closing, plain[3]])
@@ -160,7 +160,7 @@ def _axes_with(model: PreTrainedModel, function: PositionFunction, port: NativeP
 
 def _grouped(
     model: PreTrainedModel,
-    ports: dict[str, NativePort],
+    ports: dict[str, ModalityInterface],
     text: set[str],
     positions: PositionFunction,
     extras: TokenExtras,

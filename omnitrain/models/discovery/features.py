@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from omnitrain.errors import UserError
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RowLayout:
 
 
 @dataclass(frozen=True)
-class NativeRows:
+class MediaFeatures:
     """Rows of some items of one modality.
 
     Attributes:
@@ -81,7 +81,7 @@ class NativeRows:
         assert sum(self.counts) == self.main.size(0)
 
     @staticmethod
-    def cat(calls: Sequence[NativeRows]) -> NativeRows:
+    def cat(calls: Sequence[MediaFeatures]) -> MediaFeatures:
         """Rows of several calls, in the order of the calls."""
         assert calls
         return replace(
@@ -91,9 +91,9 @@ class NativeRows:
             counts=tuple(count for call in calls for count in call.counts),
         )
 
-    def at(self, index: Tensor) -> NativeRows:
+    def at(self, index: Tensor) -> MediaFeatures:
         """These rows, as one item. ``index``: [n] int64, on the host, may be empty."""
-        index = moved(index, self.main.device)
+        index = to_device(index, self.main.device)
         return replace(
             self,
             main=self.main.index_select(0, index),
@@ -105,7 +105,7 @@ class NativeRows:
         """All tensors with one row per placeholder: main, then the side ones."""
         return [self.main, *self.side.values()]
 
-    def with_tensors(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> NativeRows:
+    def with_tensors(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> MediaFeatures:
         """The same layout with other rows, such as those received from other ranks (in the order of ``tensors()``)."""
         return replace(self, main=tensors[0], side=dict(zip(self.side, tensors[1:], strict=True)), counts=tuple(counts))
 
@@ -184,7 +184,7 @@ def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True
     return RowLayout(kind, fields, tuple(names), tuple(shared), joined)
 
 
-def flatten(output: Any, layout: RowLayout) -> NativeRows:
+def flatten(output: Any, layout: RowLayout) -> MediaFeatures:
     """Flat rows of an output of this layout; those of each item as it is cut, or all as one item."""
     values = _fields(output, tuple(layout.fields))
     found: dict[str, Tensor] = {}
@@ -195,7 +195,7 @@ def flatten(output: Any, layout: RowLayout) -> NativeRows:
     main, *side = layout.names
     rows = found[main].size(0)
     cut = next((cut for cut in cuts if sum(cut) == rows), (rows,))
-    return NativeRows(
+    return MediaFeatures(
         found[main], {name: found[name] for name in side}, {name: found[name] for name in layout.shared}, cut, layout
     )
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from omnitrain.models.discovery.features import NativeRows, RowLayout, Watched, describe, flatten, row_numbers
-from omnitrain.models.discovery.interface import NativePort, method_name
+from omnitrain.models.discovery.features import MediaFeatures, RowLayout, Watched, describe, flatten, row_numbers
+from omnitrain.models.discovery.interface import ModalityInterface, method_name
 from omnitrain.models.discovery.model_errors import failure_of_model
 from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors, leaves
 from omnitrain.models.discovery.placeholders import token_ids
@@ -37,7 +37,7 @@ class WrongGuessError(Exception):
     """A guess about the model was wrong, and why."""
 
 
-def find_port(model: PreTrainedModel, modality: str) -> NativePort | str:
+def find_port(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
     """The port of a modality (its component still unnamed), or the reason why there is none."""
     return _Search(model, modality).port()
 
@@ -51,7 +51,7 @@ class _Search:
         self.host = self._caller()
         self.forward_names = tuple(inspect.signature(type(model).forward).parameters)
 
-    def port(self) -> NativePort | str:
+    def port(self) -> ModalityInterface | str:
         main = self._main()
         if main is None:
             return f"its forward takes none of {', '.join(MAIN_ARGUMENTS[self.modality])}"
@@ -68,7 +68,7 @@ class _Search:
                 reasons[str(reason)] = None
         return f"no tiny input was accepted: {'; '.join(reasons)[:600]}"
 
-    def _port_with(self, probe: ProbeInput) -> NativePort:
+    def _port_with(self, probe: ProbeInput) -> ModalityInterface:
         features = typed(self.model, probe.make([0, 1]))
         with _guess(""), ParameterReads(self.model) as reads:
             call = self._captured(features)
@@ -80,7 +80,7 @@ class _Search:
         if probe.variable and {name for name, _ in bindings.values()} <= {probe.main}:
             raise WrongGuessError("items of different sizes without an argument that tells their sizes")
         layout, token = self._layout(features, output)
-        port = NativePort(
+        port = ModalityInterface(
             modality=self.modality,
             component="",
             token_id=token,
@@ -217,7 +217,7 @@ class _Search:
 
     # Facts about a port that works ------------------------------------------------------------------------------------
 
-    def _with_trigger(self, port: NativePort, features: Mapping[str, Tensor], output: Any) -> NativePort:
+    def _with_trigger(self, port: ModalityInterface, features: Mapping[str, Tensor], output: Any) -> ModalityInterface:
         """The smallest arguments for which the forward asks for rows."""
         rows = flatten(output, port.layout)
         expected = self._decoder_inputs(port.token_id, rows.main.size(0), features, output)
@@ -230,7 +230,7 @@ class _Search:
                     return replace(port, trigger={name: value.cpu() for name, value in given.items()})
         raise WrongGuessError("no argument makes the forward take rows made before")
 
-    def _with_independence(self, port: NativePort, output: Any) -> NativePort:
+    def _with_independence(self, port: ModalityInterface, output: Any) -> ModalityInterface:
         """Items of any sizes are independent, or those of equal sizes, or none.
 
         Args:
@@ -244,12 +244,12 @@ class _Search:
         minimal_rows = apart[0].main.size(0) if apart else 0
         return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
 
-    def _with_calls(self, port: NativePort) -> NativePort:
+    def _with_calls(self, port: ModalityInterface) -> ModalityInterface:
         """Which modules the feature method calls how often, of one item and of two."""
         one, two = self._calls(port, port.probe_items(1)[0]), self._calls(port, port.probe_batch(2))
         return replace(port, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
 
-    def _calls(self, port: NativePort, features: dict[str, Tensor]) -> Counter[str]:
+    def _calls(self, port: ModalityInterface, features: dict[str, Tensor]) -> Counter[str]:
         """Name of each module with parameters that is called -> how often; empty where the tower refuses the input."""
         counts: Counter[str] = Counter()
         with ExitStack() as hooks:
@@ -258,7 +258,7 @@ class _Search:
                     hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: counts.update([name])))
             return counts if self._encoded(port, [features]) else Counter()
 
-    def _encoded(self, port: NativePort, inputs: Sequence[dict[str, Tensor]]) -> list[NativeRows]:
+    def _encoded(self, port: ModalityInterface, inputs: Sequence[dict[str, Tensor]]) -> list[MediaFeatures]:
         """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""
         try:
             with _guess(""), ParameterReads(self.model):
@@ -306,10 +306,10 @@ def _stacks(probe: ProbeInput) -> bool:
     return all(_same([torch.cat([one[name], other[name]])], [value]) for name, value in both.items())
 
 
-def _same_rows(apart: Sequence[NativeRows], together: Sequence[NativeRows]) -> bool:
+def _same_rows(apart: Sequence[MediaFeatures], together: Sequence[MediaFeatures]) -> bool:
     if not apart or not together:
         return False
-    pairs = zip(NativeRows.cat(apart).tensors(), NativeRows.cat(together).tensors(), strict=True)
+    pairs = zip(MediaFeatures.cat(apart).tensors(), MediaFeatures.cat(together).tensors(), strict=True)
     return all(_close(a, b) for a, b in pairs)
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.discovery.features import NativeRows, RowLayout, flatten
+from omnitrain.models.discovery.features import MediaFeatures, RowLayout, flatten
 from omnitrain.models.discovery.probe_inputs import ProbeInput
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 
 
 @dataclass(frozen=True)
-class NativePort:
+class ModalityInterface:
     """How rows of one modality leave a model's towers and enter its forward. Plain facts: holds no module, pickles.
 
     Attributes:
@@ -70,7 +70,7 @@ class NativePort:
         """Names of the tensors beside the main one that have a row per placeholder, such as deepstack levels."""
         return self.layout.names[1:]
 
-    def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> NativeRows:
+    def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> MediaFeatures:
         """Rows of some items, by the model's own method; those of each as its output is cut, else all as one item.
 
         Args:
@@ -105,7 +105,7 @@ class NativePort:
 
 @contextmanager
 def override(
-    model: PreTrainedModel, ports: Mapping[str, NativePort], rows: Mapping[str, NativeRows]
+    model: PreTrainedModel, ports: Mapping[str, ModalityInterface], rows: Mapping[str, MediaFeatures]
 ) -> Iterator[dict[str, Any]]:
     """While open, the model's feature methods return these rows instead of running its towers.
 
@@ -136,7 +136,7 @@ def override(
                 object.__setattr__(module, port.method, _returning(output))
                 patched.append((module, port.method))
             device = value.main.device
-            arguments |= {name: moved(tensor, device) for name, tensor in port.trigger.items()}
+            arguments |= {name: to_device(tensor, device) for name, tensor in port.trigger.items()}
         yield arguments
     finally:
         for module, name in patched:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 @torch.no_grad()
-def peaked_(model: nn.Module, seed: int = 0) -> None:
+def init_peaked_(model: nn.Module, seed: int = 0) -> None:
     """Redraw all weights in place so that attention is peaked and norms and biases matter.
 
     Matrices are drawn with a gain of 1.5 over their fan-in (embeddings with variance 1), vectors that were constant

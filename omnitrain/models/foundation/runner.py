@@ -20,15 +20,15 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.media_calls import Apart, MediaCall, media_calls
-from omnitrain.models.discovery import Discovery, NativeRows, check_rows, discover, override
+from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
 from omnitrain.models.discovery.text_run import StopRunError, first_block
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
-from omnitrain.models.foundation.sequence_slice import cut_pack, here
+from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_what_is_left_out
 from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.patch_forward import own_forward
 
@@ -36,7 +36,7 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
-class InsertedRows:
+class InsertedEmbeddings:
     """Rows that take the place of token embeddings.
 
     Attributes:
@@ -57,8 +57,8 @@ class EncodedMedia:
         inserted: rows of attached components.
     """
 
-    native: dict[str, NativeRows] = field(default_factory=dict)
-    inserted: list[InsertedRows] = field(default_factory=list)
+    native: dict[str, MediaFeatures] = field(default_factory=dict)
+    inserted: list[InsertedEmbeddings] = field(default_factory=list)
 
 
 class FoundationRunner:
@@ -93,7 +93,7 @@ class FoundationRunner:
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
-        call_what_is_left_out(model, [kind for kind in self.contract.left_out if not kind.problem])
+        call_what_is_left_out(model, [kind for kind in self.contract.skipped_modules if not kind.problem])
 
     def skip_unread_rows(self) -> Counter[str]:
         """From now on, what the contract calls row-local computes only rows that a loss reads.
@@ -103,7 +103,7 @@ class FoundationRunner:
         """
         return skip_unread_rows(self.model, self.contract.row_local)
 
-    def encode(self, pack: Pack) -> dict[str, NativeRows]:
+    def encode(self, pack: Pack) -> dict[str, MediaFeatures]:
         """Rows of all media of a pack that the model reads by itself, made by its own feature methods.
 
         Returns:
@@ -114,7 +114,9 @@ class FoundationRunner:
         """
         batches = {name: batch for name, batch in pack.inputs.items() if name.startswith(NATIVE_PREFIX)}
         calls = {name: self.calls(pack, name) for name in batches}
-        rows = {name: NativeRows.cat([self.encode_call(name, call) for call in made]) for name, made in calls.items()}
+        rows = {
+            name: MediaFeatures.cat([self.encode_call(name, call) for call in made]) for name, made in calls.items()
+        }
         return self.joined(rows, {name: batch.positions for name, batch in batches.items()})
 
     def calls(self, pack: Pack, name: str) -> list[MediaCall]:
@@ -129,7 +131,7 @@ class FoundationRunner:
         samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
         return samples | {NATIVE_PREFIX + m: "items" for m, port in self.native.ports.items() if not port.items_stack}
 
-    def encode_call(self, name: str, call: MediaCall) -> NativeRows:
+    def encode_call(self, name: str, call: MediaCall) -> MediaFeatures:
         """Rows of one call of a modality (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
         modality = name.removeprefix(NATIVE_PREFIX)
         port = self.native.ports.get(modality)
@@ -143,7 +145,7 @@ class FoundationRunner:
             check_rows(modality, [sum(call.items.num_tokens)], [rows.main.size(0)], [", ".join(call.samples)])
         return rows
 
-    def joined(self, rows: Mapping[str, NativeRows], positions: Mapping[str, Tensor]) -> dict[str, NativeRows]:
+    def joined(self, rows: Mapping[str, MediaFeatures], positions: Mapping[str, Tensor]) -> dict[str, MediaFeatures]:
         """Rows by name, put together as :meth:`encode` returns them. ``positions``: the tokens that they fill."""
         by_token: dict[int, list[str]] = {}
         for name in rows:
@@ -155,12 +157,12 @@ class FoundationRunner:
             native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
         return native
 
-    def one_batch(self, encoded: Sequence[Mapping[str, NativeRows]]) -> dict[str, NativeRows]:
+    def one_batch(self, encoded: Sequence[Mapping[str, MediaFeatures]]) -> dict[str, MediaFeatures]:
         """What :meth:`encode` made of several packs, for one batch that has a row for each of them.
 
         Prompts may differ in modality and still share a placeholder, so rows are joined by that.
         """
-        by_token: dict[int, list[tuple[str, NativeRows]]] = {}
+        by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
         for modality, rows in (item for media in encoded for item in media.items()):
             by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
@@ -190,7 +192,7 @@ class FoundationRunner:
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
         own = pack if part is None else cut_pack(pack, part)
         row = self.row_of(pack, part)
-        read = moved(here(part, pack.read_rows)[1], own.input_ids.device)
+        read = to_device(local_positions(part, pack.read_rows)[1], own.input_ids.device)
         with reading(None if pack.forward_inputs else ReadRows(read, own.num_tokens)):
             term, hidden = run(own, media or EncodedMedia(), row)
         return replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden
@@ -202,7 +204,7 @@ class FoundationRunner:
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             require_length(pack, hidden)
             term = linear_cross_entropy(
-                hidden[0, moved(pack.text_rows, hidden.device)],
+                hidden[0, to_device(pack.text_rows, hidden.device)],
                 lm_head.weight,
                 pack.text_labels,
                 getattr(lm_head, "bias", None),
@@ -219,7 +221,7 @@ class FoundationRunner:
     def _loss_on_logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor | None]:
         """What the model makes of the supervised rows' logits; of all logits where it does not call its head."""
         states: list[Tensor] = []
-        text_rows = moved(pack.text_rows, pack.input_ids.device)
+        text_rows = to_device(pack.text_rows, pack.input_ids.device)
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             require_length(pack, hidden)
@@ -321,19 +323,19 @@ def _stop(*_: Any) -> None:
     raise StopRunError
 
 
-def _end_to_end(parts: Sequence[NativeRows]) -> NativeRows:
+def _end_to_end(parts: Sequence[MediaFeatures]) -> MediaFeatures:
     """Rows for one placeholder, in the layout of the first part."""
-    return NativeRows.cat([replace(rows, layout=parts[0].layout) for rows in parts])
+    return MediaFeatures.cat([replace(rows, layout=parts[0].layout) for rows in parts])
 
 
-def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedRows]) -> Callable[[Tensor], Tensor]:
+def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedEmbeddings]) -> Callable[[Tensor], Tensor]:
     def forward(ids: Tensor) -> Tensor:
         embeds: Tensor = embedding.forward(ids)
         if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
             return embeds
         length = ids.size(1)
         for part in inserted:  # the result is no view: a compiled first block would differ from the others by that
-            where = (moved(part.positions // length, ids.device), moved(part.positions % length, ids.device))
+            where = (to_device(part.positions // length, ids.device), to_device(part.positions % length, ids.device))
             embeds = embeds.index_put(where, part.rows.to(embeds.dtype))
         return embeds
 

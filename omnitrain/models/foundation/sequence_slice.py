@@ -13,10 +13,10 @@ from torch import Tensor
 
 from omnitrain.data.pack import Pack, PackInfo
 from omnitrain.ops.attention import RowPart
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 
 
-def here(part: RowPart | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+def local_positions(part: RowPart | None, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Which of some tokens are on this rank, and where.
 
     Args:
@@ -35,13 +35,13 @@ def here(part: RowPart | None, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def cut_pack(pack: Pack, part: RowPart) -> Pack:
     """The tokens of a part, without media; sample borders and facts stay those of the whole row."""
-    index, rows = here(part, pack.text_rows)
+    index, rows = local_positions(part, pack.text_rows)
     return replace(
         pack,
         input_ids=pack.input_ids[:, part.rows],
         position_ids=pack.position_ids[..., part.rows],
         text_rows=rows,
-        text_labels=pack.text_labels[moved(index, pack.text_labels.device)],
+        text_labels=pack.text_labels[to_device(index, pack.text_labels.device)],
         inputs={},
         targets={},
         token_inputs={name: values[:, part.rows] for name, values in pack.token_inputs.items()},

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 from transformers import PreTrainedModel
 
-from omnitrain.models.components.contract import LeftOut
+from omnitrain.models.components.contract import SkippedModule
 from omnitrain.recipe.globs import any_layer
 
 _ATTRIBUTE = "_calls_what_is_left_out"
 
 
-def call_what_is_left_out(model: nn.Module, found: Sequence[LeftOut]) -> None:
+def call_what_is_left_out(model: nn.Module, found: Sequence[SkippedModule]) -> None:
     """From now on, what a forward of ``model`` leaves out is called on nothing. To do it twice is to do it once.
 
     Args:
@@ -30,7 +30,7 @@ def call_what_is_left_out(model: nn.Module, found: Sequence[LeftOut]) -> None:
     """
     modules = dict(model.named_modules())
     places = {kind.module: (place, kind) for place, kind in enumerate(found)}
-    parents: dict[str, list[tuple[int, str, LeftOut]]] = {}
+    parents: dict[str, list[tuple[int, str, SkippedModule]]] = {}
     for name in modules:
         if (known := places.get(any_layer(name))) is not None:
             place, kind = known
@@ -44,7 +44,7 @@ def call_what_is_left_out(model: nn.Module, found: Sequence[LeftOut]) -> None:
                 calls.end_before(model.get_output_embeddings())
 
 
-def parent_of(name: str, kind: LeftOut) -> str:
+def parent_of(name: str, kind: SkippedModule) -> str:
     """The name of the module that calls the one of this name, or leaves it out."""
     below = kind.module.count(".") - kind.parent.count(".") if kind.parent else kind.module.count(".") + 1
     return ".".join(name.split(".")[:-below])
@@ -56,7 +56,7 @@ class _Calls:
     They are called in one order on all ranks: before a module runs, those before it that were left out do.
     """
 
-    def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, LeftOut]]) -> None:
+    def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, SkippedModule]]) -> None:
         self._children = children
         self._next = 0
         self._near: Tensor | None = None

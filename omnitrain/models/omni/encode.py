@@ -18,17 +18,17 @@ from torch import Tensor
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.models.components.media_calls import MediaCall, media_calls
-from omnitrain.models.discovery import NativeRows
-from omnitrain.models.foundation.runner import EncodedMedia, InsertedRows
-from omnitrain.models.foundation.sequence_slice import here
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings
+from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention import RowPart
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 
 Exchange = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
-class Share:
+class MicroBatchWork:
     """What a rank does in a micro-batch beside running the foundation over its own pack. Empty: a rank alone.
 
     Names are those of :attr:`Pack.inputs` and :attr:`Pack.targets`.
@@ -36,7 +36,7 @@ class Share:
     Attributes:
         calls: name -> how often every rank calls it; absent: as often as this rank needs.
         heads: decoders whose head every rank calls, with targets or without.
-        work: name -> calls that this rank makes; absent: the items of its own pack.
+        media_calls: name -> calls that this rank makes; absent: the items of its own pack.
         exchanges: component -> moves the rows that this rank made to the ranks that need them, and returns those that
             its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
         part: the tokens of the pack that this rank runs the foundation over; None: all of them.
@@ -46,7 +46,7 @@ class Share:
 
     calls: Mapping[str, int] = field(default_factory=dict)
     heads: Collection[str] = ()
-    work: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
+    media_calls: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
     part: RowPart | None = None
     cut: Collection[str] = ()
@@ -68,37 +68,37 @@ class Encoded:
     idle: list[Tensor]
 
 
-def encode(model: Any, pack: Pack, share: Share) -> Encoded:
+def encode(model: Any, pack: Pack, work: MicroBatchWork) -> Encoded:
     """All media of a pack as rows of the foundation's input.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
         pack: the micro-batch.
-        share: of this rank.
+        work: of this rank.
     """
-    inserted: list[InsertedRows] = []
-    native: dict[str, NativeRows] = {}
+    inserted: list[InsertedEmbeddings] = []
+    native: dict[str, MediaFeatures] = {}
     labels: dict[str, Tensor] = {}
     idle: list[Tensor] = []
     where: dict[str, Tensor] = {}
     drawn = {**pack.inputs, **pack.targets}
     for component, names in model.ports.items():
         batches = {name: drawn[name] for name in names if name in drawn}
-        places = {name: here(share.part, batch.positions) for name, batch in batches.items()}
+        places = {name: local_positions(work.part, batch.positions) for name, batch in batches.items()}
         made: dict[str, list[_Made]] = {}
         minimal: list[_Made] = []
         for name in names:  # in one order on all ranks, with data or without
-            calls = share.work[name] if name in share.work else own_calls(model, pack, name)
-            with share.together.get(component, nullcontext)():
+            calls = work.media_calls[name] if name in work.media_calls else own_calls(model, pack, name)
+            with work.together.get(component, nullcontext)():
                 made[name] = [_encoded(model, name, call) for call in calls]
-            minimal += [_minimal(model, name) for _ in range(share.calls.get(name, 0) - len(calls))]
+            minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
         idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
-        if component in share.exchanges:
+        if component in work.exchanges:
             own = [rows for parts in made.values() for rows in parts]
-            received = share.exchanges[component](*_sent(own or minimal[:1], is_empty=not own))
+            received = work.exchanges[component](*_sent(own or minimal[:1], is_empty=not own))
             idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
             counts = {name: batch.num_tokens for name, batch in batches.items()}
-            if component in share.cut:
+            if component in work.cut:
                 counts = {name: (len(places[name][0]),) for name in batches}
             made = _cut(received, (own or minimal)[0], counts)
         for name in batches:
@@ -106,14 +106,14 @@ def encode(model: Any, pack: Pack, share: Share) -> Encoded:
             rows, codes = _together(made[name], name in pack.targets)
             if codes is not None:
                 labels[name] = codes
-            if share.part is not None and component not in share.cut:
-                rows = rows.at(index) if isinstance(rows, NativeRows) else rows[moved(index, rows.device)]
+            if work.part is not None and component not in work.cut:
+                rows = rows.at(index) if isinstance(rows, MediaFeatures) else rows[to_device(index, rows.device)]
             if not len(index):  # the model runs as over text
                 idle += _tensors(rows)
-            elif isinstance(rows, NativeRows):
+            elif isinstance(rows, MediaFeatures):
                 native[name] = rows
             else:
-                inserted.append(InsertedRows(where[name], rows))
+                inserted.append(InsertedEmbeddings(where[name], rows))
     return Encoded(EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
 
 
@@ -150,8 +150,8 @@ def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
     return term + torch.stack(zeros).sum() if zeros else term
 
 
-_Rows = Any  # NativeRows, or rows [n, hidden]
-_Made = Any  # NativeRows; or rows [n, hidden]; or a decoder's embeddings [n, hidden] and labels [n]
+_Rows = Any  # MediaFeatures, or rows [n, hidden]
+_Made = Any  # MediaFeatures; or rows [n, hidden]; or a decoder's embeddings [n, hidden] and labels [n]
 
 
 def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
@@ -168,7 +168,7 @@ def _minimal(model: Any, name: str) -> _Made:
 
 
 def _tensors(made: _Made) -> list[Tensor]:
-    if isinstance(made, NativeRows):
+    if isinstance(made, MediaFeatures):
         return made.tensors()
     return [made] if isinstance(made, Tensor) else list(made)
 
@@ -178,7 +178,7 @@ def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | N
     if is_target:
         rows, labels = (torch.cat(part) for part in zip(*made, strict=True))
         return rows, labels
-    return NativeRows.cat(made) if isinstance(made[0], NativeRows) else torch.cat(list(made)), None
+    return MediaFeatures.cat(made) if isinstance(made[0], MediaFeatures) else torch.cat(list(made)), None
 
 
 def _sent(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
@@ -196,6 +196,6 @@ def _cut(received: Sequence[Tensor], pattern: _Made, counts: Mapping[str, Sequen
 
 def _like(pattern: _Made, tensors: Sequence[Tensor], num_tokens: Sequence[int]) -> _Made:
     """The tensors that :func:`_tensors` returns, put back into the form they came from."""
-    if isinstance(pattern, NativeRows):
+    if isinstance(pattern, MediaFeatures):
         return pattern.with_tensors(tensors, num_tokens)
     return tensors[0] if isinstance(pattern, Tensor) else tuple(tensors)

@@ -23,12 +23,12 @@ from omnitrain.data.packing import pack_all
 from omnitrain.data.processor import OmniProcessor
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import NativeRows
-from omnitrain.models.foundation.runner import EncodedMedia, InsertedRows
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings
 from omnitrain.models.omni.encode import encode
 from omnitrain.models.omni.lockstep import idle_prompt, in_step
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.peers import ALONE, Peers
+from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.recipe import Sampling
 
 _ENCODED_TOKENS = 2**14  # of prompts whose media are encoded together
@@ -89,7 +89,7 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
     numbers: Sequence[int] | None = None,
-    peers: Peers = ALONE,
+    peers: Peers = SINGLE_PROCESS,
 ) -> list[Answer]:
     """Answers to prompts of any lengths, in one batch; those that the foundation's own forward reads, one by one.
 
@@ -235,13 +235,13 @@ class _Foundation:
         self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
         self.seen = 0  # columns that the cache holds
 
-    def _encoded(self, prompts: Sequence[Sample], pads: torch.Tensor, peers: Peers) -> dict[str, NativeRows]:
+    def _encoded(self, prompts: Sequence[Sample], pads: torch.Tensor, peers: Peers) -> dict[str, MediaFeatures]:
         """Rows for the foundation's own placeholders in the batch; those of attached components are inserted."""
         packs = list(pack_all(prompts, max([_ENCODED_TOKENS, *map(len, prompts)])))
-        native: list[dict[str, NativeRows]] = []
+        native: list[dict[str, MediaFeatures]] = []
         first = 0  # prompt of the pack
-        for number, (pack, share) in enumerate(in_step(self.model, packs, peers)):
-            media = encode(self.model, pack.to(self.model.device), share).media
+        for number, (pack, work) in enumerate(in_step(self.model, packs, peers)):
+            media = encode(self.model, pack.to(self.model.device), work).media
             if number < len(packs):
                 native.append(media.native)
                 lengths = torch.tensor(pack.info.lengths)
@@ -267,7 +267,7 @@ class _Foundation:
 
         columns = slice(self.seen, None)
         width = self.input_ids.size(1) - self.seen
-        inserted = [InsertedRows(c.prompts * width + c.columns - self.seen, c.embeds) for c in self.inserted]
+        inserted = [InsertedEmbeddings(c.prompts * width + c.columns - self.seen, c.embeds) for c in self.inserted]
         output = self.runner.run(
             self.input_ids[:, columns],
             head=head,

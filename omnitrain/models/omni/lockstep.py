@@ -11,13 +11,13 @@ import numpy as np
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.discovery import special_ids
-from omnitrain.models.omni.encode import Share, num_calls
+from omnitrain.models.omni.encode import MicroBatchWork, num_calls
 from omnitrain.peers import Peers
 
 _IDLE = "idle"  # source and id of samples that stand in for none; data may have the same
 
 
-def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[Pack, Share]]:
+def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[Pack, MicroBatchWork]]:
     """This rank's packs and, behind them, idle ones, until there are as many as on the rank with the most.
 
     Args:
@@ -33,11 +33,11 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
     most = peers.most(calls)
     heads = peers.most({(i, name): 1 for i, pack in enumerate(packs) for name in pack.targets})
     for number in range(rounds):
-        share = Share(
+        work = MicroBatchWork(
             calls={name: times for (where, name), times in most.items() if where == number},
             heads={name for where, name in heads if where == number},
         )
-        yield (packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])), share
+        yield (packs[number] if number < len(packs) else Pack.from_samples([idle_prompt(model)])), work
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:

@@ -25,15 +25,15 @@ from omnitrain.models.discovery import config_nodes, native_inputs, refusing
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.foundation.runner import FoundationRunner
-from omnitrain.models.foundation.sequence_slice import filled_up, here
+from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
 from omnitrain.models.hf.config_copies import take_own_configs
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
-from omnitrain.models.omni.encode import Share, encode, idle_head, tied
+from omnitrain.models.omni.encode import MicroBatchWork, encode, idle_head, tied
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.save import save_whole
 from omnitrain.ops.attention import RowPart, use_omnitrain_attention
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
 
@@ -199,7 +199,7 @@ class OmniModel(ComponentModel):
             else:
                 self._minimal_inputs[name] = self.get_submodule(name).minimal_input()
         features, num_tokens = self._minimal_inputs[name]
-        there = {key: moved(tensor, self.device) for key, tensor in features.items()}
+        there = {key: to_device(tensor, self.device) for key, tensor in features.items()}
         self._minimal_inputs[name] = there, num_tokens
         return there, num_tokens
 
@@ -219,32 +219,32 @@ class OmniModel(ComponentModel):
         rest_frozen_statistics(self)
         return self
 
-    def forward(self, pack: Pack, share: Share | None = None) -> OmniOutput:
+    def forward(self, pack: Pack, work: MicroBatchWork | None = None) -> OmniOutput:
         """Losses of one packed micro-batch.
 
         Args:
             pack: samples end to end; see :class:`Pack` for shapes.
-            share: what this rank does beside what the pack needs, so that all ranks call every component equally often;
+            work: what this rank does beside what the pack needs, so that all ranks call every component equally often;
                 None: nothing.
 
         Returns:
             One :class:`LossTerm` per head with a target in the pack (``text`` always).
         """
-        share = share or Share()
-        pack, part = self._filled_up(pack, share.part), share.part
-        encoded = encode(self, pack, share)
+        work = work or MicroBatchWork()
+        pack, part = self._filled_up(pack, work.part), work.part
+        encoded = encode(self, pack, work)
         labels, idle = encoded.labels, encoded.idle
         text, hidden = self.runner.text_loss(pack, encoded.media, part)
-        losses, read = {}, {"text": pack.text_rows[here(part, pack.text_rows)[0]]}
-        for name in sorted({*labels, *share.heads}):
+        losses, read = {}, {"text": pack.text_rows[local_positions(part, pack.text_rows)[0]]}
+        for name in sorted({*labels, *work.heads}):
             if hidden is None:
                 hidden_by = type(self.foundation).__name__
                 raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
             decoder = self.decoders[name]
             before = pack.targets[name].positions - 1 if name in labels else pack.text_rows[:0]
-            index, rows = here(part, before)
+            index, rows = local_positions(part, before)
             if len(rows):
-                states, own = hidden[0, moved(rows, hidden.device)], labels[name][moved(index, hidden.device)]
+                states, own = hidden[0, to_device(rows, hidden.device)], labels[name][to_device(index, hidden.device)]
                 losses[name], read[name] = decoder.lm_head(states, own), before[index]
             else:
                 idle.append(idle_head(decoder, hidden))

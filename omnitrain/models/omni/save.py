@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.models.adapters.files import remove_adapters, save_adapters, split_weights
 from omnitrain.models.components.model import ComponentModel
-from omnitrain.peers import Peers, agreed
+from omnitrain.peers import Peers, all_or_raise
 
 FILE_BYTES = 5 * 2**30
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -50,16 +50,16 @@ def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: in
         for rank, names in enumerate(files[begin : begin + peers.size]):
             own |= whole_tensors({name: values[name] for name in names}, keep=rank == peers.rank)
         mine = _file_name(begin + peers.rank, len(files))
-        written = agreed(peers, partial(_write, model, own, folder / mine))
+        written = all_or_raise(peers, partial(_write, model, own, folder / mine))
         for names, file in peers.gather((written, mine)):
             file_of |= dict.fromkeys(names, file)
-    agreed(peers, lambda: _end(folder, file_of) if peers.rank == 0 else None)
+    all_or_raise(peers, lambda: _end(folder, file_of) if peers.rank == 0 else None)
 
 
 def _save_rest(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor], peers: Peers) -> None:
     """All but the base's weights, without which nobody takes the folder for a model that is complete."""
     whole = whole_tensors(adapters, keep=peers.rank == 0)
-    agreed(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
+    all_or_raise(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
 
 
 def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:

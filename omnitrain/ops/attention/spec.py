@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 
 from omnitrain.errors import UserError
 from omnitrain.ops.cpu.unread_rows import ReadRows
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 
 # What a call can need of a backend: the kind of its mask, and these.
 FULL, CAUSAL, WINDOW, GENERAL = "full", "causal", "window", "general"
@@ -323,12 +323,12 @@ def plain_spec(borders: tuple[int, ...], causal: bool, window: int | None) -> Ma
 def segment_numbers(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``[T]``: the number of the segment of each token."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(borders)])
-    return moved(torch.arange(len(lengths)).repeat_interleave(lengths), device)
+    return to_device(torch.arange(len(lengths)).repeat_interleave(lengths), device)
 
 
 def segment_starts(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """``[T]``: the first token of the segment of each token."""
-    return moved(torch.tensor(borders[:-1]), device)[segment_numbers(borders, device)]
+    return to_device(torch.tensor(borders[:-1]), device)[segment_numbers(borders, device)]
 
 
 def _same(numbers: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:

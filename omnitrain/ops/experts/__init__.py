@@ -1,17 +1,17 @@
 """The experts that omnitrain registers with transformers: sorted by expert, computed by grouped products.
 
-A layer's forward is a :class:`Journey` of rows, one of every (token, expert) pair: they arrive at their experts, which
-compute them, go back, and are added per token (``routes``; over ranks: a :class:`Dispatcher` that
-:mod:`omnitrain.parallel` puts in). What a layer's weights mean is declared by transformers'
-``use_experts_implementation`` (``declared``). What was decided in a forward is taped for its recomputation (``tape``).
+A layer's forward dispatches one row for each (token, expert) pair to the experts, which compute them; the results
+return and are combined per token (``permute.py``). Over ranks a :class:`Dispatcher` of :mod:`omnitrain.parallel` moves
+the rows. Transformers' ``use_experts_implementation`` declares what the weights of a layer mean (``weights.py``). The
+routing of a forward is recorded for its recomputation (``routing_tape.py``).
 """
 
 from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
-from omnitrain.ops.experts.entry import Dispatcher, Journey, bytes_sent, settings_of
+from omnitrain.ops.experts.entry import Dispatcher, DispatchHandle, bytes_sent, settings_of
 from omnitrain.ops.experts.install import backend_of, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.lora import add_expert_adapter, merge_expert_adapter, parameter_names
 from omnitrain.ops.experts.permute import (
-    Routes,
+    TokenPermutation,
     combine_rows,
     sort_by_expert,
     take_rows,
@@ -22,21 +22,28 @@ from omnitrain.ops.experts.permute import (
 from omnitrain.ops.experts.routing_replay import Recording, Replayed
 from omnitrain.ops.experts.routing_tape import RoutingTape, is_replaying
 from omnitrain.ops.experts.timing import LayerSpans
-from omnitrain.ops.experts.weights import ExpertWeights, Piece, chunk_borders, experts_in, is_experts, matrix_names
+from omnitrain.ops.experts.weights import (
+    ExpertRange,
+    ExpertWeights,
+    chunk_borders,
+    experts_in,
+    is_experts,
+    matrix_names,
+)
 
 __all__ = [
     "AUTO",
     "EXPERTS",
+    "DispatchHandle",
     "Dispatcher",
+    "ExpertRange",
     "ExpertWeights",
     "ExpertsRow",
-    "Journey",
     "LayerSpans",
-    "Piece",
     "Recording",
     "Replayed",
-    "Routes",
     "RoutingTape",
+    "TokenPermutation",
     "add_expert_adapter",
     "backend_of",
     "bytes_sent",

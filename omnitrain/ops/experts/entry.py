@@ -14,28 +14,28 @@ from torch import Tensor, nn
 from omnitrain.ops.delayed_wgrad import WeightGradients
 from omnitrain.ops.experts.choose import chosen
 from omnitrain.ops.experts.grouped_mm import ProductMemory
-from omnitrain.ops.experts.permute import Routes, combine_rows, sort_by_expert, take_rows
-from omnitrain.ops.experts.routing_tape import once
+from omnitrain.ops.experts.permute import TokenPermutation, combine_rows, sort_by_expert, take_rows
+from omnitrain.ops.experts.routing_tape import cached_for_recompute
 from omnitrain.ops.experts.timing import NOT_RECORDED, LayerSpans
-from omnitrain.ops.experts.weights import ExpertWeights, Piece, num_experts_of
+from omnitrain.ops.experts.weights import ExpertRange, ExpertWeights, num_experts_of
 
 SETTINGS = "_expert_settings"
 
 
-class Journey(Protocol):
+class DispatchHandle(Protocol):
     """The rows of one forward of a layer, and of its backward: to their experts, in chunks of these, and back.
 
     Attributes:
-        pieces: of the chunks in which this rank's experts are asked, in order; each once.
+        ranges: of the chunks in which this rank's experts are asked, in order; each once.
     """
 
-    pieces: Sequence[Sequence[Piece]]
+    ranges: Sequence[Sequence[ExpertRange]]
 
-    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:
         """Rows ``[R, H]`` sorted by the experts of the chunk, and ``[E]`` int32 ends of each expert's."""
         ...
 
-    def send_back(self, chunk: int, results: Tensor) -> None:
+    def return_chunk(self, chunk: int, results: Tensor) -> None:
         """Results ``[R, H]`` of these rows."""
         ...
 
@@ -57,7 +57,7 @@ class Dispatcher(Protocol):
         """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
         ...
 
-    def depart(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> Journey:
+    def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:
         """Send a row of each of the tokens ``[T, H]`` to each of its experts. All of a journey is differentiable.
 
         The weights ``[T, k]`` are for the sums that come back.
@@ -65,29 +65,29 @@ class Dispatcher(Protocol):
         ...
 
 
-class _Here:
+class _LocalDispatcher:
     """All experts are on this rank."""
 
     bytes_sent = 0
 
-    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Routes:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> TokenPermutation:
         return sort_by_expert(top_k_index, num_experts)
 
-    def depart(self, tokens: Tensor, weights: Tensor, plan: Routes, spans: LayerSpans) -> _Stay:
-        return _Stay(tokens, weights, plan)
+    def dispatch(self, tokens: Tensor, weights: Tensor, plan: TokenPermutation, spans: LayerSpans) -> _LocalDispatch:
+        return _LocalDispatch(tokens, weights, plan)
 
 
-class _Stay:
+class _LocalDispatch:
     """Rows that are where their experts are."""
 
-    def __init__(self, tokens: Tensor, weights: Tensor, routes: Routes) -> None:
-        self.pieces: Sequence[Sequence[Piece]] = [[Piece(0, len(routes.ends), 0, len(routes.token_of_row))]]
+    def __init__(self, tokens: Tensor, weights: Tensor, routes: TokenPermutation) -> None:
+        self.ranges: Sequence[Sequence[ExpertRange]] = [[ExpertRange(0, len(routes.ends), 0, len(routes.token_of_row))]]
         self._rows, self._weights, self._routes = take_rows(tokens, routes), weights, routes
 
-    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:
         return self._rows, self._routes.ends
 
-    def send_back(self, chunk: int, results: Tensor) -> None:
+    def return_chunk(self, chunk: int, results: Tensor) -> None:
         self._rows = results
 
     def combine(self) -> Tensor:
@@ -113,7 +113,7 @@ class ExpertSettings:
     recomputes_activation: bool = False
     saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
     delays_weight_gradients: bool = False
-    meanwhile: Callable[[LayerSpans], None] | None = None
+    overlap_with: Callable[[LayerSpans], None] | None = None
     spans: LayerSpans = NOT_RECORDED
 
 
@@ -122,7 +122,7 @@ def settings_of(module: nn.Module) -> ExpertSettings:
     return getattr(module, SETTINGS, _AS_THEY_ARE)
 
 
-_AS_THEY_ARE = ExpertSettings(_Here())
+_AS_THEY_ARE = ExpertSettings(_LocalDispatcher())
 
 
 def bytes_sent(module: nn.Module) -> int:
@@ -152,17 +152,17 @@ def omnitrain_experts(
     """
     settings = settings_of(module)
     spans = settings.spans
-    plan = once(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
+    plan = cached_for_recompute(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
     memory = ProductMemory(settings.row_budget, settings.recomputes_activation)
     compute = chosen(module, hidden_states, backend).run
     # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
-    journey = settings.dispatcher.depart(hidden_states, top_k_weights, plan, spans)
+    handle = settings.dispatcher.dispatch(hidden_states, top_k_weights, plan, spans)
     work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
-    for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(journey.pieces, work)):
-        rows, ends = journey.arrive(chunk)
+    for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(handle.ranges, work)):
+        rows, ends = handle.wait_chunk(chunk)
         with settings.saving(rows) if settings.saving is not None else nullcontext():
             results = spans.experts(chunk, rows, partial(compute, experts, rows, ends, memory))
-        journey.send_back(chunk, results)
-    if settings.meanwhile is not None:
-        settings.meanwhile(spans)
-    return journey.combine()
+        handle.return_chunk(chunk, results)
+    if settings.overlap_with is not None:
+        settings.overlap_with(spans)
+    return handle.combine()

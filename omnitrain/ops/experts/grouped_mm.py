@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.experts.lora import ExpertAdapter
 from omnitrain.ops.experts.permute import counts_of
-from omnitrain.ops.experts.weights import ExpertWeights, LaterInPieces, Piece
+from omnitrain.ops.experts.weights import DelayedByRange, ExpertRange, ExpertWeights
 
 Before = Callable[[Tensor], Tensor]
 
@@ -96,7 +96,7 @@ def grouped_linear(
     ends: Tensor,
     *,
     transposed: bool,
-    later: LaterInPieces | None = None,
+    later: DelayedByRange | None = None,
     before: Before | None = None,
 ) -> Tensor:
     """Each row times its expert's matrix, plus its expert's bias.
@@ -127,7 +127,7 @@ class _GroupedProduct(torch.autograd.Function):
         weight: Tensor,
         ends: Tensor,
         transposed: bool,
-        later: LaterInPieces | None,
+        later: DelayedByRange | None,
         before: Before | None,
     ) -> Tensor:
         factor = (rows if before is None else before(rows)).to(weight.dtype)
@@ -156,7 +156,7 @@ class _GroupedProduct(torch.autograd.Function):
             if ctx.later is None:
                 of_weight = _of_experts(left, right, ends)
             else:
-                ctx.later(partial(_of_piece, left, right, ends))
+                ctx.later(partial(_of_range, left, right, ends))
         return None if of_rows is None else of_rows.to(ctx.dtype), of_weight, None, None, None, None
 
 
@@ -189,10 +189,10 @@ def _leaves_empty_sums(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FIRST_THAT_LEAVES
 
 
-def _of_piece(left: Tensor, right: Tensor, ends: Tensor, piece: Piece) -> Tensor:
+def _of_range(left: Tensor, right: Tensor, ends: Tensor, span: ExpertRange) -> Tensor:
     """:func:`_of_experts` for some of the experts: each one's product is the same."""
-    rows = slice(piece.first_row, piece.end_row)
-    return _of_experts(left[rows], right[rows], ends[piece.start : piece.stop] - piece.first_row)
+    rows = slice(span.first_row, span.end_row)
+    return _of_experts(left[rows], right[rows], ends[span.start : span.stop] - span.first_row)
 
 
 def _missing(tensor: Tensor, dim: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class TokenPermutation:
     """The (token, expert) pairs of a layer, sorted by expert.
 
     Attributes:
@@ -39,7 +39,7 @@ def counts_of(ends: Tensor) -> Tensor:
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
-def sort_by_expert(top_k_index: Tensor, num_experts: int) -> Routes:
+def sort_by_expert(top_k_index: Tensor, num_experts: int) -> TokenPermutation:
     """Sort the pairs of ``top_k_index`` ``[T, k]`` by expert, in order of their tokens within an expert.
 
     No value is read by the host.
@@ -52,16 +52,16 @@ def sort_by_expert(top_k_index: Tensor, num_experts: int) -> Routes:
     row_of_slot = torch.empty_like(order).scatter_(0, order, rows)
     every_expert = torch.arange(num_experts, dtype=narrow, device=order.device)
     ends = torch.searchsorted(experts, every_expert, right=True, out_int32=True)
-    return Routes(order // num_slots, row_of_slot.view(-1, num_slots), ends)
+    return TokenPermutation(order // num_slots, row_of_slot.view(-1, num_slots), ends)
 
 
-def take_rows(tokens: Tensor, routes: Routes) -> Tensor:
+def take_rows(tokens: Tensor, routes: TokenPermutation) -> Tensor:
     """``tokens`` ``[T, H]`` -> rows ``[S, H]``, each token once per expert of its."""
     taken: Tensor = _TakeRows.apply(tokens, routes)
     return taken
 
 
-def combine_rows(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+def combine_rows(rows: Tensor, weights: Tensor, routes: TokenPermutation) -> Tensor:
     """``rows`` ``[S, H]`` -> ``[T, H]``: each token's rows times its ``weights`` ``[T, k]``, added.
 
     Products and sums are in the wider of both dtypes, or better; the result has the dtype of ``rows``.
@@ -70,12 +70,12 @@ def combine_rows(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     return combined
 
 
-def token_gradients(gradient: Tensor, routes: Routes) -> Tensor:
+def token_gradients(gradient: Tensor, routes: TokenPermutation) -> Tensor:
     """Of :func:`take_rows`: the sum over a token's own ``k`` rows: a gather, where autograd would scatter."""
     return F.embedding_bag(routes.row_of_slot, gradient, mode="sum")
 
 
-def weighted_sums(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+def weighted_sums(rows: Tensor, weights: Tensor, routes: TokenPermutation) -> Tensor:
     """:func:`combine_rows`; no ``[T, k, H]`` tensor where rows and weights have one dtype."""
     if rows.dtype == weights.dtype:
         return F.embedding_bag(routes.row_of_slot, rows, mode="sum", per_sample_weights=weights)
@@ -83,7 +83,9 @@ def weighted_sums(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     return per_slot.sum(1).to(rows.dtype)
 
 
-def weighted_sum_gradients(gradient: Tensor, rows: Tensor, weights: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+def weighted_sum_gradients(
+    gradient: Tensor, rows: Tensor, weights: Tensor, routes: TokenPermutation
+) -> tuple[Tensor, Tensor]:
     """Of :func:`combine_rows`: of ``rows`` and of ``weights``."""
     of_row = gradient.index_select(0, routes.token_of_row)
     products = torch.einsum("sh,sh->s", rows, of_row)
@@ -93,7 +95,7 @@ def weighted_sum_gradients(gradient: Tensor, rows: Tensor, weights: Tensor, rout
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, routes: Routes) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, routes: TokenPermutation) -> Tensor:
         ctx.routes = routes
         return tokens.index_select(0, routes.token_of_row)
 
@@ -104,7 +106,7 @@ class _TakeRows(torch.autograd.Function):
 
 class _CombineRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, routes: TokenPermutation) -> Tensor:
         ctx.routes = routes
         ctx.save_for_backward(rows, weights)
         return weighted_sums(rows, weights, routes)

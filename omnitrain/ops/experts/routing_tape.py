@@ -71,7 +71,7 @@ def top_k_at(indices: Tensor, input: Tensor, k: int, dim: int = -1, **kwargs: An
     return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
-class _Reel:
+class _TapeReader:
     """A tape in use, and how far it was read."""
 
     def __init__(self, made: list[Any], replays: bool) -> None:
@@ -85,12 +85,12 @@ class _Reel:
         return self._made[-1]
 
 
-_reel: ContextVar[_Reel | None] = ContextVar("routing_tape", default=None)
+_reel: ContextVar[_TapeReader | None] = ContextVar("routing_tape", default=None)
 
 
 @contextmanager
 def _open(tape: RoutingTape, mode: TorchFunctionMode, *, replays: bool) -> Iterator[None]:
-    token = _reel.set(_Reel(tape._made, replays))
+    token = _reel.set(_TapeReader(tape._made, replays))
     try:
         with mode:
             yield
@@ -98,7 +98,7 @@ def _open(tape: RoutingTape, mode: TorchFunctionMode, *, replays: bool) -> Itera
         _reel.reset(token)
 
 
-def once(make: Callable[[], Made]) -> Made:
+def cached_for_recompute(make: Callable[[], Made]) -> Made:
     """What ``make`` returns; in a recomputation, what it returned in the forward."""
     reel = _reel.get()
     return make() if reel is None else reel.made(make)

@@ -18,7 +18,7 @@ from omnitrain.ops.experts.lora import ExpertAdapter, adapter_names, adapter_sca
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
-class Piece(NamedTuple):
+class ExpertRange(NamedTuple):
     """Some experts of a chunk, side by side.
 
     Attributes:
@@ -32,8 +32,8 @@ class Piece(NamedTuple):
     end_row: int
 
 
-MakePiece = Callable[[Piece], Tensor]
-LaterInPieces = Callable[[MakePiece], None]
+MakeRange = Callable[[ExpertRange], Tensor]
+DelayedByRange = Callable[[MakeRange], None]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -88,7 +88,7 @@ class ExpertWeights:
         down_later: the same of the second product.
     """
 
-    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, LaterInPieces]) -> None:
+    def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, DelayedByRange]) -> None:
         self.module = module
         self._tensors = tensors
         self.first_name, self.down_name = matrix_names(module)
@@ -104,20 +104,20 @@ class ExpertWeights:
         """All experts of the layer, or this rank's where the module's weights are DTensors."""
         return cls(module, {name: _local(getattr(module, name)) for name in names_by_expert(module)}, {})
 
-    def in_chunks(self, pieces: Sequence[Sequence[Piece]], work: WeightGradients | None) -> list[ExpertWeights]:
+    def in_chunks(self, ranges: Sequence[Sequence[ExpertRange]], work: WeightGradients | None) -> list[ExpertWeights]:
         """The same in nearly equal chunks of experts.
 
         Args:
-            pieces: of each chunk, all of its experts and rows in order. Gradients of matrices are computed piece by
+            ranges: of each chunk, all of its experts and rows in order. Gradients of matrices are computed piece by
                 piece: before it is put into its place, a piece's is there twice.
             work: computes the gradients of the matrices of all chunks, when nothing else of the backward of what was
                 called since is left to do; None: they are computed as the backward goes.
         """
-        chunks = len(pieces)
+        chunks = len(ranges)
         if chunks == 1 and work is None:
             return [self]
         names, matrices = tuple(self._tensors), (self.first_name, self.down_name)
-        gradients = _Gradients(chunk_borders(self.num_experts, chunks), pieces, matrices, work)
+        gradients = _Gradients(chunk_borders(self.num_experts, chunks), ranges, matrices, work)
         flat = _InChunks.apply(gradients, names, *self._tensors.values())
         of_chunk = [dict(zip(names, flat[chunk * len(names) :], strict=False)) for chunk in range(chunks)]
         return [
@@ -188,7 +188,7 @@ class _Gradients:
 
     Args:
         borders: of the chunks.
-        pieces: of each chunk.
+        ranges: of each chunk.
         matrices: names of the matrices. In this order their gradients are computed that are left for later, the
             largest first: operands of the others are fewer bytes.
         work: computes them when :meth:`made` asks for them; None: they are computed at once.
@@ -197,25 +197,25 @@ class _Gradients:
     def __init__(
         self,
         borders: tuple[int, ...],
-        pieces: Sequence[Sequence[Piece]],
+        ranges: Sequence[Sequence[ExpertRange]],
         matrices: tuple[str, ...],
         work: WeightGradients | None,
     ) -> None:
         self.borders = borders
-        self._pieces, self._matrices, self._work = pieces, matrices, work
+        self._ranges, self._matrices, self._work = ranges, matrices, work
         self._wholes: dict[int, _Wholes] = {}
 
-    def taker(self, name: str, chunk: int) -> LaterInPieces:
+    def taker(self, name: str, chunk: int) -> DelayedByRange:
         """Takes the gradient of a chunk of the matrix ``name``."""
 
-        def take(make: MakePiece) -> None:
+        def take(make: MakeRange) -> None:
             backward = torch._C._current_graph_task_id()
-            for piece in self._pieces[chunk]:
-                start, stop = self.borders[chunk] + piece.start, self.borders[chunk] + piece.stop
+            for span in self._ranges[chunk]:
+                start, stop = self.borders[chunk] + span.start, self.borders[chunk] + span.stop
                 if self._work is not None:
-                    self._work.add((backward, name, start, stop), partial(make, piece))
+                    self._work.add((backward, name, start, stop), partial(make, span))
                 else:
-                    self._wholes.setdefault(backward, self._none_yet()).add(name, start, stop, make(piece))
+                    self._wholes.setdefault(backward, self._none_yet()).add(name, start, stop, make(span))
 
         return take
 

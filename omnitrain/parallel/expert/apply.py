@@ -26,8 +26,8 @@ from omnitrain.ops.experts import backend_of, experts_in, set_experts, settings_
 from omnitrain.ops.experts.weights import names_by_expert, num_experts_of, weight_names
 from omnitrain.parallel.expert.deepep import DeepEpDispatcher, open_deepep
 from omnitrain.parallel.expert.dispatch import GroupLink, RankDispatcher
-from omnitrain.parallel.expert.shared_expert import Early, shared_experts
-from omnitrain.parallel.expert.tp_dispatch import ShareOfTokens
+from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts
+from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
 from omnitrain.parallel.fsdp.shard import device_of
 from omnitrain.recipe.globs import any_layer, matches
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
@@ -157,7 +157,7 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
         if plan.expert_chunks not in (None, 1):
             above = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(above, module, device_of(mesh))) is not None:
-                set_experts(module, meanwhile=Early(above, shared).compute)
+                set_experts(module, overlap_with=SharedExpertOverlap(above, shared).compute)
     return "torch" if buffer is None else "deepep"
 
 
@@ -179,7 +179,7 @@ def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: Devic
     """Let each rank of ``tp_mesh``, all of which hold the same tokens, compute the experts of its share of them."""
     for layer in layers if tp_mesh.size() > 1 else ():
         module = model.get_submodule(layer.name)
-        set_experts(module, dispatcher=ShareOfTokens(settings_of(module).dispatcher, tp_mesh.get_group()))
+        set_experts(module, dispatcher=TPTokenDispatcher(settings_of(module).dispatcher, tp_mesh.get_group()))
 
 
 def _chunks(plan: ComponentPlan, num_experts: int) -> int:

@@ -15,7 +15,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import settings_of
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.expert.dispatch import RankDispatcher
-from omnitrain.parallel.expert.tp_dispatch import ShareOfTokens
+from omnitrain.parallel.expert.tp_dispatch import TPTokenDispatcher
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
 from omnitrain.recipe.parallel import AUTO_CHUNKS
@@ -104,7 +104,7 @@ def _measured_layers(model: OmniModel) -> Iterator[tuple[str, RankDispatcher, in
     for name, layers in expert_layers(model).items():
         for layer in layers if layout.components[name].plan.expert_chunks == AUTO_CHUNKS else ():
             dispatcher = settings_of(model.get_submodule(layer.name)).dispatcher
-            if isinstance(dispatcher, ShareOfTokens):
+            if isinstance(dispatcher, TPTokenDispatcher):
                 dispatcher = dispatcher.inner
             if isinstance(dispatcher, RankDispatcher):
                 yield name, dispatcher, layer.num_experts // dispatcher.link.size

@@ -16,8 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnitrain.ops.collectives import both_ways
-from omnitrain.ops.experts import LayerSpans, Piece, Routes, combine_rows, is_replaying, sort_by_expert, take_rows
+from omnitrain.ops.collectives import with_backward
+from omnitrain.ops.experts import (
+    ExpertRange,
+    LayerSpans,
+    TokenPermutation,
+    combine_rows,
+    is_replaying,
+    sort_by_expert,
+    take_rows,
+)
 
 
 def deepep_problem(device_type: str, compute: str | None) -> str:
@@ -66,10 +74,10 @@ def _probe(buffer: Any, group: dist.ProcessGroup, hidden: int, device: torch.dev
     ranks = group.size()
     index = torch.arange(ranks, device=device).expand(4, -1)
     tokens = torch.full((4, hidden), float(group.rank() + 1), device=device, dtype=torch.bfloat16)
-    trip = _Trip(buffer, tokens, torch.ones(index.shape, device=device), index, ranks)
-    rows, _ = trip.arrive(0)
-    trip.send_back(0, rows)
-    found = trip.combine()
+    handle = _DeepEPDispatch(buffer, tokens, torch.ones(index.shape, device=device), index, ranks)
+    rows, _ = handle.wait_chunk(0)
+    handle.return_chunk(0, rows)
+    found = handle.combine()
     return "" if torch.equal(found, ranks * tokens) else "what came back from its exchange is not what was sent"
 
 
@@ -87,16 +95,16 @@ class DeepEpDispatcher:
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> tuple[Tensor, int]:  # noqa: D102
         return top_k_index, num_experts
 
-    def depart(self, tokens: Tensor, weights: Tensor, plan: tuple[Tensor, int], spans: LayerSpans) -> _Trip:  # noqa: D102
+    def dispatch(self, tokens: Tensor, weights: Tensor, plan: tuple[Tensor, int], spans: LayerSpans) -> _DeepEPDispatch:  # noqa: D102
         with spans.waiting("dispatch"):
-            trip = _Trip(self._buffer, tokens, weights, *plan)
+            handle = _DeepEPDispatch(self._buffer, tokens, weights, *plan)
         if not is_replaying():
-            self.bytes_sent += trip.rows_to_others * tokens.size(1) * tokens.element_size()
-        return trip
+            self.bytes_sent += handle.rows_to_others * tokens.size(1) * tokens.element_size()
+        return handle
 
 
-class _Trip:
-    """A :class:`omnitrain.ops.experts.Journey`; all experts of a rank are one chunk.
+class _DeepEPDispatch:
+    """A :class:`omnitrain.ops.experts.DispatchHandle`; all experts of a rank are one chunk.
 
     Attributes:
         rows_to_others: that this rank sends, of tokens, and gets back.
@@ -105,18 +113,20 @@ class _Trip:
     def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
         self._call = _Call(buffer, index, num_experts)
         self._dtype = weights.dtype
-        self._tokens, self._weights = both_ways(self._call.there, self._call.back, tokens, weights.float())
+        self._tokens, self._weights = with_backward(self._call.there, self._call.back, tokens, weights.float())
         self._routes = self._call.routes()
         self.rows_to_others = self._call.rows_to_others
-        self.pieces: Sequence[Sequence[Piece]] = [[Piece(0, len(self._routes.ends), 0, self._call.num_rows)]]
+        self.ranges: Sequence[Sequence[ExpertRange]] = [
+            [ExpertRange(0, len(self._routes.ends), 0, self._call.num_rows)]
+        ]
 
-    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:
+    def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:
         return take_rows(self._tokens, self._routes)[: self._call.num_rows], self._routes.ends
 
-    def send_back(self, chunk: int, results: Tensor) -> None:
+    def return_chunk(self, chunk: int, results: Tensor) -> None:
         padded = torch.nn.functional.pad(results, (0, 0, 0, len(self._routes.token_of_row) - len(results)))
         weighed = combine_rows(padded, self._weights.to(self._dtype), self._routes)
-        self._results: Tensor = both_ways(self._call.added_up, self._call.there_again, weighed)
+        self._results: Tensor = with_backward(self._call.added_up, self._call.there_again, weighed)
 
     def combine(self) -> Tensor:
         return self._results
@@ -167,11 +177,11 @@ class _Call:
         combined: Tensor = self.buffer.combine(rows.contiguous(), self._handle, topk_weights=None)[0]
         return combined
 
-    def routes(self) -> Routes:
+    def routes(self) -> TokenPermutation:
         """Received tokens to rows of experts here. One more row stands for the experts elsewhere, and is nobody's."""
         own = self.num_experts // self.buffer.group_size
         routes = sort_by_expert(self._received.where(self._received >= 0, own), own + 1)
         if not len(self._received):
-            return Routes(routes.token_of_row, routes.row_of_slot, routes.ends[:-1])
+            return TokenPermutation(routes.token_of_row, routes.row_of_slot, routes.ends[:-1])
         token = torch.cat([routes.token_of_row[: self.num_rows], routes.token_of_row.new_zeros(1)])
-        return Routes(token, routes.row_of_slot.clamp(max=self.num_rows), routes.ends[:-1])
+        return TokenPermutation(token, routes.row_of_slot.clamp(max=self.num_rows), routes.ends[:-1])

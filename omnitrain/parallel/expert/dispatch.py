@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.experts import (
+    ExpertRange,
     LayerSpans,
-    Piece,
-    Routes,
+    TokenPermutation,
     chunk_borders,
     is_replaying,
     sort_by_expert,
@@ -88,7 +88,7 @@ class GroupLink:
 
 
 @dataclass(frozen=True, eq=False)
-class Leg:
+class ChunkSplits:
     """What travels for one chunk of experts.
 
     Attributes:
@@ -97,7 +97,7 @@ class Leg:
         by_expert: ``[R]`` int64: the rows as they come, by sender, in order of this rank's experts.
         by_sender: the inverse.
         ends: ``[E]`` int32: of each expert's rows in that order.
-        pieces: of the chunk.
+        ranges: of the chunk.
     """
 
     sent: list[int]
@@ -105,24 +105,24 @@ class Leg:
     by_expert: Tensor
     by_sender: Tensor
     ends: Tensor
-    pieces: list[Piece]
+    ranges: list[ExpertRange]
 
 
 @dataclass(frozen=True, eq=False)
-class Travel:
+class DispatchPlan:
     """The ways of one layer's rows.
 
     Attributes:
         routes: this rank's tokens to rows sorted by the chunk of their experts, then by rank, then by expert.
-        legs: of each chunk.
+        chunks: the splits of each chunk of experts.
     """
 
-    routes: Routes
-    legs: tuple[Leg, ...]
+    routes: TokenPermutation
+    chunks: tuple[ChunkSplits, ...]
 
     def rows_to_others(self, rank: int) -> int:
         """That ``rank`` sends them in a forward: tokens' and results'."""
-        ways = (way for leg in self.legs for way in (leg.sent, leg.received))
+        ways = (way for splits in self.chunks for way in (splits.sent, splits.received))
         return sum(sum(way) - way[rank] for way in ways)
 
 
@@ -141,20 +141,20 @@ class RankDispatcher:
         self.bytes_sent = 0
         self.link, self.chunks = link, chunks
 
-    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Travel:
+    def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> DispatchPlan:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
         order = _Order.of(num_experts, self.link.size, self.chunks, top_k_index.device)
         routes = sort_by_expert(order.number[top_k_index], num_experts)
         to_send = routes.counts[order.number].view(self.link.size, -1)
         with spans.waiting("counts"):
             to_get = self.link.exchange_counts(to_send)
-        return Travel(routes, _legs(to_send, to_get, order))
+        return DispatchPlan(routes, _chunk_splits(to_send, to_get, order))
 
-    def depart(self, tokens: Tensor, weights: Tensor, plan: Travel, spans: LayerSpans) -> Trip:
+    def dispatch(self, tokens: Tensor, weights: Tensor, plan: DispatchPlan, spans: LayerSpans) -> ChunkedDispatch:
         """See :class:`omnitrain.ops.experts.Dispatcher`."""
         if not is_replaying():
             self.bytes_sent += plan.rows_to_others(self.link.rank) * tokens.size(1) * tokens.element_size()
-        return Trip(self.link, plan, tokens, weights, spans)
+        return ChunkedDispatch(self.link, plan, tokens, weights, spans)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ class _Order:
 
     Attributes:
         sizes: of the chunks, in experts of a rank.
-        pieces: of each chunk: borders in its experts.
+        ranges: of each chunk: borders in its experts.
         piece_borders: ``[all of these]`` int64: the same among a rank's experts.
         borders: ``[chunks + 1]`` int64: of these, among a rank's experts.
         experts: ``[E]`` int64 in that order.
@@ -172,8 +172,8 @@ class _Order:
     """
 
     sizes: list[int]
-    pieces: list[tuple[int, ...]]
-    piece_borders: Tensor
+    ranges: list[tuple[int, ...]]
+    range_borders: Tensor
     borders: Tensor
     experts: Tensor
     number: Tensor
@@ -186,21 +186,21 @@ class _Order:
         at = chunk_borders(by_rank.size(1), chunks)
         sizes, borders = [stop - start for start, stop in pairwise(at)], torch.tensor(at, device=device)
         # A single chunk's gradients are those of all experts: nothing is put together.
-        pieces = [chunk_borders(size, min(size, -(-_PIECES // chunks)) if chunks > 1 else 1) for size in sizes]
-        piece_borders = torch.tensor([start + border for start, own in zip(at, pieces, strict=False) for border in own])
+        ranges = [chunk_borders(size, min(size, -(-_PIECES // chunks)) if chunks > 1 else 1) for size in sizes]
+        range_borders = torch.tensor([start + border for start, own in zip(at, ranges, strict=False) for border in own])
         experts = torch.cat([part.flatten() for part in by_rank.split(sizes, dim=1)])
         chunk_start = borders[:-1].repeat_interleave(borders.diff(), output_size=by_rank.size(1))
-        return cls(sizes, pieces, piece_borders.to(device), borders, experts, experts.argsort(), chunk_start)
+        return cls(sizes, ranges, range_borders.to(device), borders, experts, experts.argsort(), chunk_start)
 
 
-def _legs(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[Leg, ...]:
+def _chunk_splits(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[ChunkSplits, ...]:
     """From the rows ``[ranks, experts of a rank]`` that go to each rank's experts, and come to this rank's."""
     up_to = F.pad(torch.stack([to_send, to_get]).cumsum(-1), (1, 0))[..., order.borders]
     own_rows = F.pad(to_get.sum(0).cumsum(0), (1, 0))
-    of_ranks, of_pieces = up_to.diff(dim=-1).transpose(1, 2), own_rows[order.piece_borders]
-    numbers = iter(torch.cat([of_ranks.flatten(), of_pieces]).tolist())  # the one wait for the device
+    of_ranks, of_ranges = up_to.diff(dim=-1).transpose(1, 2), own_rows[order.range_borders]
+    numbers = iter(torch.cat([of_ranks.flatten(), of_ranges]).tolist())  # the one wait for the device
     sent, received = ([list(islice(numbers, len(to_get))) for _ in order.sizes] for _ in range(2))
-    pieces = [_pieces(borders, list(islice(numbers, len(borders)))) for borders in order.pieces]
+    ranges = [_ranges(borders, list(islice(numbers, len(borders)))) for borders in order.ranges]
     # Blocks of rows of one sender for one expert. They come by chunk, sender, expert, and are wanted by expert, sender.
     of_block = to_get.flatten().long()
     comes_at = torch.empty_like(of_block).scatter_(0, order.experts, _starts(of_block[order.experts]))
@@ -215,56 +215,56 @@ def _legs(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[Leg, ...]:
     ends = (own_rows[1:] - chunk_at).to(torch.int32)
     sizes = [sum(rows) for rows in received]
     split = by_expert.split(sizes), by_sender.split(sizes), ends.split(order.sizes)
-    return tuple(Leg(*leg) for leg in zip(sent, received, *split, pieces, strict=True))
+    return tuple(ChunkSplits(*splits) for splits in zip(sent, received, *split, ranges, strict=True))
 
 
-def _pieces(borders: Sequence[int], rows: Sequence[int]) -> list[Piece]:
+def _ranges(borders: Sequence[int], rows: Sequence[int]) -> list[ExpertRange]:
     """Of a chunk, from borders among its experts, and rows of this rank before each of these."""
-    of_pieces = zip(pairwise(borders), pairwise(rows), strict=True)
-    return [Piece(*own, first - rows[0], end - rows[0]) for own, (first, end) in of_pieces]
+    of_ranges = zip(pairwise(borders), pairwise(rows), strict=True)
+    return [ExpertRange(*own, first - rows[0], end - rows[0]) for own, (first, end) in of_ranges]
 
 
 def _starts(lengths: Tensor) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
-class Trip:
-    """A :class:`omnitrain.ops.experts.Journey` between ranks.
+class ChunkedDispatch:
+    """A :class:`omnitrain.ops.experts.DispatchHandle` between ranks.
 
     What is on its way hangs here, not on the layer: forwards of several micro-batches may wait for their backwards.
     """
 
-    def __init__(self, link: Link, travel: Travel, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
-        self.pieces: Sequence[Sequence[Piece]] = [leg.pieces for leg in travel.legs]
-        self._travel, self._cargo, self._weights = travel, _Cargo(link, travel, spans), weights
-        self._rows: tuple[Tensor, ...] = _Depart.apply(self._cargo, tokens)
+    def __init__(self, link: Link, plan: DispatchPlan, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
+        self.ranges: Sequence[Sequence[ExpertRange]] = [splits.ranges for splits in plan.chunks]
+        self._plan, self._in_flight, self._weights = plan, _InFlight(link, plan, spans), weights
+        self._rows: tuple[Tensor, ...] = _Depart.apply(self._in_flight, tokens)
         self._results: list[Tensor] = []
 
-    def arrive(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return _Arrive.apply(self._cargo, chunk, self._rows[chunk]), self._travel.legs[chunk].ends
+    def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return _Arrive.apply(self._in_flight, chunk, self._rows[chunk]), self._plan.chunks[chunk].ends
 
-    def send_back(self, chunk: int, results: Tensor) -> None:  # noqa: D102
-        self._results.append(_SendBack.apply(self._cargo, chunk, results))
+    def return_chunk(self, chunk: int, results: Tensor) -> None:  # noqa: D102
+        self._results.append(_SendBack.apply(self._in_flight, chunk, results))
 
     def combine(self) -> Tensor:  # noqa: D102
-        combined: Tensor = _Combine.apply(self._cargo, self._weights, *self._results)
+        combined: Tensor = _Combine.apply(self._in_flight, self._weights, *self._results)
         return combined
 
 
-class _Cargo:
+class _InFlight:
     """What is on its way, in a forward and then in its backward: of each chunk at most one exchange at a time."""
 
-    def __init__(self, link: Link, travel: Travel, spans: LayerSpans) -> None:
-        self.travel = travel
+    def __init__(self, link: Link, plan: DispatchPlan, spans: LayerSpans) -> None:
+        self.plan = plan
         self._link, self._spans = link, spans
-        stops = list(accumulate((sum(leg.sent) for leg in travel.legs), initial=0))
+        stops = list(accumulate((sum(splits.sent) for splits in plan.chunks), initial=0))
         self._places = [slice(start, stop) for start, stop in pairwise(stops)]
         self._of_tokens: Tensor | None = None
         self._coming: dict[int, tuple[Tensor, Wait]] = {}
 
     def tokens_of(self, chunk: int) -> Tensor:
         """``[rows sent]`` int64: the token of each."""
-        return self.travel.routes.token_of_row[self._places[chunk]]
+        return self.plan.routes.token_of_row[self._places[chunk]]
 
     def of_chunk(self, chunk: int, rows: Tensor) -> Tensor:
         """``[rows sent, H]`` of the rows of all tokens ``[S, H]``."""
@@ -272,19 +272,19 @@ class _Cargo:
 
     def to_experts(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
         """Send ``[rows sent, H]``; what comes is ``[rows received, H]``."""
-        leg = self.travel.legs[chunk]
-        out = rows.new_empty(sum(leg.received), rows.size(1))
-        wait = self._link.start(out, rows, leg.received, leg.sent)
+        splits = self.plan.chunks[chunk]
+        out = rows.new_empty(sum(splits.received), rows.size(1))
+        wait = self._link.start(out, rows, splits.received, splits.sent)
         name = "combine" if backward else "dispatch"
         self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
 
     def to_tokens(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
         """Send ``[rows received, H]``; what comes is ``[rows sent, H]``, the chunk's part of the rows of all tokens."""
-        leg = self.travel.legs[chunk]
+        splits = self.plan.chunks[chunk]
         if self._of_tokens is None:
             self._of_tokens = rows.new_empty(self._places[-1].stop, rows.size(1))
         out = self._of_tokens[self._places[chunk]]
-        wait = self._link.start(out, rows, leg.sent, leg.received)
+        wait = self._link.start(out, rows, splits.sent, splits.received)
         name = "dispatch" if backward else "combine"
         self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
 
@@ -312,31 +312,33 @@ class _Depart(torch.autograd.Function):
     """Tokens to rows of all chunks, under way. The gradient is summed per token when those of all chunks are back."""
 
     @staticmethod
-    def forward(ctx: Any, cargo: _Cargo, tokens: Tensor) -> tuple[Tensor, ...]:
-        ctx.cargo = cargo
-        for chunk in range(len(cargo.travel.legs)):
-            cargo.to_experts(chunk, tokens.index_select(0, cargo.tokens_of(chunk)))
-        return tuple(_under_way(sum(leg.received), tokens) for leg in cargo.travel.legs)
+    def forward(ctx: Any, in_flight: _InFlight, tokens: Tensor) -> tuple[Tensor, ...]:
+        ctx.in_flight = in_flight
+        for chunk in range(len(in_flight.plan.chunks)):
+            in_flight.to_experts(chunk, tokens.index_select(0, in_flight.tokens_of(chunk)))
+        return tuple(_under_way(sum(splits.received), tokens) for splits in in_flight.plan.chunks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, token_gradients(ctx.cargo.all_landed(), ctx.cargo.travel.routes)
+        return None, token_gradients(ctx.in_flight.all_landed(), ctx.in_flight.plan.routes)
 
 
 class _Arrive(torch.autograd.Function):
     """The rows of a chunk, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, cargo: _Cargo, chunk: int, coming: Tensor) -> Tensor:
-        ctx.cargo, ctx.chunk = cargo, chunk
-        return cargo.landed(chunk).index_select(0, cargo.travel.legs[chunk].by_expert)
+    def forward(ctx: Any, in_flight: _InFlight, chunk: int, coming: Tensor) -> Tensor:
+        ctx.in_flight, ctx.chunk = in_flight, chunk
+        return in_flight.landed(chunk).index_select(0, in_flight.plan.chunks[chunk].by_expert)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        cargo: _Cargo = ctx.cargo
-        cargo.to_tokens(ctx.chunk, gradient.index_select(0, cargo.travel.legs[ctx.chunk].by_sender), backward=True)
+        in_flight: _InFlight = ctx.in_flight
+        in_flight.to_tokens(
+            ctx.chunk, gradient.index_select(0, in_flight.plan.chunks[ctx.chunk].by_sender), backward=True
+        )
         return None, None, _under_way(len(gradient), gradient)
 
 
@@ -344,36 +346,40 @@ class _SendBack(torch.autograd.Function):
     """Results of a chunk, under way."""
 
     @staticmethod
-    def forward(ctx: Any, cargo: _Cargo, chunk: int, results: Tensor) -> Tensor:
-        ctx.cargo, ctx.chunk = cargo, chunk
-        leg = cargo.travel.legs[chunk]
-        cargo.to_tokens(chunk, results.index_select(0, leg.by_sender))
-        return _under_way(sum(leg.sent), results)
+    def forward(ctx: Any, in_flight: _InFlight, chunk: int, results: Tensor) -> Tensor:
+        ctx.in_flight, ctx.chunk = in_flight, chunk
+        splits = in_flight.plan.chunks[chunk]
+        in_flight.to_tokens(chunk, results.index_select(0, splits.by_sender))
+        return _under_way(sum(splits.sent), results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.cargo.landed(ctx.chunk).index_select(0, ctx.cargo.travel.legs[ctx.chunk].by_expert)
+        return (
+            None,
+            None,
+            ctx.in_flight.landed(ctx.chunk).index_select(0, ctx.in_flight.plan.chunks[ctx.chunk].by_expert),
+        )
 
 
 class _Combine(torch.autograd.Function):
     """Results of all chunks to the weighted sum of each token's."""
 
     @staticmethod
-    def forward(ctx: Any, cargo: _Cargo, weights: Tensor, *results: Tensor) -> Tensor:
-        rows = cargo.all_landed()
-        ctx.cargo = cargo
+    def forward(ctx: Any, in_flight: _InFlight, weights: Tensor, *results: Tensor) -> Tensor:
+        rows = in_flight.all_landed()
+        ctx.in_flight = in_flight
         ctx.save_for_backward(rows, weights)
-        return weighted_sums(rows, weights, cargo.travel.routes)
+        return weighted_sums(rows, weights, in_flight.plan.routes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        cargo: _Cargo = ctx.cargo
+        in_flight: _InFlight = ctx.in_flight
         rows, weights = ctx.saved_tensors
-        of_rows, of_weights = weighted_sum_gradients(gradient, rows, weights, cargo.travel.routes)
-        legs = cargo.travel.legs
+        of_rows, of_weights = weighted_sum_gradients(gradient, rows, weights, in_flight.plan.routes)
+        chunks = in_flight.plan.chunks
         if any(ctx.needs_input_grad[2:]):
-            for chunk in reversed(range(len(legs))):  # the last one is asked first
-                cargo.to_experts(chunk, cargo.of_chunk(chunk, of_rows), backward=True)
-        return None, of_weights, *(_under_way(sum(leg.sent), of_rows) for leg in legs)
+            for chunk in reversed(range(len(chunks))):  # the last one is asked first
+                in_flight.to_experts(chunk, in_flight.of_chunk(chunk, of_rows), backward=True)
+        return None, of_weights, *(_under_way(sum(splits.sent), of_rows) for splits in chunks)

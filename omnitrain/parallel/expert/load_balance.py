@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 from omnitrain.ops.experts import bytes_sent, is_replaying
 from omnitrain.ops.experts.balance_loss import (
     counts_per_sample,
@@ -78,7 +78,7 @@ class _Rows:
     is_part: bool
 
 
-class Routers:
+class RouterMonitor:
     """Losses and biases of a model's routers over one optimizer step at a time, and their load.
 
     Only tokens of samples count, each once: not those that stand in for a rank without data, and none when a layer is
@@ -161,9 +161,9 @@ class Routers:
         self._num_tokens, self._num_micro_batches = self._summed(own).clamp(min=1).tolist()
 
     @contextmanager
-    def watched(self, pack: Pack, share: Share) -> Iterator[None]:
+    def watched(self, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
         """The forward of a micro-batch."""
-        self._rows = self._watched_rows = _rows(pack, share)
+        self._rows = self._watched_rows = _rows(pack, work)
         try:
             yield
         finally:
@@ -284,13 +284,13 @@ def _is_real(pack: Pack) -> Tensor:
     return torch.tensor([index >= 0 for index in pack.info.indices])[_sample_of_row(pack)]
 
 
-def _rows(pack: Pack, share: Share) -> _Rows:
-    sample, part = _sample_of_row(pack), share.part
+def _rows(pack: Pack, work: MicroBatchWork) -> _Rows:
+    sample, part = _sample_of_row(pack), work.part
     assert part is None or isinstance(part, SequencePart)
     # On the host, which knows all of it: no device is waited for.
     here = torch.arange(len(sample)) if part is None else torch.from_numpy(part.split.rows[part.place])
     valid = here < len(sample)  # a row that was filled up has more
     valid[valid.clone()] = _is_real(pack)[here[valid]]
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
-    on_device = moved(rows, device), moved(sample[here[rows]], device)
+    on_device = to_device(rows, device), to_device(sample[here[rows]], device)
     return _Rows(*on_device, len(pack.info.ids), len(here), part is not None)

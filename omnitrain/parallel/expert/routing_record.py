@@ -20,7 +20,7 @@ from torch import Tensor
 
 from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording, Replayed, experts_in
 from omnitrain.parallel.layout import layout_of
@@ -56,9 +56,9 @@ class RoutingOfRun:
         self._changed = Replayed()
 
     @contextmanager
-    def around(self, pack: Pack, share: Share) -> Iterator[None]:
+    def forward_context(self, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
         """The forward of a micro-batch."""
-        info, rows = pack.info, share.part.rows if share.part is not None else None
+        info, rows = pack.info, work.part.rows if work.part is not None else None
         if self._taken is not None:
             taken = self._taken.of_samples(info.ids, info.lengths)
             with taken.replayed(self._model, info.ids, info.lengths, rows) as changed:

@@ -70,7 +70,7 @@ def _called_behind(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.M
     return calls[0][0] if [is_alike for _, is_alike in calls] == [True] else None
 
 
-class Early:
+class SharedExpertOverlap:
     """Lets ``shared`` be computed before ``layer`` calls it.
 
     Args:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.experts import Dispatcher, Journey, LayerSpans
+from omnitrain.ops.experts import Dispatcher, DispatchHandle, LayerSpans
 
 
-class ShareOfTokens:
+class TPTokenDispatcher:
     """A :class:`omnitrain.ops.experts.Dispatcher` that hands another one this rank's run of the tokens.
 
     A rank's gradients of what the ranks hold alike are its own part of it, as everywhere in tensor parallelism: they
@@ -37,10 +37,10 @@ class ShareOfTokens:
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:  # noqa: D102
         return self.inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
 
-    def depart(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> Journey:  # noqa: D102
+    def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:  # noqa: D102
         own = self._own(len(tokens))
-        journey = self.inner.depart(tokens[own], weights[own], plan, spans)
-        return _JourneyOfShare(journey, self._shares(len(tokens)), self._alike)
+        handle = self.inner.dispatch(tokens[own], weights[own], plan, spans)
+        return _TokenSliceHandle(handle, self._shares(len(tokens)), self._alike)
 
     def _shares(self, num_tokens: int) -> list[int]:
         """How many of the tokens each rank takes."""
@@ -53,11 +53,11 @@ class ShareOfTokens:
         return slice(*stops[self._alike.rank() :][:2])
 
 
-class _JourneyOfShare:
-    def __init__(self, journey: Journey, shares: list[int], alike: dist.ProcessGroup) -> None:
-        self.pieces = journey.pieces
-        self.arrive, self.send_back = journey.arrive, journey.send_back
-        self._journey, self._shares, self._alike = journey, shares, alike
+class _TokenSliceHandle:
+    def __init__(self, handle: DispatchHandle, shares: list[int], alike: dist.ProcessGroup) -> None:
+        self.ranges = handle.ranges
+        self.wait_chunk, self.return_chunk = handle.wait_chunk, handle.return_chunk
+        self._handle, self._shares, self._alike = handle, shares, alike
 
     def combine(self) -> Tensor:
-        return gather_rows(self._journey.combine(), self._shares, self._alike)
+        return gather_rows(self._handle.combine(), self._shares, self._alike)

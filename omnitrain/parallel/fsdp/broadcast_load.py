@@ -20,7 +20,7 @@ from omnitrain.ops.collectives import gathered_objects
 SOURCE = 0  # the rank that has them
 
 
-class HandedOut:
+class BroadcastLoader:
     """The weights of a model, whole on rank 0.
 
     Args:

@@ -160,7 +160,7 @@ def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
     return (float(total), float(size), *map(float, parameter.shape))
 
 
-def by_first(work: Callable[[], T]) -> T:
+def rank0_first(work: Callable[[], T]) -> T:
     """Let the first rank do ``work``; no rank goes on before. All of them call this.
 
     Returns:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.fsdp.single_rank import spare_copies
-from omnitrain.parallel.fsdp.units import ComponentUnits, kept_whole
+from omnitrain.parallel.fsdp.single_rank import skip_copy_in_out
+from omnitrain.parallel.fsdp.units import ComponentUnits, ignored_params
 from omnitrain.recipe.parallel import FOUNDATION
 
 # How the trainer calls a component, and whether floats among the arguments are cast: a decoder's features are for its
@@ -76,7 +76,7 @@ def shard(
     """
     # What the foundation returns (hidden states, a view in most models) is written to by nobody.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    whole = kept_whole(model)
+    whole = ignored_params(model)
     for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in found.all:
             inner = how[component]
@@ -134,7 +134,7 @@ def _unit(
     if how.mesh.size() > 1:
         unit.set_gradient_divide_factor(1.0)
     elif not how.offload:  # a rank alone divides by nothing, unless it is told to: then in a copy of all gradients
-        spare_copies(unit)
+        skip_copy_in_out(unit)
     if isinstance(module, PreTrainedModel):
         # FSDP gives a unit a class of another name, under which transformers looks up what a model can record: towers
         # of which intermediate layers are taken (LLaVA's) would return none.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
-def spare_copies(unit: FSDPModule) -> None:
+def skip_copy_in_out(unit: FSDPModule) -> None:
     """Do so in a unit whose mesh has one rank. Its parameters are on the device that computes.
 
     Args:

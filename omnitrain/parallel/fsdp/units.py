@@ -78,7 +78,7 @@ def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
     return lambda path: pattern.search(path) is not None
 
 
-def kept_whole(model: OmniModel) -> set[nn.Parameter]:
+def ignored_params(model: OmniModel) -> set[nn.Parameter]:
     """Parameters that are in no unit: frozen ones that stay fp32, such as a media tokenizer's."""
     keep = stays_fp32(model)
     return {parameter for name, parameter in model.named_parameters() if keep(name) and not parameter.requires_grad}
@@ -90,7 +90,7 @@ class _Parameters:
     def __init__(self, model: OmniModel) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
-        whole = kept_whole(model)
+        whole = ignored_params(model)
         self._owner: Mapping[nn.Parameter, str] = {
             parameter: name
             for name, parameters in model.components.items()

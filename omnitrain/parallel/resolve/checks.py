@@ -74,7 +74,7 @@ def _sequence_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
 
 def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
     """Ranks must call the same modules, whatever their samples are."""
-    for found in model.runner.contract.left_out if state.size("loss") > 1 else ():
+    for found in model.runner.contract.skipped_modules if state.size("loss") > 1 else ():
         if found.problem:
             yield (
                 f"parallel state: found {state.shape}, but only some samples use {found.module} of "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omnitrain.models.foundation.sequence_slice import fewest_tokens
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.state import ParallelState
@@ -75,7 +75,7 @@ class SequencePart:
     @cached_property
     def rows(self) -> Tensor:
         """``[t]`` int64, ascending: this rank's tokens."""
-        return moved(self.host_rows, self.device)
+        return to_device(self.host_rows, self.device)
 
     @property
     def host_rows(self) -> Tensor:
@@ -90,7 +90,7 @@ class SequencePart:
     @cached_property
     def in_order(self) -> Tensor:
         """``[T]`` int64: where each token is among those of all ranks, rank by rank."""
-        return moved(torch.from_numpy(np.concatenate(self.split.rows).argsort()), self.device)
+        return to_device(torch.from_numpy(np.concatenate(self.split.rows).argsort()), self.device)
 
     @property
     def num_ranks(self) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.errors import UserError
-from omnitrain.ops.collectives import both_ways, gathered_objects
+from omnitrain.ops.collectives import gathered_objects, with_backward
 from omnitrain.parallel.state import get_parallel_state
 
 # The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
@@ -124,7 +124,7 @@ def rows_to_heads(
     Returns:
         Per tensor ``[all rows, own heads, width]``.
     """
-    return both_ways(*_gather_and_scatter(spans, rows, group), *tensors)
+    return with_backward(*_gather_and_scatter(spans, rows, group), *tensors)
 
 
 def heads_to_rows(
@@ -141,7 +141,7 @@ def heads_to_rows(
     Returns:
         Per tensor ``[own rows, heads, width]``.
     """
-    return both_ways(*_gather_and_scatter(spans, rows, group)[::-1], *tensors)
+    return with_backward(*_gather_and_scatter(spans, rows, group)[::-1], *tensors)
 
 
 def _gather_and_scatter(

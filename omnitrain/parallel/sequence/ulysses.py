@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.spec import Call
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 from omnitrain.parallel.sequence.head_exchange import HeadSpans, equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.sequence.ring import ring_attention
 from omnitrain.plan.sequence import SequenceSplit
@@ -66,7 +66,7 @@ def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
     """The call of a rank over the whole row, from states of its own heads and all else of all heads."""
     key, value, own, bias = call.key, call.value, slice(*heads.queries[rank]), call.position_bias
     if heads.own_keys is not None:
-        index = moved(torch.tensor(heads.own_keys), key.device)
+        index = to_device(torch.tensor(heads.own_keys), key.device)
         key, value = key.index_select(1, index), value.index_select(1, index)
     return replace(
         call,

@@ -15,10 +15,10 @@ from omnitrain.data.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import MediaCall
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.expert.load_balance import Routers
-from omnitrain.parallel.layout import AppliedLayout, layout_of, reduce_replicas
+from omnitrain.parallel.expert.load_balance import RouterMonitor
+from omnitrain.parallel.layout import ModelLayout, layout_of, reduce_replicas
 from omnitrain.parallel.sequence.apply import part_of
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.parts import positions_of, rows_for_parts
@@ -28,11 +28,11 @@ from omnitrain.parallel.watch.report import Phase
 from omnitrain.plan import PlannedComponent, StepPlan
 from omnitrain.recipe.suggest import hint
 
-Observe = Callable[[Pack, OmniOutput], Any]
-Around = Callable[[Pack, Share], AbstractContextManager[Any]]
+OnOutput = Callable[[Pack, OmniOutput], Any]
+ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
 
 
-class Note(Protocol):
+class OnPhase(Protocol):
     """Told where a rank is in a step."""
 
     def __call__(
@@ -47,10 +47,10 @@ def accumulate_gradients(
     batch: StepBatch,
     *,
     loss_weights: Mapping[str, float] | None = None,
-    observe: Observe | None = None,
-    note: Note | None = None,
-    around: Around | None = None,
-    routers: Routers | None = None,
+    on_output: OnOutput | None = None,
+    on_phase: OnPhase | None = None,
+    forward_context: ForwardContext | None = None,
+    routers: RouterMonitor | None = None,
 ) -> torch.Tensor:
     """Forward and backward of this rank's part of a step.
 
@@ -61,9 +61,9 @@ def accumulate_gradients(
         model: parallelised, or on one process.
         batch: packs of this rank, and the plan of all.
         loss_weights: ``text`` or a decoder's name -> weight of its mean loss; absent: 1.
-        observe: called with pack and output of each micro-batch.
-        note: told what comes next (:meth:`omnitrain.parallel.watch.monitor.Watch.at`).
-        around: pack and share of a micro-batch -> context of its forward.
+        on_output: called with pack and output of each micro-batch.
+        on_phase: told what comes next (:meth:`omnitrain.parallel.watch.monitor.StallMonitor.at`).
+        forward_context: pack and share of a micro-batch -> context of its forward.
         routers: whose losses belong to the total.
 
     Returns:
@@ -86,25 +86,25 @@ def accumulate_gradients(
         routers.begin(batch.packs)
     for number, pack in enumerate(batch.packs):
         pack = pack.to(model.device)
-        if note is not None:
-            note(micro_batch=number, phase="forward", samples=pack.info.ids)
+        if on_phase is not None:
+            on_phase(micro_batch=number, phase="forward", samples=pack.info.ids)
         reduce_on_last(model, batch.plan, number)
-        own = share_of(model, batch, number)
+        own = work_of(model, batch, number)
         with ExitStack() as stack:
-            for context in (around, routers.watched if routers is not None else None):
+            for context in (forward_context, routers.watched if routers is not None else None):
                 if context is not None:
                     stack.enter_context(context(pack, own))
             output = model(pack, own)
         if any(counts.values()):  # the same on all ranks: the counts are those of all
             loss = _loss(output, weights, counts, routers) * share
-            if note is not None:
-                note(phase="backward")
+            if on_phase is not None:
+                on_phase(phase="backward")
             if loss.requires_grad:  # not where all that trains is a tower, and no rank has media for it
                 loss.backward()
             total += loss.detach()
             del loss
-        if observe is not None:
-            observe(pack, output)
+        if on_output is not None:
+            on_output(pack, output)
         del output  # the last to hold the graph, and with it the routes of all layers of experts
     layout = layout_of(model)
     if layout is not None:
@@ -113,7 +113,7 @@ def accumulate_gradients(
 
 
 def _loss(
-    output: OmniOutput, weights: Mapping[str, float], counts: Mapping[str, int], routers: Routers | None
+    output: OmniOutput, weights: Mapping[str, float], counts: Mapping[str, int], routers: RouterMonitor | None
 ) -> torch.Tensor:
     """A micro-batch's part of the total loss."""
     # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
@@ -135,19 +135,19 @@ def reduce_on_last(model: OmniModel, plan: StepPlan, micro_batch: int) -> None:
         reduce_replicas(model, {c.name: plan.last_active(c.name) == micro_batch for c in plan.topology.components})
 
 
-def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
+def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
     """What this rank does in a micro-batch, as the model takes it."""
-    plan, work = batch.plan, batch.work[micro_batch]
+    plan = batch.plan
     layout = layout_of(model)
     ranks = np.array(layout.state.loss_ranks if layout is not None else range(plan.topology.world_size))
     rank = int(np.searchsorted(ranks, _rank()))
     calls, heads, exchanges, cut = {}, set(), {}, set()
     part = None if layout is None else part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
-    for entrance, number in zip(plan.topology.entrances, plan.calls[micro_batch].tolist(), strict=True):
-        if entrance.kind == "encode":
-            calls[entrance.name] = number
-        elif entrance.kind == "head" and number:
-            heads.add(entrance.name)
+    for call_site, number in zip(plan.topology.call_sites, plan.calls[micro_batch].tolist(), strict=True):
+        if call_site.kind == "encode":
+            calls[call_site.name] = number
+        elif call_site.kind == "head" and number:
+            heads.add(call_site.name)
     for component in plan.topology.components:
         if plan.topology.moves(component.name) and plan.is_active(component.name, micro_batch):
             made = [item for call in plan.calls_of(rank, component.name, micro_batch) for item in call.items]
@@ -159,13 +159,18 @@ def share_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
             routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
-    there = {name: [MediaCall(c.items.to(model.device), c.samples) for c in made] for name, made in work.items()}
+    media_calls = {
+        name: [MediaCall(call.items.to(model.device), call.samples) for call in drawn]
+        for name, drawn in batch.media_calls[micro_batch].items()
+    }
     towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
     together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
-    return Share(calls=calls, heads=heads, work=there, exchanges=exchanges, part=part, cut=cut, together=together)
+    return MicroBatchWork(
+        calls=calls, heads=heads, media_calls=media_calls, exchanges=exchanges, part=part, cut=cut, together=together
+    )
 
 
-def _group_of(layout: AppliedLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:
+def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:
     """The ranks among which the component's rows move."""
     if layout is None:
         return None

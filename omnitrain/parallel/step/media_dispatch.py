@@ -16,7 +16,7 @@ from omnitrain.models.components.media_calls import MediaCall, media_calls
 from omnitrain.plan import StepPlan
 
 Swap = Callable[[Sequence[bytes]], list[bytes]]
-Work = Mapping[str, tuple[MediaCall, ...]]
+MediaCallsByName = Mapping[str, tuple[MediaCall, ...]]
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,16 @@ class StepBatch:
     Attributes:
         packs: its micro-batches.
         plan: of all ranks.
-        work: for each micro-batch, name of media -> the calls that this rank makes; absent: those of its own pack.
+        media_calls: for each micro-batch, name of media -> the calls that this rank makes; absent: those of its own
+            pack.
     """
 
     packs: tuple[Pack, ...]
     plan: StepPlan
-    work: tuple[Work, ...]
+    media_calls: tuple[MediaCallsByName, ...]
 
 
-def placed(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap) -> StepBatch:
+def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap) -> StepBatch:
     """The step of a rank, with what it encodes for others and without what others encode for it.
 
     Args:
@@ -82,7 +83,7 @@ def _work(
     work: dict[str, list[MediaCall]] = {}
     for call in calls:
         if call.items:
-            name = plan.topology.entrances[call.entrance].name
+            name = plan.topology.call_sites[call.call_site].name
             work.setdefault(name, []).append(_one_call([items[number] for number in call.items]))
     return {name: tuple(made) for name, made in work.items()}
 

@@ -9,7 +9,7 @@ import numpy as np
 from omnitrain.data.pack import Pack
 from omnitrain.plan import PlannedComponent
 from omnitrain.plan.sequence import SequenceSplit
-from omnitrain.plan.step import Routes
+from omnitrain.plan.step import RowRoutes
 
 
 def positions_of(pack: Pack, component: PlannedComponent) -> np.ndarray:
@@ -19,8 +19,8 @@ def positions_of(pack: Pack, component: PlannedComponent) -> np.ndarray:
 
 
 def rows_for_parts(
-    routes: Routes, rank: int, positions: np.ndarray, split: SequenceSplit, made: Sequence[int]
-) -> tuple[Routes, list[int]]:
+    routes: RowRoutes, rank: int, positions: np.ndarray, split: SequenceSplit, made: Sequence[int]
+) -> tuple[RowRoutes, list[int]]:
     """Routes of runs of rows in place of whole items: each to the one rank that has their tokens.
 
     Args:
@@ -45,5 +45,5 @@ def rows_for_parts(
     first_rank = rank - rank % len(split.rows)
     consumer = first_rank + place_of_row[starts]
     order = np.argsort(consumer, kind="stable")
-    runs = Routes(order, producer[of][order], consumer[order], np.diff(starts, append=len(positions))[order])
+    runs = RowRoutes(order, producer[of][order], consumer[order], np.diff(starts, append=len(positions))[order])
     return runs, [int(run) for number in made for run in np.flatnonzero(item[of] == number)]

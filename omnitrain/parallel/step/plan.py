@@ -13,8 +13,8 @@ from omnitrain.models.components.media_calls import Apart
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.step.media_dispatch import StepBatch, placed
-from omnitrain.parallel.step.rendezvous import DataPeers, Meeting, open_meeting
+from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
+from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous, open_rendezvous
 from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
@@ -136,7 +136,7 @@ class StepPlanner:
     def __init__(
         self,
         topology: Topology,
-        peers: DataPeers,
+        peers: DataProcessGroup,
         apart: Mapping[str, Apart] | None,
         ranks: tuple[int, ...],
         idle: Sample,
@@ -158,13 +158,13 @@ class StepPlanner:
         """
         if not isinstance(packs, Sequence) or not all(isinstance(pack, Pack) for pack in packs):
             raise UserError(f"packs: found {_kinds(packs)}; expected a list of Packs, as Pack.from_samples makes them")
-        rank = self.ranks.index(self.peers.meeting.rank)
+        rank = self.ranks.index(self.peers.rendezvous.rank)
         tables = self._tables(rank, packs)
         most = len(tables.counts)
         if any(tables.num_micro_batches[group[0]] < most for group in self.topology.data_groups):
             packs = [*packs, *[Pack.from_samples([self.idle])] * (most - len(packs))]
             tables = self._tables(rank, packs)
-        return placed(plan_step(self.topology, tables), rank, packs, self._swap)
+        return dispatch_media(plan_step(self.topology, tables), rank, packs, self._swap)
 
     def _tables(self, rank: int, packs: Sequence[Pack]) -> StepTables:
         drawn = packs if self.topology.is_owner(rank) else ()
@@ -174,7 +174,7 @@ class StepPlanner:
 
     def _swap(self, parcels: Sequence[bytes]) -> list[bytes]:
         sent = dict(zip(self.ranks, parcels, strict=True))
-        received = self.peers.swap([sent.get(number, b"") for number in range(self.peers.meeting.world_size)])
+        received = self.peers.swap([sent.get(number, b"") for number in range(self.peers.rendezvous.world_size)])
         return [received[number] for number in self.ranks]
 
     def __enter__(self) -> StepPlanner:
@@ -194,17 +194,17 @@ def _kinds(packs: object) -> str:
 
 
 def step_planner(
-    model: OmniModel, meeting: Meeting | None = None, places: Mapping[str, Place] | None = None
+    model: OmniModel, rendezvous: Rendezvous | None = None, places: Mapping[str, Place] | None = None
 ) -> StepPlanner:
     """What plans the steps of a model: called with a rank's packs of a step, it returns its :class:`StepBatch`.
 
     Args:
         model: see :func:`topology_of`.
-        meeting: of the processes that will call it, one per rank; None: a new one (all ranks must call this).
+        rendezvous: of the processes that will call it, one per rank; None: a new one (all ranks must call this).
         places: see :func:`topology_of`.
 
     Raises:
         UserError: not an omni model.
     """
-    peers = DataPeers(meeting if meeting is not None else open_meeting())
+    peers = DataProcessGroup(rendezvous if rendezvous is not None else open_rendezvous())
     return StepPlanner(topology_of(model, places), peers, model.runner.apart, _planned_ranks(model), idle_prompt(model))

@@ -24,7 +24,7 @@ _FIRST_CAPACITY = 1024  # words
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the data processes of all ranks find each other.
 
     Attributes:
@@ -42,30 +42,30 @@ class Meeting:
     store: dist.Store | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Meeting, (self.host, self.port, self.rank, self.world_size)
+        return Rendezvous, (self.host, self.port, self.rank, self.world_size)
 
 
-def open_meeting() -> Meeting:
+def open_rendezvous() -> Rendezvous:
     """A new place to meet, for as long as it is kept on rank 0. Every rank must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Meeting("", 0, 0, 1)
+        return Rendezvous("", 0, 0, 1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     host = os.environ.get("MASTER_ADDR", "localhost")  # where rank 0 is
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     said: list[int] = [store.port if store is not None else 0]
     dist.broadcast_object_list(said, src=0)
-    return Meeting(host, said[0], rank, world_size, store)
+    return Rendezvous(host, said[0], rank, world_size, store)
 
 
-class DataPeers:
+class DataProcessGroup:
     """What the data processes of all ranks tell each other. Can be pickled until it is first used.
 
     Args:
-        meeting: where they find each other.
+        rendezvous: where they find each other.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
         self._capacity = _FIRST_CAPACITY
 
     def tables(self, table: np.ndarray) -> list[np.ndarray]:
@@ -77,7 +77,7 @@ class DataPeers:
         Raises:
             TrainingError: a rank is gone.
         """
-        if self.meeting.world_size == 1:
+        if self.rendezvous.world_size == 1:
             return [table]
         gathered = self._gathered(table)
         if (needed := needed_capacity(gathered)) > self._capacity:  # all ranks see that
@@ -91,7 +91,7 @@ class DataPeers:
         Raises:
             TrainingError: a rank is gone.
         """
-        if self.meeting.world_size == 1:
+        if self.rendezvous.world_size == 1:
             return list(parcels)
         sent = [len(parcel) for parcel in parcels]
         lengths = torch.empty(len(sent), dtype=torch.int64)
@@ -104,7 +104,7 @@ class DataPeers:
 
     def _gathered(self, table: np.ndarray) -> list[np.ndarray]:
         own = torch.from_numpy(padded(table, self._capacity))
-        tables = [torch.empty_like(own) for _ in range(self.meeting.world_size)]
+        tables = [torch.empty_like(own) for _ in range(self.rendezvous.world_size)]
         self._finish(self._group.allgather([tables], [own]))
         return [words.numpy() for words in tables]
 
@@ -117,7 +117,7 @@ class DataPeers:
         Raises:
             TrainingError: a rank does not come.
         """
-        if self.meeting.world_size > 1:
+        if self.rendezvous.world_size > 1:
             self._group = self._met(_TO_COME)
 
     def leave(self) -> None:
@@ -137,17 +137,17 @@ class DataPeers:
 
     def _met(self, patience: timedelta) -> Any:
         """Apart from torch's default group: that belongs to the rank, this to its data process."""
-        meeting = self.meeting
+        rendezvous = self.rendezvous
         try:
-            store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=patience)
-            number = store.add(f"meetings/{meeting.rank}", 1)  # this rank's here: the same on all ranks
+            store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=patience)
+            number = store.add(f"meetings/{rendezvous.rank}", 1)  # this rank's here: the same on all ranks
             place = dist.PrefixStore(f"meeting {number}", store)  # where nobody of an earlier one is still written down
-            group = dist.ProcessGroupGloo(place, meeting.rank, meeting.world_size, patience)
+            group = dist.ProcessGroupGloo(place, rendezvous.rank, rendezvous.world_size, patience)
         except dist.DistStoreError as error:  # somebody has not come
             seconds = patience.total_seconds()
             raise TrainingError(
-                f"the data processes of {meeting.world_size} ranks did not meet within {seconds:.0f} s: at least one "
-                "ended before it had read a row; its rank says why"
+                f"the data processes of {rendezvous.world_size} ranks did not meet within {seconds:.0f} s: at least "
+                "one ended before it had read a row; its rank says why"
             ) from error
         except RuntimeError as error:  # somebody has come and left, while this one was still connecting
             raise TrainingError(_FAILED_ELSEWHERE) from error

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from omnitrain.ops.device import moved
-from omnitrain.parallel.step.row_routing import Leg, rank_routing
-from omnitrain.plan import Routes
+from omnitrain.ops.device import to_device
+from omnitrain.parallel.step.row_routing import RowSplits, rank_routing
+from omnitrain.plan import RowRoutes
 
 
 class Exchange:
@@ -44,7 +44,7 @@ class Exchange:
 
     def __init__(
         self,
-        routes: Routes,
+        routes: RowRoutes,
         group: dist.ProcessGroup | None = None,
         *,
         made: Sequence[int] | None = None,
@@ -119,9 +119,9 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         ctx.is_floating = [tensor.is_floating_point() for tensor in tensors]
-        moved = exchange._move(tensors)
-        ctx.mark_non_differentiable(*(tensor for tensor in moved if not tensor.is_floating_point()))
-        return moved
+        to_device = exchange._move(tensors)
+        ctx.mark_non_differentiable(*(tensor for tensor in to_device if not tensor.is_floating_point()))
+        return to_device
 
     @staticmethod
     @once_differentiable
@@ -136,12 +136,12 @@ class _Move(torch.autograd.Function):
 class _Way:
     """A leg, with its indices as tensors."""
 
-    def __init__(self, leg: Leg) -> None:
-        self.sent, self.received, self.parts = leg.sent, leg.received, leg.parts
-        self._made, self._needed = torch.from_numpy(leg.made), torch.from_numpy(leg.needed)
+    def __init__(self, splits: RowSplits) -> None:
+        self.sent, self.received, self.parts = splits.sent, splits.received, splits.parts
+        self._made, self._needed = torch.from_numpy(splits.made), torch.from_numpy(splits.needed)
 
     def indices_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        self._made, self._needed = moved(self._made, device), moved(self._needed, device)
+        self._made, self._needed = to_device(self._made, device), to_device(self._needed, device)
         return self._made, self._needed
 
 

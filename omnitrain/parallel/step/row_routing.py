@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnitrain.plan import Routes
+from omnitrain.plan import RowRoutes
 
 
 @dataclass(frozen=True)
-class Leg:
+class RowSplits:
     """What one rank sends and receives, row by row in the order on the wire: peer by peer, in the table's order.
 
     Attributes:
@@ -45,14 +45,14 @@ class RankRouting:
         is_local: no item leaves its rank, on no rank.
     """
 
-    there: Leg
-    back: Leg
+    there: RowSplits
+    back: RowSplits
     num_rows_made: int
     is_local: bool
 
 
 def rank_routing(
-    routes: Routes,
+    routes: RowRoutes,
     ranks: Sequence[int],
     rank: int,
     made: Sequence[int] | None = None,
@@ -72,8 +72,8 @@ def rank_routing(
     """
     place = list(ranks).index(rank)
     table, num_rows_made = _Table.of_group(routes, ranks, replicas).with_rows_made(place, made)
-    there = table.leg(place, len(ranks))
-    back = table.one_per_replica().leg(place, len(ranks))
+    there = table.splits(place, len(ranks))
+    back = table.one_per_replica().splits(place, len(ranks))
     return RankRouting(there, back, num_rows_made, bool((table.producer == table.consumer).all()))
 
 
@@ -96,7 +96,9 @@ class _Table:
     at_producer: np.ndarray
 
     @classmethod
-    def of_group(cls, routes: Routes, ranks: Sequence[int], replicas: Sequence[Sequence[int]] | np.ndarray) -> _Table:
+    def of_group(
+        cls, routes: RowRoutes, ranks: Sequence[int], replicas: Sequence[Sequence[int]] | np.ndarray
+    ) -> _Table:
         known = [0, *ranks, *(rank for group in replicas for rank in group)]
         highest = max([*known, *routes.producer.tolist(), *routes.consumer.tolist()])
         place = np.full(highest + 1, -1)
@@ -152,11 +154,11 @@ class _Table:
         is_first[1:] = (item[1:] != item[:-1]) | (replica[1:] != replica[:-1])
         return self._only(np.sort(order[is_first]))
 
-    def leg(self, place: int, num_ranks: int) -> Leg:
+    def splits(self, place: int, num_ranks: int) -> RowSplits:
         """What the rank at ``place`` sends and receives."""
         out, into = self.producer == place, self.consumer == place
         sent, received = self._only(_sorted(out, self.consumer)), self._only(_sorted(into, self.producer))
-        return Leg(
+        return RowSplits(
             made=_ranges(sent.at_producer, sent.rows),
             sent=_sums(sent.consumer, sent.rows, num_ranks),
             needed=_ranges(received.at_consumer, received.rows),

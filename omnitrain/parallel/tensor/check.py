@@ -20,7 +20,7 @@ from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.apply import cut_tensors
 from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
-from omnitrain.parallel.tensor.sequence_parallel import DividedTokens, divide_tokens, ends_of
+from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, divide_tokens, ends_of
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -50,7 +50,7 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
         )
 
 
-def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> DividedTokens:
+def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> TokenSharding:
     """Whether a twin whose tokens are divided between its blocks is the whole twin, too.
 
     Every tensor parallel rank takes part.
@@ -61,7 +61,7 @@ def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: Pa
         state: see :func:`require_same_math`.
     """
     problem, ends = _tried(foundation, styles, state, divide=True)
-    return DividedTokens(f"on a small twin, {problem}" if problem else "", ends)
+    return TokenSharding(f"on a small twin, {problem}" if problem else "", ends)
 
 
 def _tried(
@@ -89,7 +89,7 @@ def _measured(
             _logits(twin, probes[0])
     expected = _outcome(twin, probes, share=1.0)
     cut = _divided(twin, styles, state.size("tp"))
-    last = DividedTokens(ends=frozenset(ends)).ends_in(cut)
+    last = TokenSharding(ends=frozenset(ends)).ends_in(cut)
     cut_tensors(twin, cut, state.tp_mesh, last)
     if divide:
         divide_tokens(twin, [twin.get_submodule(name) for name in last], state.tp_mesh.get_group())

@@ -70,7 +70,7 @@ def dividing(share: TokenShare | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class DividedTokens:
+class TokenSharding:
     """Whether the tokens of a model are divided.
 
     Attributes:

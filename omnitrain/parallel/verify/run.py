@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from omnitrain.data.pack import Pack
 from omnitrain.data.packing import pack_all
 from omnitrain.data.sample import Sample
-from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording, Replayed, experts_in
@@ -89,7 +89,7 @@ def train(
     routed = _Routing(model, routing)
     for step in range(STEPS):
         with _Collectives() as communication:
-            loss = accumulate_gradients(model, batch, around=partial(routed.around, step)).item()
+            loss = accumulate_gradients(model, batch, forward_context=partial(routed.forward_context, step)).item()
         if step == 0:
             first_loss, collectives = _summed(loss), communication.count
             gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
@@ -111,11 +111,11 @@ class _Routing:
         self._changed: list[Replayed] = []
 
     @contextmanager
-    def around(self, step: int, pack: Pack, share: Share) -> Iterator[None]:
+    def forward_context(self, step: int, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
         """The forward of a micro-batch."""
         info = pack.info
         if self._taken is not None:
-            rows = None if share.part is None else share.part.rows
+            rows = None if work.part is None else work.part.rows
             with self._taken[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
                 self._changed.append(changed)
                 yield

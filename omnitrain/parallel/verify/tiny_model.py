@@ -53,7 +53,7 @@ def num_parameters(model: PreTrainedModel) -> int:
 
 
 @dataclass(frozen=True)
-class Twin:
+class TinyModel:
     """Makes a model with new weights, the same in every process; it can be pickled.
 
     Attributes:
@@ -98,7 +98,7 @@ class Twin:
         return small
 
 
-def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> Twin | None:
+def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> TinyModel | None:
     """What stands in for a model that is on the meta device, or too large; None: it can be verified itself.
 
     Hidden widths stay. The language model has its first layers, up to the last that shows a new kind, at most four
@@ -159,7 +159,7 @@ def _small(model: PreTrainedModel) -> PreTrainedConfig:
     return OmniConfig(foundation=as_dict(config), encoders=encoders, decoders=model.config.decoders)
 
 
-def _twin(model: PreTrainedModel, config: PreTrainedConfig) -> Twin:
+def _twin(model: PreTrainedModel, config: PreTrainedConfig) -> TinyModel:
     full = _foundation(model)
     small = as_config(config.foundation or {}) if isinstance(config, OmniConfig) else config
     tokens, rows = moved_tokens(full, small), None
@@ -167,4 +167,4 @@ def _twin(model: PreTrainedModel, config: PreTrainedConfig) -> Twin:
         rows = sizes(small)["vocabulary rows"] - len(tokens)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     adapters = adapters_of(model) if isinstance(model, OmniModel) else {}
-    return Twin(type(model), config, frozen, adapters, tokens, rows)
+    return TinyModel(type(model), config, frozen, adapters, tokens, rows)

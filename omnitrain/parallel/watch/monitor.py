@@ -43,7 +43,7 @@ _UNWIND_SECONDS = 3.0  # for a rank to leave the loop by itself, when another on
 _IN_MICRO_BATCH = ("encode", "forward", "backward")
 
 
-class Watch:
+class StallMonitor:
     """Ends the run when no rank moves on, and names the rank that the others wait for, or the one that failed.
 
     Moving on is any call of :meth:`at` on any rank: a run may be as slow as it likes as long as some rank comes to
@@ -182,7 +182,7 @@ class Watch:
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> StallMonitor:
         if not self._is_alone:
             for group in _groups():
                 dist.distributed_c10d._set_pg_timeout(_PATIENCE, group)

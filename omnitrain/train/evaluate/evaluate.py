@@ -23,7 +23,7 @@ from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.lockstep import in_step
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.summon import gathered
-from omnitrain.peers import ALONE, Peers, agreed
+from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.meter import LossMeter
 
@@ -76,7 +76,7 @@ class Evaluator:
         processor: OmniProcessor,
         heldout: Sequence[RowSource],
         recipe: Recipe,
-        peers: Peers = ALONE,
+        peers: Peers = SINGLE_PROCESS,
     ) -> None:
         """Nothing is read yet.
 
@@ -121,7 +121,7 @@ class Evaluator:
         """
         peers, places = self._peers, self._places
         packs = self._packs  # they tell which rows can be used
-        score = agreed(peers, lambda: load_scorer(self._settings.scorer))
+        score = all_or_raise(peers, lambda: load_scorer(self._settings.scorer))
         self._model.eval()
         with gathered(self._model):
             if losses is None:
@@ -129,8 +129,8 @@ class Evaluator:
             made = self._answers(notify)
         answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
         order = _by_source(answers, places) if peers.rank == 0 else []
-        answered = agreed(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
-        scores = agreed(peers, lambda: score(answered) if peers.rank == 0 else {})
+        answered = all_or_raise(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
+        scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
         rejected = {index: row for rows in peers.gather(self._share.rejected) for index, row in rows.items()}
         return Evaluation(losses, answered, peers.gather(scores)[0], [rejected[index] for index in sorted(rejected)])
 
@@ -146,7 +146,7 @@ class Evaluator:
     def _packs(self) -> list[Pack]:
         capacity, alone = self._recipe.data.pack_tokens, not self._model.runner.contract.packs
         samples = self._share.samples(capacity)
-        return agreed(self._peers, lambda: list(pack_all(samples, capacity, alone=alone)))
+        return all_or_raise(self._peers, lambda: list(pack_all(samples, capacity, alone=alone)))
 
     def _answers(self, notify: Progress) -> dict[int, Answer]:
         """Index -> answer, for the readable rows of this rank; the others' are answered at the same time."""
@@ -156,7 +156,7 @@ class Evaluator:
         answers: dict[int, Answer] = {}
         for number, batch in enumerate(batches + [[]] * (rounds - len(batches))):
             notify(f"answers, batch {number + 1} of {rounds}")
-            prompts = agreed(self._peers, partial(self._share.prompts, batch))
+            prompts = all_or_raise(self._peers, partial(self._share.prompts, batch))
             numbers = [prompt.index for prompt in prompts]
             made = generate(
                 self._model,
@@ -232,14 +232,14 @@ def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
 
 @torch.no_grad()
 def heldout_loss(
-    model: OmniModel, packs: Sequence[Pack], peers: Peers = ALONE, notify: Progress = lambda _: None
+    model: OmniModel, packs: Sequence[Pack], peers: Peers = SINGLE_PROCESS, notify: Progress = lambda _: None
 ) -> dict[str, Any]:
     """Mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
     meter = LossMeter()
-    for number, (pack, share) in enumerate(in_step(model, packs, peers)):
+    for number, (pack, work) in enumerate(in_step(model, packs, peers)):
         notify(f"held-out loss, pack {number + 1}")
         there = pack.to(model.device)
-        output = model(there, share)
+        output = model(there, work)
         if number < len(packs):
             meter.add(there, output)
     return meter.read(peers)

@@ -18,8 +18,8 @@ import torch
 from omnitrain.data.pack import Pack
 from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.ops.device import moved
-from omnitrain.peers import ALONE, Peers
+from omnitrain.ops.device import to_device
+from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.train.metrics.trackers import Tracker, numbers_in, tell
 
 Totals = dict[str, dict[str, list[float]]]  # head -> source -> sum of its losses, tokens
@@ -40,7 +40,7 @@ class LossMeter:
         ends = torch.tensor(list(accumulate(pack.info.lengths)))
         for name, term in output.losses.items():
             own = source_of_sample[torch.bucketize(output.read[name], ends, right=True)]
-            sources = moved(own, term.rows.device)
+            sources = to_device(own, term.rows.device)
             # Doubles count tokens exactly, and past 2^24, where adding 1 to a float no longer changes it.
             values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1).double()
             self._total(name, values).index_add_(0, sources, values)
@@ -51,7 +51,7 @@ class LossMeter:
         self._totals[name] = torch.cat([old, old.new_zeros(missing, 2)]) if missing else old
         return self._totals[name]
 
-    def read(self, peers: Peers = ALONE) -> dict[str, Any]:
+    def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
         """Mean loss and tokens, per head and per source and head; starts anew.
 
         Args:
@@ -68,7 +68,7 @@ class LossMeter:
                 sources.setdefault(source, {})[name] = _mean([values for found, values in rows if found == source])
         return {"heads": heads, "sources": sources}
 
-    def totals(self, peers: Peers = ALONE) -> Totals:
+    def totals(self, peers: Peers = SINGLE_PROCESS) -> Totals:
         """What was added since the last reading, over all peers, which all call this: what a continued run needs."""
         found: Totals = {}
         for own in peers.gather(self._own()):

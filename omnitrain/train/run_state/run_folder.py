@@ -16,7 +16,7 @@ from omnitrain.checkpoint.shared import require_seen
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
-from omnitrain.peers import Peers, agreed
+from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
 from omnitrain.train.metrics.display import console
 from omnitrain.train.run_state.resume import require_same_run
@@ -59,7 +59,7 @@ class RunFolder:
         Raises:
             UserError: there is none, it is damaged, or the run was begun with another recipe.
         """
-        agreed(peers, self._require_same_run)  # told before checksums are taken, which may last minutes
+        all_or_raise(peers, self._require_same_run)  # told before checksums are taken, which may last minutes
         return self.store.latest(peers)
 
     def _require_same_run(self) -> None:
@@ -118,7 +118,7 @@ class RunFolder:
             UserError: some do not.
         """
         mark = self.path / f".seen-by-{peers.gather(uuid.uuid4().hex)[0]}"
-        agreed(peers, lambda: mark.touch() if peers.rank == 0 else None)
+        all_or_raise(peers, lambda: mark.touch() if peers.rank == 0 else None)
         try:
             require_seen(mark, self.path, peers)
         finally:

@@ -22,7 +22,7 @@ from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
 from omnitrain.ops.experts import use_omnitrain_experts
-from omnitrain.peers import ALONE
+from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe.lora import Lora
 from tests.parallel import factories
 
@@ -122,7 +122,7 @@ def test_adapters_of_another_model_do_not_stay_beside_new_weights(tmp_path: Path
     ("save", "writer"),
     [
         (OmniModel.save_pretrained, "transformers.modeling_utils.safe_save_file"),
-        (partial(save_whole, peers=ALONE), "omnitrain.models.omni.save.save_file"),
+        (partial(save_whole, peers=SINGLE_PROCESS), "omnitrain.models.omni.save.save_file"),
     ],
 )
 def test_a_model_saved_by_half_is_not_taken_for_one_without_adapters(tmp_path: Path, save: Any, writer: str) -> None:

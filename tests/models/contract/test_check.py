@@ -18,7 +18,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.contract.tiny_model import twin_config
-from omnitrain.models.discovery import NativeRows, discover, peaked_
+from omnitrain.models.discovery import MediaFeatures, discover, init_peaked_
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import PackedRow, entry, packed
@@ -208,7 +208,7 @@ def _out_of_memory(*_: object) -> None:
 
 
 def _assertion_of_our_own(*_: object) -> None:
-    NativeRows.cat([])
+    MediaFeatures.cat([])
 
 
 @pytest.mark.parametrize("failing", [_out_of_memory, _assertion_of_our_own])
@@ -249,7 +249,7 @@ def test_an_audio_row_too_many_or_too_few_names_the_sample(surplus: int) -> None
 
 def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample() -> None:
     plain = broken.MaskIgnored(FAMILIES["qwen3"]()).train()
-    peaked_(plain)
+    init_peaked_(plain)
     runner = FoundationRunner(copy.deepcopy(plain), Contract(segmented=("BlindAttention",)))
     ids = torch.arange(20, 31)[None]
     arguments = {"position_ids": torch.cat([torch.arange(5), torch.arange(6)])[None], "use_cache": False}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from omnitrain.data.pack import Pack
-from omnitrain.models.components.contract import Contract, LeftOut
+from omnitrain.models.components.contract import Contract, SkippedModule
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.foundation.skipped_modules import call_what_is_left_out
 from tests.families import FAMILIES
@@ -20,18 +20,18 @@ LAYER = ("model.layers.*.mlp.extra", "model.layers.*.mlp")
 
 def test_a_layer_that_short_samples_leave_out_is_called_on_no_rows() -> None:
     contract = check_contract(broken.CallingForLongRows, FAMILIES["qwen3"]())
-    assert contract.left_out == (LeftOut(*LAYER, takes=((1, 0, 64),)),)
+    assert contract.skipped_modules == (SkippedModule(*LAYER, takes=((1, 0, 64),)),)
     assert Contract.from_json(asdict(contract)) == contract
 
 
 def test_a_layer_whose_arguments_for_no_rows_nobody_knows_says_so() -> None:
-    (found,) = check_contract(broken.TellingForLongRows, FAMILIES["qwen3"]()).left_out
+    (found,) = check_contract(broken.TellingForLongRows, FAMILIES["qwen3"]()).skipped_modules
     assert (found.module, found.parent) == LAYER and found.problem.startswith("it takes `scale`")
 
 
 def test_what_only_images_call_is_called_on_nothing_for_a_text_whose_model_is_given_no_rows() -> None:
     both = pair_of(FAMILIES["llama4"]())
-    assert both.ours.runner.contract.left_out == (LeftOut("multi_modal_projector", "", takes=((0, 64),)),)
+    assert both.ours.runner.contract.skipped_modules == (SkippedModule("multi_modal_projector", "", takes=((0, 64),)),)
     text = Pack.from_samples([both.probes[0].sample])
     both.ours(text).losses["text"].sum.backward()
     assert not both.ours.foundation.multi_modal_projector.linear_1.weight.grad.any()
@@ -39,7 +39,7 @@ def test_what_only_images_call_is_called_on_nothing_for_a_text_whose_model_is_gi
 
 def test_what_short_texts_do_not_read_keeps_a_model_on_one_rank() -> None:
     contract = check_contract(broken.ReadByLongTexts, FAMILIES["qwen3"]())
-    (found,) = contract.left_out
+    (found,) = contract.skipped_modules
     assert (found.module, found.problem) == ("compressor", "samples of 2 tokens do not read its parameters")
 
 
@@ -61,7 +61,7 @@ def test_calls_come_in_one_order_and_give_gradients_of_zeros() -> None:
     names: list[int] = []
     for number, step in enumerate(model.steps):
         step.register_forward_hook(lambda *_, number=number: names.append(number))
-    call_what_is_left_out(model, [LeftOut("steps.*", "", takes=((0, 3),))])
+    call_what_is_left_out(model, [SkippedModule("steps.*", "", takes=((0, 3),))])
     rows = torch.randn(4, 3, requires_grad=True)
     for numbers in ((0, 1, 2), (1,), (), (2,)):
         names.clear()

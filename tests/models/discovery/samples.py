@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from omnitrain.models.discovery.discover import Discovery, discover
-from omnitrain.models.discovery.features import NativeRows
+from omnitrain.models.discovery.features import MediaFeatures
 from omnitrain.models.discovery.interface import override
-from omnitrain.models.discovery.peaked_init import peaked_
+from omnitrain.models.discovery.peaked_init import init_peaked_
 from omnitrain.models.discovery.placeholders import marks
 from omnitrain.models.discovery.text_run import plain_ids
 from omnitrain.models.hf.load import foundation_class
@@ -26,7 +26,7 @@ def built(family: str) -> tuple[PreTrainedModel, Discovery]:
     """A model of the family with peaked attention, in eval mode, and what was found in it."""
     config = FAMILIES[family]()
     model = foundation_class(config)(config)
-    peaked_(model, seed=1)
+    init_peaked_(model, seed=1)
     return model.eval(), discover(model)
 
 
@@ -53,7 +53,7 @@ class MediaSample:
         """Logits of plain transformers, positions left to the model."""
         return self._forward(**self.features)
 
-    def injected(self, rows: NativeRows) -> Tensor:
+    def injected(self, rows: MediaFeatures) -> Tensor:
         """Logits with rows put in, and positions computed beforehand."""
         with override(self.model, self.found.ports, {self.modality: rows}) as arguments:
             return self._forward(**arguments, position_ids=self.positions)

@@ -6,7 +6,7 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.discover import discover
-from omnitrain.models.discovery.features import NativeRows, check_rows
+from omnitrain.models.discovery.features import MediaFeatures, check_rows
 from omnitrain.models.discovery.interface import override
 from omnitrain.models.hf.load import foundation_class
 from tests.families import AUDIO_FAMILIES, FAMILIES, VISION_FAMILIES
@@ -44,7 +44,7 @@ def test_one_call_per_item_and_any_order_give_the_rows_of_one_joint_call(family:
     with torch.no_grad():
         joint = sample.injected(port.encode(model, sample.features))
         second, first = (port.encode(model, port.probe_items(2)[item]) for item in (1, 0))
-        backwards = NativeRows.cat([second, first])
+        backwards = MediaFeatures.cat([second, first])
         order = torch.arange(len(backwards.main)).roll(-len(second.main))
         apart = sample.injected(replace(backwards.at(order), counts=(*first.counts, *second.counts)))
     torch.testing.assert_close(apart, joint, rtol=1e-4, atol=1e-4)

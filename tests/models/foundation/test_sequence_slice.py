@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain.models.foundation.sequence_slice import cut_pack, filled_up, here
+from omnitrain.models.foundation.sequence_slice import cut_pack, filled_up, local_positions
 from omnitrain.plan.sequence import split_sequence
 from tests.parallel.laid_out import pack
 
@@ -26,7 +26,7 @@ def test_the_parts_of_a_pack_are_the_pack(cp: int) -> None:
 
 
 def test_tokens_are_found_in_any_order_and_not_where_they_are_not() -> None:
-    index, rows = here(part(torch.tensor([2, 3, 7])), torch.tensor([9, 7, 0, 2, 4]))
+    index, rows = local_positions(part(torch.tensor([2, 3, 7])), torch.tensor([9, 7, 0, 2, 4]))
     assert index.tolist() == [1, 3] and rows.tolist() == [2, 0]
 
 

@@ -14,7 +14,7 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
-from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
@@ -100,8 +100,10 @@ def test_calls_without_data_change_no_loss_and_build_no_processor_again(
         adapter = kind.adapter
         monkeypatch.setattr(kind, "adapter", lambda self, adapter=adapter: built.append(self) or adapter(self))
     text = Pack.from_samples([sample for sample in samples if not sample.spans])
-    share = Share(calls=dict.fromkeys([*model.encoder_names, *model.decoder_names], 3), heads=model.decoder_names)
-    alone, beside = model(text), [model(text, share) for _ in range(2)]
+    work = MicroBatchWork(
+        calls=dict.fromkeys([*model.encoder_names, *model.decoder_names], 3), heads=model.decoder_names
+    )
+    alone, beside = model(text), [model(text, work) for _ in range(2)]
     assert [found.losses["text"].sum.item() for found in beside] == 2 * [alone.losses["text"].sum.item()]
     beside[1].losses["text"].sum.backward()
     assert float(model.audio_encoder.projector.layers[1].weight.grad.abs().max()) == 0

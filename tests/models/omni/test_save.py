@@ -20,7 +20,7 @@ from omnitrain.models.omni.save import save_whole
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
-from omnitrain.peers import ALONE, GlooPeers
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup
 from tests.families import FAMILIES
 from tests.parallel.factories import any_to_any
 from tests.parallel.fsdp.test_broadcast_load import deep
@@ -50,7 +50,7 @@ def test_a_file_per_block_has_what_transformers_puts_into_one(tmp_path: Path, fa
     config = FAMILIES[family]()
     model = build_omni_model(foundation=foundation_class(config)(config))
     model.save_pretrained(tmp_path / "one")
-    save_whole(model, tmp_path / "many", ALONE, A_BLOCK_EACH)
+    save_whole(model, tmp_path / "many", SINGLE_PROCESS, A_BLOCK_EACH)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     require_same(tmp_path / "many", tmp_path / "one")
     loaded = OmniModel.from_pretrained(tmp_path / "many")
@@ -73,7 +73,7 @@ def saved_by_ranks(folder: Path) -> int:
         return whole
 
     with patch("omnitrain.models.omni.save.whole_tensors", counted):
-        save_whole(spread_model(), folder, GlooPeers(), A_BLOCK_EACH)
+        save_whole(spread_model(), folder, GlooGroup(), A_BLOCK_EACH)
     return had
 
 
@@ -94,7 +94,7 @@ def peak_of_saving(folder: Path) -> tuple[int, int]:
     """Bytes of the weights of a model of 16 equal layers, and the most that saving it and AdamW's state made of it."""
     state = init_parallel_state()
     model = build_parallelize_model(deep("cpu"), parallel_state=state, enable_mixed_precision=False)
-    optimizer, peers = torch.optim.AdamW(model.parameters(), fused=True), GlooPeers()
+    optimizer, peers = torch.optim.AdamW(model.parameters(), fused=True), GlooGroup()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -133,7 +133,7 @@ def test_a_spread_model_is_saved_as_any_other_and_takes_no_arguments(ranks: Rank
 
 def refused(folder: Path) -> str:
     """What this rank is told, where rank 1 cannot write."""
-    model, peers = spread_model(), GlooPeers()
+    model, peers = spread_model(), GlooGroup()
     failing = OSError(28, "No space left on device") if peers.rank == 1 else None
     with patch("omnitrain.models.omni.save.save_file", side_effect=failing), pytest.raises(Exception) as caught:
         save_whole(model, folder, peers, A_BLOCK_EACH)

@@ -11,7 +11,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.expert import chunk_tuning as expert_chunks
 from omnitrain.parallel.expert.chunk_tuning import ExpertChunks, candidates, fastest
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.peers import ALONE
+from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
 from tests.parallel.laid_out import laid_out
@@ -41,7 +41,7 @@ def test_each_component_gets_the_number_that_is_fastest_for_it(monkeypatch: pyte
     monkeypatch.setattr(expert_chunks.time, "perf_counter", lambda: clock[0])
     chunks: Any = ExpertChunks(None)
     while chunks.settled is None:
-        with chunks.measured(100, ALONE):
+        with chunks.measured(100, SINGLE_PROCESS):
             taken.append((tower.chunks, foundation.chunks))
             clock[0] += tower.chunks + {1: 3.0, 2: 1.0, 4: 2.0}[foundation.chunks]
     of_tower, of_foundation = [(1, 4), (2, 4)], [(1, 1), (1, 2), (1, 4)]

@@ -17,7 +17,7 @@ from omnitrain.ops.experts import grouped_mm as grouped
 from omnitrain.ops.experts.timing import NOT_RECORDED
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.parallel.expert.dispatch import RankDispatcher
-from omnitrain.parallel.expert.shared_expert import Early, shared_experts
+from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts
 from tests.parallel import factories
 from tests.parallel.laid_out import counted
 from tests.peaks import peak_bytes
@@ -86,7 +86,7 @@ def test_everything_is_on_its_way_before_anything_is_awaited_and_weights_are_com
 
     monkeypatch.setattr(grouped.F, "grouped_mm", noted)
     set_experts(layer.experts, dispatcher=RankDispatcher(link, 2), delays_weight_gradients=True)
-    set_experts(layer.experts, meanwhile=lambda spans: link.events.append("shared"))
+    set_experts(layer.experts, overlap_with=lambda spans: link.events.append("shared"))
     output = layer(torch.randn(1, 40, layer.experts.hidden_dim).requires_grad_())
     both = ["rows", "rows"]
     there, back = ["start 0", "start 1"], ["wait 2", "wait 3"]
@@ -118,9 +118,9 @@ def test_shared_experts_that_fill_a_wait_are_in_the_trace_and_recording_changes_
     layer, recorder = experts_layer("glm4_moe"), SpanRecorder()
     use_omnitrain_experts(layer)
     hidden = torch.randn(1, 40, layer.experts.hidden_dim)
-    early = Early(layer, layer.shared_experts)
+    early = SharedExpertOverlap(layer, layer.shared_experts)
     dispatcher = RankDispatcher(SlowLoopback(), 2)
-    set_experts(layer.experts, dispatcher=dispatcher, delays_weight_gradients=True, meanwhile=early.compute)
+    set_experts(layer.experts, dispatcher=dispatcher, delays_weight_gradients=True, overlap_with=early.compute)
     expected = trained(layer, hidden)
     set_experts(layer.experts, spans=LayerSpans(recorder, "layer"))
     recorder.begin()

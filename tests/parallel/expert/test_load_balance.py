@@ -17,7 +17,7 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts.balance_loss import counts_per_sample, micro_batch_balance, sample_balance
-from omnitrain.parallel.expert.load_balance import Routers
+from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.expert.routing_record import RoutingFiles, RoutingOfRun
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
@@ -66,7 +66,7 @@ def balanced(layout: str, balance: ExpertsBalance = BALANCE, steps: int = 2) -> 
     state = init_state_of(found.plan())
     table = micro_batches(model, batch, state.dp_size, found.accumulation)
     build_parallelize_model(model, parallel_plan=found.plan(), enable_mixed_precision=False)
-    routers = Routers(model, balance)
+    routers = RouterMonitor(model, balance)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     planned = step_planner(model)(table[state.dp_rank])
     losses, gradients = [], []
@@ -102,7 +102,7 @@ def test_balance_is_the_same_on_any_layout_and_a_recompute_counts_nothing(ranks:
 def sums(loss: str) -> int:
     """All-reduces of a micro-batch whose row two ranks share."""
     model = laid_out(state={"ulysses_size": 2}, model=build_omni_model(foundation=factories.qwen3_moe()).train())
-    routers = Routers(model, ExpertsBalance(loss=loss))
+    routers = RouterMonitor(model, ExpertsBalance(loss=loss))
     planned = step_planner(model)([Pack.from_samples(to_samples(discover(factories.qwen3_moe()), text_samples(2)))])
     with counted() as calls:
         accumulate_gradients(model, planned, routers=routers)
@@ -120,7 +120,7 @@ def moved_parameter() -> list[tuple[torch.Tensor, torch.Tensor]]:
     for layer in foundation.model.layers:
         layer.mlp.gate.choice_bias = torch.nn.Parameter(torch.zeros(1, 4), requires_grad=False)
     model = laid_out(model=build_omni_model(foundation=foundation).train())
-    routers = Routers(model, ExpertsBalance(bias_rate=0.01))
+    routers = RouterMonitor(model, ExpertsBalance(bias_rate=0.01))
     routed(True, routers, model)
     routers.end()
     biases = [full(layer.mlp.gate.choice_bias) for layer in model.foundation.model.layers]
@@ -147,7 +147,7 @@ def test_the_micro_batch_form_is_a_mean_over_the_parts_of_a_row(ranks: RankPool)
         assert 1.9 < (found["losses"][0] - none) / asked.weight < 3, layout
 
 
-def routed(labels: bool, routers: Routers, model: ot.OmniModel) -> None:
+def routed(labels: bool, routers: RouterMonitor, model: ot.OmniModel) -> None:
     """The forward and backward of a step, on one process."""
     given = text_samples(2)
     if not labels:
@@ -158,7 +158,7 @@ def routed(labels: bool, routers: Routers, model: ot.OmniModel) -> None:
 
 def test_a_step_without_an_update_leaves_nothing_to_the_next_one() -> None:
     model = build_omni_model(foundation=factories.qwen3_moe()).train()
-    routers = Routers(model, ExpertsBalance(loss="sample", weight=0.01))
+    routers = RouterMonitor(model, ExpertsBalance(loss="sample", weight=0.01))
     counts = []
     for before in (0, 1):
         for labels in [False] * before + [True]:
@@ -176,8 +176,10 @@ def test_samples_that_data_call_idle_are_balanced_and_recorded_as_any_other(tmp_
         model = build_omni_model(foundation=factories.qwen3_moe()).train()
         routing = RoutingOfRun(model, str(tmp_path / name), None, rank=0)
         pack = Pack.from_samples([replace(given[0], id=name, source=name), given[1]])
-        routers, batch = Routers(model, ExpertsBalance(loss="sample", weight=1.0)), step_planner(model)([pack])
-        losses.append(accumulate_gradients(model, batch, routers=routers, around=routing.around).item())
+        routers, batch = RouterMonitor(model, ExpertsBalance(loss="sample", weight=1.0)), step_planner(model)([pack])
+        losses.append(
+            accumulate_gradients(model, batch, routers=routers, forward_context=routing.forward_context).item()
+        )
         routing.end(1)
         decisions = RoutingFiles(tmp_path / name).of_samples([name], [len(given[0])]).decisions
         assert {sample for _, _, sample in decisions} == {name}
@@ -189,13 +191,13 @@ def test_experts_that_do_not_get_every_token_of_a_row_are_not_counted_and_refuse
     mlp = model.foundation.model.layers[0].mlp
     plain = mlp.forward
     mlp.forward = lambda hidden: torch.cat([plain(hidden[:, :5]), plain(hidden[:, 5:])], 1)  # such as two modalities
-    routers = Routers(model, ExpertsBalance())
+    routers = RouterMonitor(model, ExpertsBalance())
     routed(True, routers, model)
     routers.end()
     first, second = routers._load.values()
     assert float(first.sum()) == 0 < float(second.sum())
     with pytest.raises(UserError, match=r"layers.0.mlp.experts did not get every token of a row, .* use loss: none"):
-        routed(True, Routers(model, ExpertsBalance(loss="sample", weight=0.01)), model)
+        routed(True, RouterMonitor(model, ExpertsBalance(loss="sample", weight=0.01)), model)
 
 
 @pytest.mark.parametrize(
@@ -209,4 +211,4 @@ def test_a_balance_that_the_model_has_no_means_for_is_refused(factory: Any, bala
     model = factory()
     omni = model if isinstance(model, ot.OmniModel) else build_omni_model(foundation=model)
     with pytest.raises(UserError, match=message):
-        Routers(omni, ExpertsBalance(**balance))
+        RouterMonitor(omni, ExpertsBalance(**balance))

@@ -36,7 +36,7 @@ def routed(layout: str, factory: str, record: str | None = None, replay: str | N
     table = micro_batches(model, batch, state.dp_size, found.accumulation)
     build_parallelize_model(model, parallel_plan=found.plan(), enable_mixed_precision=False)
     routing = RoutingOfRun(model, record, replay, state.rank)
-    accumulate_gradients(model, step_planner(model)(table[state.dp_rank]), around=routing.around)
+    accumulate_gradients(model, step_planner(model)(table[state.dp_rank]), forward_context=routing.forward_context)
     routing.end(step=1)
     return routing.read()
 

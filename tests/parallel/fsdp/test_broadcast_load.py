@@ -17,7 +17,7 @@ from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts import experts_in, settings_of
-from omnitrain.parallel.fsdp.load import by_first
+from omnitrain.parallel.fsdp.load import rank0_first
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from tests.families import FAMILIES
@@ -55,7 +55,7 @@ def lay_out(model: PreTrainedModel, plan: ot.ParallelPlan) -> ot.OmniModel:
 
 def overlapped(model: ot.OmniModel) -> list[bool]:
     """Of each layer's experts, whether others are computed while their rows travel."""
-    return [settings_of(module).meanwhile is not None for _, module in experts_in(model)]
+    return [settings_of(module).overlap_with is not None for _, module in experts_in(model)]
 
 
 def found_on_rank(name: str, default: ot.ComponentPlan) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def told_of(error: Exception) -> str:
         raise error
 
     with pytest.raises(Exception) as told:
-        by_first(fail)
+        rank0_first(fail)
     return repr(told.value)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omnitrain.parallel.fsdp.single_rank import spare_copies
+from omnitrain.parallel.fsdp.single_rank import skip_copy_in_out
 from omnitrain.parallel.spawn.pool import RankPool
 
 WIDTH = 64
@@ -47,7 +47,7 @@ def two_backwards(spares: bool) -> tuple[Counter[str], list[list[float]]]:
     )
     unit.set_force_sum_reduction_for_comms(True)
     if spares:
-        spare_copies(unit)
+        skip_copy_in_out(unit)
     moves, gradients = [], []
     for _ in range(2):
         with Moves() as moved:

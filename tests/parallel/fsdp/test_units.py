@@ -10,7 +10,7 @@ import torch
 import omnitrain as ot
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, kept_whole
+from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, ignored_params
 from tests.families import FAMILIES
 from tests.parallel.factories import any_to_any
 
@@ -48,7 +48,7 @@ def test_a_bare_parameter_of_a_tower_beside_the_modules_of_the_foundation_is_the
 
 def test_frozen_media_tokenizers_are_in_no_unit() -> None:
     model = any_to_any()
-    names = {name for name, p in model.named_parameters() if p in kept_whole(model)}
+    names = {name for name, p in model.named_parameters() if p in ignored_params(model)}
     assert names == {name for name, _ in model.named_parameters() if ".tokenizer." in name}
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 import omnitrain as ot
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import adapters_of
-from omnitrain.models.components.contract import LeftOut
+from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts import backend_of, experts_in, use_omnitrain_experts
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_by_transformers
@@ -104,8 +104,8 @@ def test_experts_of_a_dense_model_cannot_be_spread(model: ot.OmniModel) -> None:
 def test_a_module_that_only_some_ranks_could_call_is_refused(
     model: ot.OmniModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = LeftOut("model.extra", "model", problem="it takes `scale`")
-    monkeypatch.setattr(model.runner, "contract", replace(model.runner.contract, left_out=(found,)))
+    found = SkippedModule("model.extra", "model", problem="it takes `scale`")
+    monkeypatch.setattr(model.runner, "contract", replace(model.runner.contract, skipped_modules=(found,)))
     with pytest.raises(UserError, match=r"only some samples use model.extra .* it takes `scale`; use one rank"):
         resolve(model, ot.ParallelPlan())
 

@@ -14,8 +14,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
-from omnitrain.parallel.sequence.async_ulysses.attention import Manner, drive, why_not_driven
-from omnitrain.parallel.sequence.async_ulysses.check import Manners, kind_of, manners_of
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, drive, why_not_driven
+from omnitrain.parallel.sequence.async_ulysses.check import Manners, attention_layouts, kind_of
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import ParallelState, init_parallel_state
@@ -39,9 +39,9 @@ def tiny(model_type: str, key_heads: int = 2) -> Any:
     return build_omni_model(foundation=foundation_class(config)(config).train())
 
 
-def manners(model_type: str, key_heads: int = 2) -> Manners:
+def layouts(model_type: str, key_heads: int = 2) -> Manners:
     omni = tiny(model_type, key_heads)
-    return manners_of(omni.foundation, omni.runner.contract)
+    return attention_layouts(omni.foundation, omni.runner.contract)
 
 
 def attention_gradients(
@@ -64,17 +64,19 @@ def attention_gradients(
     return [output, *torch.autograd.grad(output, inputs, of_output)]
 
 
-def driven_and_plain(model_type: str, manner: Manner, cp: int, dtype: torch.dtype, recompute: bool) -> list[bool]:
+def driven_and_plain(
+    model_type: str, layout: AttentionLayout, cp: int, dtype: torch.dtype, recompute: bool
+) -> list[bool]:
     """For several lengths, whether each tensor has the same bits."""
     state = init_parallel_state(ulysses_size=dist.get_world_size() // cp, cp_size=cp)
-    foundation = tiny(model_type, manner.num_key_heads).foundation.to(dtype)
+    foundation = tiny(model_type, layout.num_key_heads).foundation.to(dtype)
     use_omnitrain_attention(foundation)
     attention = foundation.model.layers[0].self_attn
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(2))
     lengths = (8, 97, 256)
     plain = [attention_gradients(foundation, attention, state, tokens, recompute) for tokens in lengths]
-    drive(attention, manner)
+    drive(attention, layout)
     driven = [attention_gradients(foundation, attention, state, tokens, recompute) for tokens in lengths]
     return [
         torch.equal(one, other) for a, b in zip(plain, driven, strict=True) for one, other in zip(a, b, strict=True)
@@ -95,25 +97,25 @@ def driven_and_plain(model_type: str, manner: Manner, cp: int, dtype: torch.dtyp
 def test_driven_attention_has_the_bits_of_plain_ulysses(
     ranks: RankPool, model_type: str, world: int, cp: int, dtype: torch.dtype, recompute: bool
 ) -> None:
-    (manner,) = manners(model_type, key_heads=max(2, world // cp)).values()
-    assert isinstance(manner, Manner), manner
-    for same in ranks.run(driven_and_plain, model_type, manner, cp, dtype, recompute, timeout_s=60, world=world):
+    (layout,) = layouts(model_type, key_heads=max(2, world // cp)).values()
+    assert isinstance(layout, AttentionLayout), layout
+    for same in ranks.run(driven_and_plain, model_type, layout, cp, dtype, recompute, timeout_s=60, world=world):
         assert all(same), same
 
 
 def test_projections_and_norms_are_found_by_what_they_read() -> None:
-    (manner,) = manners("qwen3").values()
-    assert isinstance(manner, Manner)
-    assert [(i.linear, i.is_key, i.norm) for i in manner.inputs] == [
+    (layout,) = layouts("qwen3").values()
+    assert isinstance(layout, AttentionLayout)
+    assert [(i.linear, i.is_key, i.norm) for i in layout.inputs] == [
         ("q_proj", False, "q_norm"),
         ("k_proj", True, "k_norm"),
         ("v_proj", True, ""),
     ]
-    assert (manner.hidden, manner.output, manner.num_heads, manner.num_key_heads) == ("hidden_states", "o_proj", 4, 2)
+    assert (layout.hidden, layout.output, layout.num_heads, layout.num_key_heads) == ("hidden_states", "o_proj", 4, 2)
 
 
 def test_a_module_that_cannot_be_driven_is_left_with_the_reason() -> None:
-    assert list(manners("phi3").values()) == ["qkv_proj makes queries and keys in one"]
+    assert list(layouts("phi3").values()) == ["qkv_proj makes queries and keys in one"]
 
 
 def test_a_module_whose_rotary_tables_are_trained_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,27 +125,27 @@ def test_a_module_whose_rotary_tables_are_trained_is_left_as_it_is(monkeypatch: 
         return tuple(table.requires_grad_() for table in tables(*given))
 
     monkeypatch.setattr(Qwen3RotaryEmbedding, "forward", trained)
-    assert list(manners("qwen3").values()) == ["its argument position_embeddings has gradients, too"]
+    assert list(layouts("qwen3").values()) == ["its argument position_embeddings has gradients, too"]
 
 
 def test_projections_that_were_changed_and_key_heads_that_ranks_share_are_left_alone() -> None:
     omni = tiny("qwen3")
     attention = omni.foundation.model.layers[0].self_attn
-    manner = manners_of(omni.foundation, omni.runner.contract)[kind_of(attention)]
-    assert isinstance(manner, Manner)
-    assert why_not_driven(attention, manner, 2) is None
-    assert why_not_driven(attention, manner, 4) == "ulysses 4 does not divide its 2 key heads"
+    layout = attention_layouts(omni.foundation, omni.runner.contract)[kind_of(attention)]
+    assert isinstance(layout, AttentionLayout)
+    assert why_not_driven(attention, layout, 2) is None
+    assert why_not_driven(attention, layout, 4) == "ulysses 4 does not divide its 2 key heads"
     handle = attention.k_norm.register_forward_hook(lambda *_: None)
-    assert why_not_driven(attention, manner, 2) == "k_norm has hooks"
+    assert why_not_driven(attention, layout, 2) == "k_norm has hooks"
     handle.remove()
     attention.v_proj.forward = attention.v_proj.forward
-    assert why_not_driven(attention, manner, 2) == "v_proj has another forward"
+    assert why_not_driven(attention, layout, 2) == "v_proj has another forward"
 
 
 def test_a_deep_copy_of_a_driven_module_computes_with_its_own_weights() -> None:
     omni = tiny("qwen3")
     attention = omni.foundation.model.layers[0].self_attn
-    drive(attention, next(iter(manners_of(omni.foundation, omni.runner.contract).values())))
+    drive(attention, next(iter(attention_layouts(omni.foundation, omni.runner.contract).values())))
     other = copy.deepcopy(attention)
     other.o_proj.weight.data.zero_()
     hidden = torch.randn(1, 5, 32)

@@ -15,7 +15,7 @@ from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.parallel.sequence.apply import part_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
@@ -74,8 +74,8 @@ def test_ranks_that_share_a_sequence_train_as_one_process_does(ranks: RankPool, 
 def errors(model: ot.OmniModel, state: ot.ParallelState, pack: Pack) -> tuple[float, float]:
     """Of loss and gradients over all losses, relative to those of the whole pack on one rank."""
     (whole, expected), (own, got) = (
-        _losses_and_gradients(model, pack, share)
-        for share in (Share(), Share(part=part_of(state, pack.num_tokens, torch.device("cpu"))))
+        _losses_and_gradients(model, pack, work)
+        for work in (MicroBatchWork(), MicroBatchWork(part=part_of(state, pack.num_tokens, torch.device("cpu"))))
     )
     for tensor in (own, *got.values()):
         dist.all_reduce(tensor)
@@ -85,10 +85,10 @@ def errors(model: ot.OmniModel, state: ot.ParallelState, pack: Pack) -> tuple[fl
 
 
 def _losses_and_gradients(
-    model: ot.OmniModel, pack: Pack, share: Share
+    model: ot.OmniModel, pack: Pack, work: MicroBatchWork
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
-    total = torch.stack([term.sum for term in model(pack, share).losses.values()]).sum()
+    total = torch.stack([term.sum for term in model(pack, work).losses.values()]).sum()
     total.backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return total.detach(), gradients

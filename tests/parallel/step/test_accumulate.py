@@ -12,17 +12,17 @@ import torch
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.omni.encode import Share, num_calls
+from omnitrain.models.omni.encode import MicroBatchWork, num_calls
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.parallel.step.rendezvous import Meeting
+from omnitrain.parallel.step.rendezvous import Rendezvous
 from omnitrain.plan.topology import Place
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
-ALONE = Meeting("", 0, 0, 1)
+ALONE = Rendezvous("", 0, 0, 1)
 ENCODERS = ("image_encoder", "audio_encoder")
 
 
@@ -72,7 +72,7 @@ def summed(results: Sequence[tuple[float, dict, dict]]) -> tuple[float, dict[str
 def test_a_step_of_one_process_plans_the_calls_that_its_packs_need(model: OmniModel, samples: list[Sample]) -> None:
     packs = [Pack.from_samples(samples[:7]), Pack.from_samples([samples[0]])]
     plan = step_planner(model, ALONE)(packs).plan
-    names = [entrance.name for entrance in plan.topology.entrances if entrance.kind == "encode"]
+    names = [call_site.name for call_site in plan.topology.call_sites if call_site.kind == "encode"]
     for micro_batch, pack in enumerate(packs):
         planned = dict(zip(names, plan.calls[micro_batch].tolist(), strict=False))
         assert {name: number for name, number in planned.items() if number} == num_calls(model, pack)
@@ -84,9 +84,9 @@ def test_a_step_of_one_process_plans_the_calls_that_its_packs_need(model: OmniMo
 def test_calls_and_heads_without_data_add_nothing(model: OmniModel, samples: list[Sample]) -> None:
     text = Pack.from_samples([samples[0]])
     alone = model(text)
-    share = Share(calls=dict.fromkeys((*ENCODERS, *model.decoder_names), 2), heads=model.decoder_names)
+    work = MicroBatchWork(calls=dict.fromkeys((*ENCODERS, *model.decoder_names), 2), heads=model.decoder_names)
     model.zero_grad()
-    together = model(text, share)
+    together = model(text, work)
     assert set(together.losses) == {"text"} and torch.equal(together.losses["text"].sum, alone.losses["text"].sum)
     together.losses["text"].sum.backward()
     for name in (*ENCODERS, *model.decoder_names):
@@ -103,11 +103,11 @@ def test_nothing_of_a_micro_batch_is_held_in_the_forward_of_the_next(model: Omni
         held.extend(graph() is not None for graph in graphs)
         yield
 
-    def observe(_: Pack, output: OmniOutput) -> None:
+    def on_output(_: Pack, output: OmniOutput) -> None:
         graphs.append(weakref.ref(output.losses["text"].sum.grad_fn))
 
     batch = step_planner(model, ALONE)([Pack.from_samples([sample]) for sample in samples[:2]])
-    accumulate_gradients(model, batch, observe=observe, around=forward)
+    accumulate_gradients(model, batch, on_output=on_output, forward_context=forward)
     assert held == [False]
 
 

@@ -23,7 +23,7 @@ from omnitrain.parallel.fsdp.summon import gathered
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
-from omnitrain.peers import ALONE, GlooPeers
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup
 from omnitrain.recipe import Recipe, Sampling
 from omnitrain.train.evaluate.evaluate import Answered, Evaluation, Evaluator
 from tests.parallel.factories import qwen3_vl
@@ -63,7 +63,7 @@ def answers_of_rank(
 ) -> list[dict[int, Answer]]:
     """For each way of sampling: number -> answer, for the prompts of this rank's share."""
     model, processor, prompts = make()
-    peers, own = GlooPeers(), shares[dist.get_rank()]
+    peers, own = GlooGroup(), shares[dist.get_rank()]
     build_parallelize_model(model, parallel_state=init_parallel_state(), enable_mixed_precision=False)
     some = [prompts[number] for number in own]
     answers = []
@@ -121,9 +121,9 @@ def evaluated(path: Path, scorer: str) -> Evaluation:
     """On all ranks, or on this process alone where there are none."""
     recipe = Recipe.load(str(path), [f"evaluation.scorer={__name__}:{scorer}"])
     model, processor, _ = any_to_any()
-    peers = ALONE
+    peers = SINGLE_PROCESS
     if dist.is_initialized():
-        peers = GlooPeers()
+        peers = GlooGroup()
         build_parallelize_model(model, parallel_state=init_parallel_state(), enable_mixed_precision=False)
     return Evaluator(model, processor, open_sources(recipe.data.heldout), recipe, peers).evaluate()
 

@@ -5,7 +5,7 @@ import pytest
 
 from omnitrain.parallel.step.parts import rows_for_parts
 from omnitrain.plan.sequence import split_sequence
-from omnitrain.plan.step import Routes
+from omnitrain.plan.step import RowRoutes
 
 
 @pytest.mark.parametrize(("sp", "cp"), [(2, 1), (1, 2), (2, 2), (3, 1)])
@@ -21,7 +21,7 @@ def test_each_row_of_a_medium_goes_to_the_rank_of_its_token_and_to_no_other(sp: 
     rows, producer = np.array([len(own) for own in tokens]), first + generator.integers(0, ranks, len(tokens))
     items = [np.tile(column, ranks) for column in (numbers, producer)]
     consumer = np.repeat(first + np.arange(ranks), len(tokens))
-    routes = Routes(items[0], items[1], consumer, np.tile(rows, ranks))
+    routes = RowRoutes(items[0], items[1], consumer, np.tile(rows, ranks))
     split = split_sequence(num_tokens, sp=sp, cp=cp)
 
     made_by, received = {}, None

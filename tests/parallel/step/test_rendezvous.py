@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from omnitrain.errors import TrainingError
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.step import rendezvous as meeting_module
-from omnitrain.parallel.step.rendezvous import DataPeers, open_meeting
+from omnitrain.parallel.step import rendezvous as rendezvous_module
+from omnitrain.parallel.step.rendezvous import DataProcessGroup, open_rendezvous
 
 
 def meet_three_times() -> tuple[int, float]:
     """Rank 1 has no data for the third step; how many steps a rank had, and when it learnt that there are no more."""
-    meeting = open_meeting()
-    peers, steps = DataPeers(meeting), 2 if dist.get_rank() == 1 else 3
+    rendezvous = open_rendezvous()
+    peers, steps = DataProcessGroup(rendezvous), 2 if dist.get_rank() == 1 else 3
     for number in range(steps):
         if number == 2:
             start = time.monotonic()
@@ -40,10 +40,10 @@ def test_a_rank_whose_data_end_early_ends_the_steps_of_all_at_once(ranks: RankPo
 
 def meet_without_rank_1() -> str:
     """What rank 0 is told while the data process of rank 1 never comes."""
-    peers, message = DataPeers(open_meeting()), ""
+    peers, message = DataProcessGroup(open_rendezvous()), ""
     if dist.get_rank() == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(meeting_module, "_TO_COME", timedelta(seconds=1))
+            patch.setattr(rendezvous_module, "_TO_COME", timedelta(seconds=1))
             with pytest.raises(TrainingError) as caught:
                 peers.join()
         message = str(caught.value)
@@ -58,9 +58,9 @@ def test_a_data_process_that_never_comes_is_not_waited_for(ranks: RankPool) -> N
 
 def meet_late() -> int:
     """Rank 1 comes in time, and then takes longer for its table than it had to come."""
-    peers = DataPeers(open_meeting())
+    peers = DataProcessGroup(open_rendezvous())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting_module, "_TO_COME", timedelta(seconds=2))
+        patch.setattr(rendezvous_module, "_TO_COME", timedelta(seconds=2))
         peers.join()
     time.sleep(2.5 * dist.get_rank())
     return len(peers.tables(np.array([1])))

@@ -11,7 +11,7 @@ import torch
 
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.encode import Share
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.spawn.pool import RankPool
@@ -85,18 +85,18 @@ def with_mistakes(table: Step) -> dict[str, list[str]]:
     model, rank = laid_out(state={"dp_replicate_size": 2}), torch.distributed.get_rank()
     units = {name: component.units for name, component in layout_of(model).components.items()}
     batch = step_batch(model, step_planner(model), table[rank])
-    share_of = step.share_of
+    work_of = step.work_of
 
-    def skipping(model: OmniModel, batch: StepBatch, micro_batch: int) -> Share:
-        share = share_of(model, batch, micro_batch)
-        return replace(share, calls={}) if rank >= 2 and micro_batch == 0 else share
+    def skipping(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
+        work = work_of(model, batch, micro_batch)
+        return replace(work, calls={}) if rank >= 2 and micro_batch == 0 else work
 
-    with patch.object(step, "share_of", skipping):
+    with patch.object(step, "work_of", skipping):
         skipped = differences(batch.plan, rank, units, record(model, batch))
     events = record(model, batch)
-    entrances = [entrance.name for entrance in batch.plan.topology.entrances]
+    call_sites = [call_site.name for call_site in batch.plan.topology.call_sites]
     more, less = batch.plan.calls.copy(), batch.plan.calls.copy()
-    more[1, entrances.index("image_encoder")], less[1, entrances.index("image_encoder")] = 2, 0
+    more[1, call_sites.index("image_encoder")], less[1, call_sites.index("image_encoder")] = 2, 0
     return {
         "skipped": skipped,
         "no mistake": differences(batch.plan, rank, units, events),

@@ -11,18 +11,18 @@ from torch import Tensor
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.row_exchange import Exchange
 from omnitrain.parallel.step.row_routing import rank_routing
-from omnitrain.plan import Routes
+from omnitrain.plan import RowRoutes
 from tests.waits import DEVICE, Device
 
 SHAPES = [((3,), torch.float32), ((), torch.int64), ((2, 2), torch.float32), ((5,), torch.bfloat16)]
 
 
-def routes_of(entries: Sequence[tuple[int, int, int, int]]) -> Routes:
+def routes_of(entries: Sequence[tuple[int, int, int, int]]) -> RowRoutes:
     """Of ``(item, producer, consumer, rows)``."""
-    return Routes(*np.array(entries, dtype=np.int64).reshape(-1, 4).T)
+    return RowRoutes(*np.array(entries, dtype=np.int64).reshape(-1, 4).T)
 
 
-def random_routes(seed: int, world: int) -> Routes:
+def random_routes(seed: int, world: int) -> RowRoutes:
     """Items without rows, ranks without items, and in one of four plans no item at all."""
     draw = np.random.default_rng(seed)
     entries = []
@@ -81,7 +81,7 @@ def exchange_random_plans(seeds: Sequence[int]) -> list[tuple[float, float]]:
     return [exchange_and_back(random_routes(seed, world), rank, seed) for seed in seeds]
 
 
-def exchange_and_back(routes: Routes, rank: int, seed: int) -> tuple[float, float]:
+def exchange_and_back(routes: RowRoutes, rank: int, seed: int) -> tuple[float, float]:
     """<Ex, y> and <x, E'y>, after the rows themselves have been checked."""
     rows = dict(zip(routes.item.tolist(), routes.rows.tolist(), strict=True))
     made = np.unique(routes.item[routes.producer == rank])

@@ -14,7 +14,7 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.verify.tiny_model import Twin, fits, needed_memory, num_parameters, twin_of
+from omnitrain.parallel.verify.tiny_model import TinyModel, fits, needed_memory, num_parameters, twin_of
 from omnitrain.parallel.verify.verify import verify
 from tests.families import FAMILIES
 from tests.tiny import FOUNDATION, SIGLIP, tiny_model
@@ -57,7 +57,7 @@ def just_too_large(model: PreTrainedModel, ranks: int = 2) -> float:
     return needed_memory(num_parameters(model), ranks) - 1
 
 
-def twin_for(model: PreTrainedModel) -> Twin:
+def twin_for(model: PreTrainedModel) -> TinyModel:
     twin = twin_of(model, 2, just_too_large(model))
     assert twin is not None
     return twin

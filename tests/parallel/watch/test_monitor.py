@@ -20,7 +20,7 @@ from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
-from omnitrain.parallel.watch.monitor import Watch
+from omnitrain.parallel.watch.monitor import StallMonitor
 from omnitrain.parallel.watch.report import Answer, Collectives, Place, behind, described, report
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
@@ -60,7 +60,7 @@ def train(folder: str, limit_s: float, stuck: int, how: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     with (
         open(Path(folder, f"report-{rank}"), "w") as stream,
-        Watch(store, rank, dist.get_world_size(), limit_s, stream=stream) as watch,
+        StallMonitor(store, rank, dist.get_world_size(), limit_s, stream=stream) as watch,
     ):
         watch.follow(model)
         for step in (1, 2, 3, 4):
@@ -99,7 +99,7 @@ def test_what_a_group_counts_for_two_devices_is_told_once() -> None:
 def dawdle(limit_s: float) -> list[int]:
     """Rank 0 moves, then pauses, three times as long as the limit; the others wait for it."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    with Watch(store, rank, dist.get_world_size(), limit_s) as watch:
+    with StallMonitor(store, rank, dist.get_world_size(), limit_s) as watch:
         for step in (1, 2):
             watch.at(step=step)
         if rank == 0:
@@ -118,7 +118,7 @@ def add_up_late(limit_s: float | None) -> float:
     """A collective for which one rank comes later than torch's timeout allows."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     rank, total = dist.get_rank(), torch.ones(1)
-    with Watch(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size(), limit_s):
+    with StallMonitor(dist.distributed_c10d._get_default_store(), rank, dist.get_world_size(), limit_s):
         time.sleep(1.5 * rank)
         dist.all_reduce(total)
     return total.item()
@@ -180,7 +180,7 @@ def test_the_report_names_place_samples_collective_and_those_that_wait() -> None
 
 
 def test_a_place_within_something_new_is_new() -> None:
-    watch = Watch(dist.HashStore(), 0, 1, None)
+    watch = StallMonitor(dist.HashStore(), 0, 1, None)
     seen = []
     for change in (
         {"step": 3, "phase": "data"},
@@ -223,7 +223,7 @@ def test_components_of_an_omni_model_are_noted_however_they_are_called() -> None
 
 
 def test_a_trace_shows_where_the_run_was() -> None:
-    watch = Watch(dist.HashStore(), 0, 1, None)
+    watch = StallMonitor(dist.HashStore(), 0, 1, None)
     watch.at(step=1, phase="data")
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         watch.at(micro_batch=0, phase="backward")

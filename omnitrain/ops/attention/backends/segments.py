@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from omnitrain.ops.attention.spec import Call, MaskSpec
 from omnitrain.ops.cpu.short_attention import ShortKeys, ShortRow, attend_short, short_keys, short_row
 from omnitrain.ops.cpu.unread_rows import ReadRows
-from omnitrain.ops.device import moved
+from omnitrain.ops.device import to_device
 
 # A causal segment may be filled up behind its end to this multiple of its length, to share a call with longer ones.
 CAUSAL_SLACK = 1.25
@@ -237,7 +237,7 @@ def _batch(segments: tuple[Segment, ...], window: int | None, device: torch.devi
     place = torch.arange(longest)[None]
     rows = starts + place.minimum(sizes - 1)  # behind its end a segment repeats its last token, which nobody attends to
     real = (place < sizes).flatten().nonzero().flatten()
-    return Batch(segments, longest, causal, mask, moved(rows.flatten(), device), moved(real, device))
+    return Batch(segments, longest, causal, mask, to_device(rows.flatten(), device), to_device(real, device))
 
 
 def _window(length: int, window: int, device: torch.device) -> torch.Tensor:

@@ -10,12 +10,12 @@ from torch import nn
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
-from omnitrain.parallel.sequence.async_ulysses.attention import Manner, drive, why_not_driven
-from omnitrain.parallel.sequence.async_ulysses.check import Manners, kind_of, manners_of
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, drive, why_not_driven
+from omnitrain.parallel.sequence.async_ulysses.check import Manners, attention_layouts, kind_of
 
 
 @dataclass(frozen=True)
-class DrivenModules:
+class AsyncUlyssesModules:
     """What became of the attention modules.
 
     Attributes:
@@ -32,7 +32,7 @@ class DrivenModules:
         return f"async {self.driven} of {total} layers" + (f" ({reasons})" if reasons else "")
 
 
-def drive_foundation(model: OmniModel, sp: int) -> DrivenModules:
+def drive_foundation(model: OmniModel, sp: int) -> AsyncUlyssesModules:
     """Drive the attention modules of the foundation that can be, on all ranks alike. Every rank calls it.
 
     Args:
@@ -40,20 +40,20 @@ def drive_foundation(model: OmniModel, sp: int) -> DrivenModules:
         sp: ranks that exchange rows for heads.
     """
     foundation: Any = model.foundation
-    manners = manners_of(foundation, model.runner.contract)
-    classes = {name for name, _ in manners}
+    layouts = attention_layouts(foundation, model.runner.contract)
+    classes = {name for name, _ in layouts}
     modules = [module for module in foundation.modules() if type(module).__name__ in classes]
-    found = [_manner(module, manners, sp) for module in modules]
+    found = [_layout(module, layouts, sp) for module in modules]
     of_ranks = gathered_objects([reason if isinstance(reason, str) else None for reason in found])
     plain: Counter[str] = Counter()
-    for module, manner, reasons in zip(modules, found, zip(*of_ranks, strict=True), strict=True):
+    for module, layout, reasons in zip(modules, found, zip(*of_ranks, strict=True), strict=True):
         if reason := next(filter(None, reasons), None):  # of any rank: they must not differ
             plain[reason] += 1
-        elif isinstance(manner, Manner):
-            drive(module, manner)
-    return DrivenModules(len(modules) - plain.total(), dict(plain))
+        elif isinstance(layout, AttentionLayout):
+            drive(module, layout)
+    return AsyncUlyssesModules(len(modules) - plain.total(), dict(plain))
 
 
-def _manner(module: nn.Module, manners: Manners, sp: int) -> Manner | str:
-    manner = manners.get(kind_of(module), "its weights are of another shape than the twin's")
-    return (why_not_driven(module, manner, sp) or manner) if isinstance(manner, Manner) else manner
+def _layout(module: nn.Module, layouts: Manners, sp: int) -> AttentionLayout | str:
+    layout = layouts.get(kind_of(module), "its weights are of another shape than the twin's")
+    return (why_not_driven(module, layout, sp) or layout) if isinstance(layout, AttentionLayout) else layout

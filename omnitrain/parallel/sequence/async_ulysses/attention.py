@@ -56,7 +56,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Manner:
+class AttentionLayout:
     """How attention modules of one class and size are driven.
 
     Attributes:
@@ -94,7 +94,7 @@ class OwnHeadsShard:
         return self.attend_own_heads(call, self.heads, compute)
 
 
-def drive(module: nn.Module, manner: Manner) -> None:
+def drive(module: nn.Module, layout: AttentionLayout) -> None:
     """Make ``module`` run by :func:`run_driven` wherever its mask says that ranks exchange rows for heads."""
     signature = inspect.signature(module.forward)
     function = forward_of(module)
@@ -108,7 +108,7 @@ def drive(module: nn.Module, manner: Manner) -> None:
             return plain(*args, **kwargs)
         exchange = RowExchange(shard.rows_of_ranks, shard.sp_group)
         arguments = signature.bind(*args, **kwargs)
-        return run_driven(self, plain, manner, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
+        return run_driven(self, plain, layout, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
 
     set_forward(module, forward)
 
@@ -116,7 +116,7 @@ def drive(module: nn.Module, manner: Manner) -> None:
 def run_driven(
     module: nn.Module,
     plain: Callable[..., Any],
-    manner: Manner,
+    layout: AttentionLayout,
     exchange: RowExchange,
     arguments: inspect.BoundArguments,
     gather_tables: Callable[[Tensor, int], Tensor],
@@ -127,7 +127,7 @@ def run_driven(
     Args:
         module: the attention.
         plain: its own forward.
-        manner: how it is driven.
+        layout: which of its inputs are projected and exchanged, and how many heads it has.
         exchange: the ranks.
         arguments: of the forward, with this rank's rows.
         gather_tables: the whole row of a tensor without gradients that runs along this rank's rows in a dim.
@@ -136,9 +136,9 @@ def run_driven(
     Returns:
         What ``plain`` returns, its first output for this rank's rows.
     """
-    heads = deal_heads(manner.num_heads, manner.num_key_heads, len(exchange.rows), exchange.rank)
+    heads = deal_heads(layout.num_heads, layout.num_key_heads, len(exchange.rows), exchange.rank)
     num_rows = sum(exchange.rows)
-    hidden: Tensor = arguments.arguments[manner.hidden]
+    hidden: Tensor = arguments.arguments[layout.hidden]
     stand_in = hidden.new_zeros(()).expand(1, num_rows, hidden.size(-1))
     shard = OwnHeadsShard(num_rows, heads, attend_own_heads)
 
@@ -152,22 +152,22 @@ def run_driven(
             return value if dim is None else gather_tables(value, dim)
         return each(value, whole)
 
-    run = _Run(module, manner, heads, exchange, hidden[0])
+    run = _Run(module, layout, heads, exchange, hidden[0])
     args, kwargs = (whole(list(arguments.args)), whole(arguments.kwargs))
     with run.replacing():
         return plain(*args, **kwargs)
 
 
-def why_not_driven(module: nn.Module, manner: Manner, sp: int) -> str | None:
+def why_not_driven(module: nn.Module, layout: AttentionLayout, sp: int) -> str | None:
     """Why a module is better left as it is on ``sp`` ranks; None: it can be driven.
 
     Where ranks share a key head, its gradients would be added up behind rotary positions instead of before them, which
     rounds differently. Layers whose forward, class or hooks something else has changed are not replaced.
     """
-    if sp > manner.num_key_heads or manner.num_key_heads % sp:
-        return f"ulysses {sp} does not divide its {manner.num_key_heads} key heads"
-    norms = {i.norm for i in manner.inputs}
-    for name in manner.replaced():
+    if sp > layout.num_key_heads or layout.num_key_heads % sp:
+        return f"ulysses {sp} does not divide its {layout.num_key_heads} key heads"
+    norms = {i.norm for i in layout.inputs}
+    for name in layout.replaced():
         part = module.get_submodule(name)
         if name not in norms:
             if "forward" in vars(part):
@@ -183,18 +183,18 @@ class _Run:
     """One forward: what the replaced modules do."""
 
     def __init__(
-        self, module: nn.Module, manner: Manner, heads: OwnHeads, exchange: RowExchange, hidden: Tensor
+        self, module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: RowExchange, hidden: Tensor
     ) -> None:
-        self._module, self._manner, self._heads, self._exchange, self._hidden = module, manner, heads, exchange, hidden
-        self._norms = {i.norm: module.get_submodule(i.norm).forward for i in manner.inputs if i.norm}
+        self._module, self._layout, self._heads, self._exchange, self._hidden = module, layout, heads, exchange, hidden
+        self._norms = {i.norm: module.get_submodule(i.norm).forward for i in layout.inputs if i.norm}
         self._made: dict[str, Tensor] = {}
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """The projections and norms do their part of the run instead of their own forward."""
         forwards: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(self._norms, _as_it_is)
-        forwards |= {i.linear: self._hand_out(i.linear) for i in self._manner.inputs}
-        forwards[self._manner.output] = self._output
+        forwards |= {i.linear: self._hand_out(i.linear) for i in self._layout.inputs}
+        forwards[self._layout.output] = self._output
         with ExitStack() as stack:
             for name, forward in forwards.items():
                 stack.enter_context(own_forward(self._module.get_submodule(name), forward))
@@ -203,7 +203,7 @@ class _Run:
     def _hand_out(self, name: str) -> Callable[[Tensor], Tensor]:
         def forward(stand_in: Tensor) -> Tensor:
             if not self._made:
-                names = [i.linear for i in self._manner.inputs]
+                names = [i.linear for i in self._layout.inputs]
                 outputs = project_and_gather(self._hidden, self._projections(), self._exchange)
                 self._made = dict(zip(names, outputs, strict=True))
             return self._made.pop(name)[None]
@@ -220,11 +220,11 @@ class _Run:
                 i.norm_width,
                 i.heads_first,
             )
-            for i in self._manner.inputs
+            for i in self._layout.inputs
         ]
 
     def _output(self, x: Tensor) -> Tensor:
-        projection = Projection(self._linear(self._manner.output), self._heads.queries)
+        projection = Projection(self._linear(self._layout.output), self._heads.queries)
         return scatter_and_project(x[0], projection, self._exchange)[None]
 
     def _linear(self, name: str) -> nn.Linear:

@@ -24,8 +24,8 @@ from omnitrain.models.contract.harness import Failure, Trial, attempt
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.ops.attention import MaskSpec, PackedRow
 from omnitrain.ops.attention.spec import Call
-from omnitrain.ops.collectives import both_ways
-from omnitrain.parallel.sequence.async_ulysses.attention import Input, Manner, run_driven
+from omnitrain.ops.collectives import with_backward
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_driven
 from omnitrain.parallel.sequence.async_ulysses.projections import RowExchange, Rows
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
 from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
@@ -35,7 +35,7 @@ _SAMPLES = 12
 
 # Class of an attention module, and the shapes of its weights -> how it is driven, or why it is not.
 Kind = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
-Manners = Mapping[Kind, Manner | str]
+Manners = Mapping[Kind, AttentionLayout | str]
 
 
 def kind_of(module: nn.Module) -> Kind:
@@ -43,7 +43,7 @@ def kind_of(module: nn.Module) -> Kind:
     return type(module).__name__, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def manners_of(model: PreTrainedModel, contract: Contract) -> Manners:
+def attention_layouts(model: PreTrainedModel, contract: Contract) -> Manners:
     """How each kind of attention module of a foundation is driven.
 
     Args:
@@ -59,18 +59,18 @@ def manners_of(model: PreTrainedModel, contract: Contract) -> Manners:
         return {kind_of(module): _manner_or_failure(module, arguments) for module, arguments in calls}
 
 
-def _manner_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | str:
+def _manner_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
     """Whatever a module's code raises where it is driven, the plain form is there."""
-    found = attempt(lambda: _manner(module, arguments))
+    found = attempt(lambda: _layout(module, arguments))
     return f"it fails when it is driven: {found}" if isinstance(found, Failure) else found
 
 
-def _manner(module: nn.Module, arguments: inspect.BoundArguments) -> Manner | str:
+def _layout(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
     try:
         plain = _observe(module, arguments)
-        manners = [_manner_of(module, plain, heads_first) for heads_first in (False, True)]
-        differences = [_difference(module, manner, arguments, plain) for manner in manners]
-        return next((m for m, found in zip(manners, differences, strict=True) if found is None), str(differences[0]))
+        layouts = [_manner_of(module, plain, heads_first) for heads_first in (False, True)]
+        differences = [_difference(module, layout, arguments, plain) for layout in layouts]
+        return next((m for m, found in zip(layouts, differences, strict=True) if found is None), str(differences[0]))
     except _NotDrivenError as reason:
         return str(reason)
 
@@ -137,7 +137,7 @@ class _Noting:
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         self.calls.append(call)
-        query, key, value = (both_ways(Tensor.clone, _as_exchanged, x) for x in (call.query, call.key, call.value))
+        query, key, value = (with_backward(Tensor.clone, _as_exchanged, x) for x in (call.query, call.key, call.value))
         return compute(replace(call, query=query, key=key, value=value, mask=call.mask.whole))
 
 
@@ -181,7 +181,7 @@ def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -
             raise _NotDrivenError(f"its argument {name} has gradients, too")
 
 
-def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Manner:
+def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
     """Projections are the linear layers that read the hidden states; the last one called is behind attention."""
     given = plain.called[0].given
     inputs = [call for call in plain.called if call.given is given]
@@ -196,7 +196,7 @@ def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Manner:
     bare = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in (*names, "")]
     if bare:
         raise _NotDrivenError(f"it reads {', '.join(bare)} without calling its module")
-    return Manner(
+    return AttentionLayout(
         plain.hidden,
         tuple(
             Input(
@@ -236,22 +236,24 @@ def _is_key(projection: _Called, call: Call) -> bool:
     return of_key
 
 
-def _difference(module: nn.Module, manner: Manner, arguments: inspect.BoundArguments, plain: _Plain) -> str | None:
+def _difference(
+    module: nn.Module, layout: AttentionLayout, arguments: inspect.BoundArguments, plain: _Plain
+) -> str | None:
     """Where driving the module has other bits; None: nowhere."""
     own = _copied(arguments)
-    output = _first(_drive(module, manner, _Pretended.of(plain, 1, 0), own))
+    output = _first(_drive(module, layout, _Pretended.of(plain, 1, 0), own))
     if not torch.equal(output, plain.output):
         return "its output differs when it is driven"
-    found = _gradients(module, own.arguments[manner.hidden], output)
+    found = _gradients(module, own.arguments[layout.hidden], output)
     names = ["hidden states", *(name for name, _ in module.named_parameters())]
     for name, one, other in zip(names, found, plain.gradients, strict=True):
         if (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other)):
             return f"the gradient of {name} differs when it is driven"
-    ranks = next((n for n in range(2, manner.num_heads + 1) if manner.num_heads % n == 0), 1)
+    ranks = next((n for n in range(2, layout.num_heads + 1) if layout.num_heads % n == 0), 1)
     parts = []
     for rank in range(ranks):
         exchange = _Pretended.of(plain, ranks, rank)
-        _drive(module, manner, exchange, _copied(arguments))
+        _drive(module, layout, exchange, _copied(arguments))
         parts += exchange.returned
     if not torch.equal(torch.cat(parts, dim=1), plain.called[-1].given[0]):
         return f"its heads differ when one of {ranks} ranks has a part of them"
@@ -285,11 +287,11 @@ class _Pretended(RowExchange):
         return lambda: (whole,)
 
 
-def _drive(module: nn.Module, manner: Manner, exchange: _Pretended, arguments: inspect.BoundArguments) -> Any:
+def _drive(module: nn.Module, layout: AttentionLayout, exchange: _Pretended, arguments: inspect.BoundArguments) -> Any:
     def attend(call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
         return compute(of_own_heads(call, heads, exchange.rank))
 
-    return run_driven(module, module.forward, manner, exchange, arguments, lambda table, dim: table, attend)
+    return run_driven(module, module.forward, layout, exchange, arguments, lambda table, dim: table, attend)
 
 
 def _copied(arguments: inspect.BoundArguments) -> inspect.BoundArguments:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
-from omnitrain.models.components.contract import LeftOut
+from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.contract.harness import Case, Trial
 from omnitrain.recipe.globs import any_layer
 
@@ -26,7 +26,7 @@ _SHORTEST = 2  # tokens: one to read, one to predict
 
 
 @torch.no_grad()
-def left_out_modules(trial: Trial) -> tuple[LeftOut, ...]:
+def skipped_modules_of(trial: Trial) -> tuple[SkippedModule, ...]:
     """Outermost modules with parameters that the forward of some sample calls, and that of another does not.
 
     Media are encoded before, so towers are none of them. What a module takes where there is nothing for it follows from
@@ -37,17 +37,17 @@ def left_out_modules(trial: Trial) -> tuple[LeftOut, ...]:
     everything = max(calls, key=len)
     sometimes = [name for name in everything if name not in always]
     outermost = [name for name in sometimes if _caller(name, everything) in always]
-    found: dict[str, LeftOut] = {}
+    found: dict[str, SkippedModule] = {}
     for name in outermost:
         own = [arguments for seen in calls for arguments in seen.get(name, ())]
         caller = _caller(name, everything)
-        kind = LeftOut(any_layer(name), any_layer(caller))
+        kind = SkippedModule(any_layer(name), any_layer(caller))
         is_near = all(any(map(_is_rows, seen[caller][0].values())) for seen in calls)
         found.setdefault(kind.module, _with_sizes(kind, own, is_near or _is_flat(trial.ours.get_submodule(name))))
     return tuple(found.values())
 
 
-def unread_by_short_samples(trial: Trial) -> tuple[LeftOut, ...]:
+def unread_by_short_samples(trial: Trial) -> tuple[SkippedModule, ...]:
     """Modules whose parameters a long text reads and the shortest does not, such as a compressor of many tokens.
 
     They get a gradient on some ranks only, so ranks would not reduce the same.
@@ -59,7 +59,7 @@ def unread_by_short_samples(trial: Trial) -> tuple[LeftOut, ...]:
     reads = [_parameters_read(trial, sample) for sample in (_shortest_part(longest), longest)]
     modules = dict.fromkeys(any_layer(name.rpartition(".")[0]) for name in sorted(reads[1] - reads[0]))
     problem = f"samples of {_SHORTEST} tokens do not read its parameters"
-    return tuple(LeftOut(module, "", problem=problem) for module in modules)
+    return tuple(SkippedModule(module, "", problem=problem) for module in modules)
 
 
 def _shortest_part(sample: Sample) -> Sample:
@@ -109,7 +109,7 @@ def _is_flat(module: nn.Module) -> bool:
     return not any(isinstance(part, nn.ModuleList) for part in module.modules())
 
 
-def _with_sizes(kind: LeftOut, calls: Sequence[dict[str, Any]], is_placed: bool) -> LeftOut:
+def _with_sizes(kind: SkippedModule, calls: Sequence[dict[str, Any]], is_placed: bool) -> SkippedModule:
     """With what it takes where there is nothing for it; ``is_placed``: it can be called at its place, or at any."""
     if not is_placed:
         return replace(kind, problem="it has blocks, and what calls it is not always given rows")
