@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from itertools import accumulate
 
@@ -9,7 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Of tensors that ``work`` makes, the most that are there at once."""
+    """The most bytes of tensors that ``work`` holds at once."""
+    gc.collect()  # garbage of earlier tests that is freed during `work` would be subtracted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
