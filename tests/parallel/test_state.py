@@ -12,7 +12,7 @@ from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import forget_parallel_state
 from omnitrain.plan.mesh import MeshShape
 
-MESHES = ("dp", "loss", "fsdp", "ep_fsdp", "ep", "tp", "pp")
+MESHES = ("dp", "fsdp", "ep_fsdp", "ep", "tp", "pp")
 GROUPS = ("sp", "cp", "loss")
 
 

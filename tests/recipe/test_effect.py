@@ -187,7 +187,7 @@ STANDS: dict[str, Always | Idle] = {
     "ComponentPlan.async_ulysses": plan(
         "async_ulysses=true", "ulysses 1, where it does nothing", "foundation", base="text"
     ),
-    "ComponentPlan.ep": plan("ep=2", "no part of the model has experts", "foundation", base="text"),
+    "ComponentPlan.ep": plan("ep=2", "no component has experts", "foundation", base="text"),
     "ComponentPlan.pp": plan("pp=2", "not available yet", "foundation", base="text"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
     "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),

@@ -322,8 +322,12 @@ def two_heads() -> ot.OmniModel:
     [
         (plan(ulysses=2), {"sp": 4}, r"ulysses: found 2, but 4 ranks share .*; use 1 or 4"),
         (plan(ulysses=4), {"sp": 4}, r"ulysses: found 4: 4 ranks cannot share 2 heads equally; 1, 2 can"),
-        (plan(ulysses=2, place="world"), {"sp": 2}, r"found 2 with `place: world`; .* share each item; remove one"),
-        (plan(cp=2), {"sp": 2}, r"image_encoder.cp: found 2, but only the foundation supports ring; .*`place: group`"),
+        (plan(ulysses=2, place="world"), {"sp": 2}, r"found 2 with `place: world`, .* share each item; remove one"),
+        (
+            plan(cp=2),
+            {"sp": 2},
+            r"image_encoder.cp: found 2, but only the foundation supports ring attention; .*`place: group`",
+        ),
     ],
 )
 def test_a_tower_is_shared_by_the_ranks_that_share_its_row_or_not_at_all(
