@@ -36,7 +36,7 @@ def require_arguments(
     """
     _require_list("layouts", layouts, (str, Layout, ParallelPlan), "layouts such as 'dp2', or parallel plans")
     if not layouts:
-        raise UserError("layouts is empty; give at least one, such as dp2")
+        raise UserError("no layouts to verify; give at least one, such as dp2")
     require_ranks(nproc)
     if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
         raise UserError(f"tolerance: found {tolerance!r}; expected a relative error above 0, such as 1e-5")

@@ -177,7 +177,7 @@ def verify(
     try:
         full = build_with(model_factory)
         if not samples:
-            raise UserError("samples is empty; give at least one")
+            raise UserError("no samples to verify with; give at least one")
         if twin := twin_of(full, nproc, memory):
             model_factory, samples = twin, [twin.sample(sample) for sample in samples]
         model = _omni(twin() if twin else full)

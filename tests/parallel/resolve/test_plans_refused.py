@@ -76,7 +76,7 @@ def by_default(**fields: Any) -> ot.ParallelPlan:
         (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation supports it"),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
-            r"names no weights of experts; the model has none",
+            r"matches no weights of experts; the model has none",
         ),
         (plan(expert_rows=8), r"image_encoder.expert_rows: found 8, but the component has no experts; remove it"),
         (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
@@ -141,7 +141,7 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
         ),
         ({"components": {"foundation": {"expert_dispatcher": "auto"}}}, 1, r"found auto with ep 1, where it does"),
         ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, where it does nothing; set ep above 1, or"),
-        ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
+        ({"ep_plan": {"experts.*": 1}}, 2, r"found dimension 1 for `experts.\*`; dimension 0 of .* is the expert"),
     ],
 )
 def test_experts_that_cannot_be_spread_so_are_refused_with_what_would(
@@ -194,7 +194,7 @@ def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(mon
     monkeypatch.setattr(model.foundation, "_ep_plan", {text: "ep_dispatch_experts"})
     assert [layer.name.split(".")[-2] for layer in chosen_layers(model, layers, None)] == ["text_moe"]
     monkeypatch.setattr(model.foundation, "_ep_plan", {vision: "ep_dispatch_experts"})
-    with pytest.raises(UserError, match=r"the model's own plan also spreads .*layers.1.mlp.vision_moe, which"):
+    with pytest.raises(UserError, match=r"the model's HF plan also shards .*layers.1.mlp.vision_moe, which"):
         resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(ep=2)), ep=2)
 
 

@@ -194,7 +194,7 @@ def test_samples_without_a_token_to_predict_prove_nothing(ranks: RankPool) -> No
         ({"tolerance": 0.0}, "tolerance: found 0.0; expected a relative error above 0"),
         ({"tolerance": float("nan")}, "tolerance: found nan"),
         ({"model_factory": 3}, "model_factory: found a int; expected a function"),
-        ({"model_factory": dict}, "the model factory returned a dict; expected a model"),
+        ({"model_factory": dict}, "the model factory returned a dict; expected a transformers model"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_named(changed: dict[str, Any], message: str) -> None:
@@ -204,7 +204,7 @@ def test_an_argument_that_cannot_be_meant_is_named(changed: dict[str, Any], mess
 
 
 def test_a_model_in_the_place_of_its_factory_is_refused() -> None:
-    with pytest.raises(UserError, match="found a OmniModel; expected a function that makes the model"):
+    with pytest.raises(UserError, match="found a OmniModel; expected a function that builds the model"):
         verify(factories.any_to_any(), [], ["dp2"])
 
 
