@@ -1,8 +1,8 @@
 """Record the routers' decisions of one run on disk, and replay them in another run.
 
 A folder has a file per step and rank, with one tensor per layer and ``topk`` over the concatenated tokens of the rank's
-samples. If ranks share a sequence, each file has -1 for the tokens of other ranks, so an element-wise maximum merges the
-files of a step. Any number of ranks can replay the files of any number of ranks.
+samples. If ranks share a sequence, each file has -1 for the tokens of other ranks, so an element-wise maximum merges
+the files of a step. Any number of ranks can replay the files of any number of ranks.
 """
 
 from __future__ import annotations

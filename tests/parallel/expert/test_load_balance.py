@@ -203,7 +203,7 @@ def test_experts_that_do_not_get_every_token_of_a_row_are_not_counted_and_refuse
 @pytest.mark.parametrize(
     ("factory", "balance", "message"),
     [
-        (factories.qwen3_moe, {"bias_rate": 0.01}, r"bias_rate: found 0.01, but the router beside .* has no bias"),
+        (factories.qwen3_moe, {"bias_rate": 0.01}, r"bias_rate: found 0.01, but the router of .* has no bias"),
         (factories.any_to_any, {"loss": "sample"}, r"train.experts: \w+ has no experts to balance; remove it"),
     ],
 )

@@ -133,7 +133,7 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
         ),
         ({"default": {"ep": 4}}, 1, r": 1 problem\n  default.ep: found 4, .* has 1; init_parallel_state\(ep_size=4\)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
-        ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
+        ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"matches only some weights of {EXPERTS}; add .*down_proj"),
         (
             {"default": {"ep": 2, "expert_dispatcher": "deepep"}},
             2,
