@@ -1,4 +1,4 @@
-"""Which module of a model is cut in which style: by the model's own plan, or by the user's globs."""
+"""Resolve the tensor parallel style of each module, from the model's HF plan or the user's globs."""
 
 from __future__ import annotations
 
@@ -108,17 +108,17 @@ class _Planning:
             if style is not None and self.component_of(name) == FOUNDATION:
                 styles[name] = style
         for name in [name for name in styles if self._is_vocabulary(name) and self._rest(name, styles[name])]:
-            del styles[name]  # whole on every rank, which is always right
+            del styles[name]  # replicating an indivisible vocabulary is always correct
         if not any(STYLES[style].cut for name, style in styles.items() if not self._is_vocabulary(name)):
             kind = type(self._model.foundation).__name__
             self.problems.append(
-                f"tp: found {self._tp}, but {kind} comes with no tensor parallel plan for its layers; name its modules "
+                f"tp: found {self._tp}, but {kind} has no tensor parallel plan for its layers; list its modules "
                 "in tp_plan, such as `layers.*.self_attn.q_proj: colwise` and `layers.*.self_attn.o_proj: rowwise`"
             )
         return styles
 
     def globs(self, plan: Mapping[str, str]) -> dict[str, str]:
-        """The styles of the user's globs."""
+        """The styles that the user's globs set."""
         self._know(plan.values())
         components = {name: self.component_of(name) for name in (*self._modules, *self._parameters) if name}
         said: dict[str, str] = {}
@@ -137,7 +137,7 @@ class _Planning:
                 self.problems.append(f"tp_plan: unknown style {style!r}; {hint(style, STYLES)}")
 
     def checked(self, styles: dict[str, str]) -> dict[str, str]:
-        """The styles that do something, with those that tied weights ask for; problems are noted."""
+        """The styles that have an effect, with styles for tied weights; notes problems."""
         experts = [f"{name}." for name, style in styles.items() if style == "moe_tp_experts"]
         styles = {name: style for name, style in styles.items() if not name.startswith(tuple(experts))}
         styles |= self._of_tied(styles)
@@ -148,7 +148,7 @@ class _Planning:
         return {name: style for name, style in styles.items() if STYLES[style].cut or STYLES[style].forward}
 
     def _of_tied(self, styles: Mapping[str, str]) -> dict[str, str]:
-        """Styles of modules that share a parameter with one that is cut by its rows."""
+        """Styles of modules that share a parameter with a sharded module."""
         found = {}
         for name, style in styles.items():
             for path in self._inside[name] if STYLES[style].cut else ():
@@ -162,8 +162,8 @@ class _Planning:
         shown, kind, target = _shown(name), STYLES[style], self._modules.get(name)
         if kind.of == "experts" and isinstance(target, nn.Linear):
             yield (
-                f"tp_plan: {shown}: {style} is for experts; a matrix that several were fused into keeps its order with "
-                "colwise_gather_output, and rowwise_split_input behind it"
+                f"tp_plan: {shown}: {style} is for experts; for a matrix fused from several use colwise_gather_output, "
+                "which keeps the order of its columns, and rowwise_split_input for the next matrix"
             )
         elif target is not None and kind.of == "linear" and not isinstance(target, nn.Linear):
             yield f"tp_plan: {shown}: {style} is for linear layers, found {type(target).__name__}"
@@ -176,7 +176,7 @@ class _Planning:
             yield self._indivisible(rest, what, name, rest)
 
     def _rest(self, name: str, style: str) -> int:
-        """The size of a dim that is to be cut and that the ranks do not divide; 0: there is none."""
+        """The size of the first dim to shard that the ranks do not divide; 0: all are divisible."""
         for path in self._inside.get(name, ()):
             parameter = self._parameters[path]
             dim = STYLES[style].dim(path.rpartition(".")[2], parameter)
@@ -190,7 +190,7 @@ class _Planning:
         return module is not None and module in (foundation.get_input_embeddings(), foundation.get_output_embeddings())
 
     def _head_problems(self, styles: Mapping[str, str]) -> Iterator[str]:
-        """Attention whose projections are cut must have whole heads on every rank."""
+        """Attention with sharded projections must have whole heads on every rank."""
         for name in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
             heads = _heads(self._modules[name])
             for what, number in heads.items():
@@ -206,7 +206,7 @@ _OF_PARAMETERS = tuple(STYLES[style].forward for style in ("colwise", "rowwise")
 
 
 def _heads(module: nn.Module) -> dict[str, int]:
-    """What an attention module has of heads; empty for another module."""
+    """The numbers of heads of an attention module; empty for other modules."""
     config = getattr(module, "config", None)
     if "attn" not in type(module).__name__.lower() and "attention" not in type(module).__name__.lower():
         return {}
