@@ -171,7 +171,7 @@ STANDS: dict[str, Always | Idle] = {
     "Compile.enabled": idle("torch compiles nothing", "parallel.default.recompute=full", "train.compile.enabled=true"),
     "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
     "ParallelPlan.tp_plan": idle(
-        "tp 1, which cuts nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
+        "tp 1, where it does nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
     ),
     "ParallelPlan.ep_plan": idle(
         "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"

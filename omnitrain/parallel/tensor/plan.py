@@ -20,12 +20,12 @@ from omnitrain.recipe.suggest import hint
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What tensor parallelism does to a model.
+    """The resolved tensor parallelism of a model.
 
     Attributes:
         styles: name of a module or parameter in the model without adapters -> style.
-        components: those that have any.
-        problems: why it cannot be done; one line each.
+        components: components with at least one style.
+        problems: why it cannot be applied, one line each.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
@@ -34,54 +34,55 @@ class TensorPlan:
 
 
 def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
-    """The styles of a model on ``tp`` ranks.
+    """Return the styles of a model on ``tp`` ranks.
 
-    Without ``plan.tp_plan`` the foundation's own plan is taken, of which what belongs to a tower is left out. A glob
-    that matches something of the foundation is for the foundation; another one for the components that it matches.
+    Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers. A glob that matches a name
+    of the foundation applies only to the foundation; another glob to all components that it matches.
 
     Args:
         model: not parallelized yet.
-        plan: of all components.
+        plan: the plans of all components.
         tp: degree of the foundation.
     """
     if tp == 1:
-        unused = ["tp_plan: found with tp 1, which cuts nothing; set tp above 1, or remove it"] if plan.tp_plan else []
+        unused = ["tp_plan: found with tp 1, where it does nothing; set tp above 1, or remove it"]
+        unused = unused if plan.tp_plan else []
         unused += [problem for name in model.components for problem in _component_problems(name, plan, tp, False)]
         return TensorPlan(problems=tuple(unused))
     planning = _Planning(model, tp)
-    styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.own()
+    styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.of_foundation()
     if not planning.problems:
         styles = planning.checked(styles)
     if planning.problems:
         return TensorPlan(problems=tuple(dict.fromkeys(planning.problems)))
     named = frozenset(planning.component_of(name) for name in styles)
-    found = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
-    return TensorPlan(styles, named, tuple(found))
+    problems = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
+    return TensorPlan(styles, named, tuple(problems))
 
 
 def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) -> Iterator[str]:
-    own = plan.components.get(name)  # a default is for what has a plan
-    if name == FOUNDATION or own is None or own.tp in (None, 1):
+    component = plan.components.get(name)  # the default plan's tp only affects components with styles
+    if name == FOUNDATION or component is None or component.tp in (None, 1):
         return
-    if own.tp != tp:
+    if component.tp != tp:
         fitting = " or ".join(map(str, sorted({tp, 1})))
-        yield f"components.{name}.tp: found {own.tp}, but the foundation has {tp}; use {fitting}"
+        yield f"components.{name}.tp: found {component.tp}, but the foundation has {tp}; use {fitting}"
     elif not is_named:
         yield (
-            f"components.{name}.tp: found {tp}, but nothing says how to cut it: transformers has no plan for it; "
-            "name its modules in tp_plan, or use 1"
+            f"components.{name}.tp: found {tp}, but transformers has no tensor parallel plan for this component; list "
+            "its modules in tp_plan, or use 1"
         )
 
 
 class _Planning:
-    """The names of a model, and the problems met on the way."""
+    """Resolves the styles of a model, and collects problems."""
 
     def __init__(self, model: OmniModel, tp: int) -> None:
         self.problems: list[str] = []
         self._tp = tp
         self._model = model
         self._modules, self._parameters = without_adapters(model)
-        owner = {p: name for name, own in model.components.items() for p in own.values()}
+        owner = {p: name for name, parameters in model.components.items() for p in parameters.values()}
         self._component: dict[str, str] = {}
         self._inside: dict[str, list[str]] = {}
         self._holders: dict[nn.Parameter, list[str]] = {}
@@ -93,18 +94,18 @@ class _Planning:
                 self._inside.setdefault(name, []).append(path)
 
     def component_of(self, name: str) -> str:
-        """Whose a module or parameter is: that of its first parameter."""
+        """The component of a module or parameter, by its first parameter."""
         return self._component.get(name, FOUNDATION)
 
-    def own(self) -> dict[str, str]:
-        """The styles of the plan that the foundation comes with."""
-        found = {f"{FOUNDATION}.{key}": style for key, style in (self._model.foundation.tp_plan or {}).items()}
-        self._know(found.values())
+    def of_foundation(self) -> dict[str, str]:
+        """The styles of the foundation's HF plan."""
+        planned = {f"{FOUNDATION}.{key}": style for key, style in (self._model.foundation.tp_plan or {}).items()}
+        self._require_known(planned.values())
         if self.problems:
             return {}
         styles = {}
         for name in (*self._modules, *self._parameters):
-            style = found.get(any_layer(name))
+            style = planned.get(any_layer(name))
             if style is not None and self.component_of(name) == FOUNDATION:
                 styles[name] = style
         for name in [name for name in styles if self._is_vocabulary(name) and self._rest(name, styles[name])]:
@@ -119,19 +120,19 @@ class _Planning:
 
     def globs(self, plan: Mapping[str, str]) -> dict[str, str]:
         """The styles that the user's globs set."""
-        self._know(plan.values())
+        self._require_known(plan.values())
         components = {name: self.component_of(name) for name in (*self._modules, *self._parameters) if name}
-        said: dict[str, str] = {}
+        glob_of: dict[str, str] = {}
         for glob, style in plan.items():
-            found = [name for name in components if matches(glob, name)]
-            own = [name for name in found if components[name] == FOUNDATION]
-            for name in own or found:
-                other = said.setdefault(name, glob)
+            matched = [name for name in components if matches(glob, name)]
+            in_foundation = [name for name in matched if components[name] == FOUNDATION]
+            for name in in_foundation or matched:
+                other = glob_of.setdefault(name, glob)
                 if plan[other] != style:
                     self.problems.append(f"tp_plan: {name}: `{other}` says {plan[other]}, `{glob}` says {style}")
-        return {name: plan[glob] for name, glob in said.items()}
+        return {name: plan[glob] for name, glob in glob_of.items()}
 
-    def _know(self, styles: Iterable[str]) -> None:
+    def _require_known(self, styles: Iterable[str]) -> None:
         for style in dict.fromkeys(styles):
             if style not in STYLES:
                 self.problems.append(f"tp_plan: unknown style {style!r}; {hint(style, STYLES)}")
