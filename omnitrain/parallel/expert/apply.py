@@ -151,9 +151,8 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
             shard = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             local = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)
             module._parameters[name] = nn.Parameter(local, requires_grad=weight.requires_grad)
-        chunks = plan.expert_chunks or 1
-        if isinstance(chunks, str):
-            chunks = min(_UNMEASURED_CHUNKS, layer.num_experts // mesh.size())
+        unmeasured = min(_UNMEASURED_CHUNKS, layer.num_experts // mesh.size())
+        chunks = unmeasured if isinstance(plan.expert_chunks, str) else plan.expert_chunks or 1
         by_torch = RankDispatcher(GroupLink(mesh.get_group()), chunks)
         dispatcher = by_torch if buffer is None else DeepEpDispatcher(buffer)
         set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))

@@ -112,7 +112,7 @@ class _Ring:
         return len(self.sections)
 
     def pieces(self, rank: int) -> list[tuple[int, Section]]:
-        """Where each piece of a rank begins among them, and the piece."""
+        """The pieces of a rank, each with its start in the concatenated pieces."""
         start, pieces = 0, []
         for section in self.sections[rank]:
             if section.segment is not None:
@@ -124,11 +124,11 @@ class _Ring:
         return sum(section.length for _, section in self.pieces(rank))
 
     def held(self, step: int) -> int:
-        """Whose keys and values are here in this step."""
+        """The rank whose keys and values this rank holds in a step."""
         return (self.rank - step) % self.size
 
     def blocks(self, owner: int, device: torch.device) -> Iterator[tuple[slice, slice, Block]]:
-        """What this rank's pieces see of those of ``owner``: rows and columns in both, and the block."""
+        """Yield the unmasked blocks between this rank's queries and the keys of ``owner``: rows, columns, block."""
         for first, queries in self.pieces(self.rank):
             for first_key, keys in self.pieces(owner):
                 if queries.segment != keys.segment:
@@ -144,7 +144,7 @@ class _Ring:
 
 
 class _Hop:
-    """Tensors on their way to the next rank, while those of the rank before arrive."""
+    """A send of tensors to the next rank, and a receive from the previous one."""
 
     def __init__(self, ring: _Ring, sent: Sequence[Tensor], arriving_from: int) -> None:
         """``arriving_from``: the rank whose keys arrive."""

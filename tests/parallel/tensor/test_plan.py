@@ -88,7 +88,7 @@ def test_experts_stay_whole_and_shared_ones_are_cut() -> None:
         (2, {"mlp.up_proj": "colwize"}, "tp_plan: unknown style 'colwize'; did you mean `colwise`?"),
         (2, {"mlp": "colwise"}, "colwise is for linear layers, found Qwen3MLP"),
         (2, {"mlp.up_proj": "embedding_rowwise"}, "embedding_rowwise is for embeddings, found Linear"),
-        (2, {"mlp.up_proj": "packed_colwise"}, "keeps its order with colwise_gather_output, and rowwise_split_input"),
+        (2, {"mlp.up_proj": "packed_colwise"}, "keeps the order of its columns, and rowwise_split_input"),
         (2, {"q_norm.weight": "colwise_gather_output"}, "colwise_gather_output is for modules, found a parameter"),
         (
             2,
