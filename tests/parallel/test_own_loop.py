@@ -172,7 +172,7 @@ def test_adapters_of_a_checkpoint_come_with_weights_path_as_in_one_process(ranks
         broken, other, both = refused
         assert "cannot read the adapters" in broken
         assert "found none; expected foundation (rank 3, alpha 32, 8 matrices)" in other
-        assert "its weights, and weights_path would replace both" in both
+        assert "LoRA adapters, and weights_path would replace both" in both
 
 
 def refused_for_adapters(folders: list[Path]) -> str:
