@@ -38,8 +38,9 @@ SIZES = {
         "--unlimited",
     ],
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
+    "two_commits": [str(BENCHMARKS.parent), "--rounds=1", "--names=padding", "--arguments=--steps=1 --samples=200"],
 }
-SLOW = {"long_context"}  # a profile of four ranks, several times
+SLOW = {"long_context", "two_commits"}  # a profile of four ranks, several times; whole runs of another benchmark
 
 
 def test_every_benchmark_is_tested():
