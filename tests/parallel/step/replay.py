@@ -88,7 +88,7 @@ def record(model: ot.OmniModel, batch: StepBatch) -> list[Event]:
             module.set_custom_all_gather(_Gather(recorder, unit))
             module.set_custom_reduce_scatter(_Reduce(recorder, unit))
     with recorder:
-        accumulate_gradients(model, batch, note=recorder.note)
+        accumulate_gradients(model, batch, on_phase=recorder.note)
     return recorder.events
 
 
