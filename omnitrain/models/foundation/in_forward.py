@@ -92,6 +92,10 @@ class ForwardReader:
                 "and ranks share its sequence; set ulysses and cp to 1, or leave such samples out"
             )
 
+    def reaches_alone(self, name: str) -> bool:
+        """Whether only samples that nothing else reads reach a module or parameter of this name."""
+        return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))
+
     def with_zero_gradients(self, loss: Tensor) -> Tensor:
         """``loss``, with a gradient of zeros for every trainable parameter that only some samples reach."""
         live = [parameter for parameter in self.parameters if parameter.requires_grad]
