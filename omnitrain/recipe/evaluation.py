@@ -13,9 +13,11 @@ from omnitrain.recipe.strict import Strict
 class Sampling(Strict):
     """How the next token is drawn."""
 
-    temperature: float = Field(0.0, ge=0, description="0: greedy.")
-    top_k: int | None = Field(None, ge=1, description="Keep the k most likely tokens.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Keep the smallest set with this probability mass.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy decoding.")
+    top_k: int | None = Field(None, ge=1, description="Sample from the k most likely tokens.")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Sample from the smallest set of tokens with this probability mass."
+    )
 
     def idle(self) -> Iterator[Idle]:
         """What a greedy choice does not ask for."""
@@ -28,17 +30,18 @@ class Evaluation(Strict):
     """Held-out loss and generated answers at the end of a run; the loss on the way, too."""
 
     loss_every: int | None = Field(
-        None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: at the end alone."
+        None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: only at the end."
     )
-    examples_per_source: int | None = Field(None, ge=1, description="Held-out rows per source. Unset: all.")
-    batch_size: int = Field(64, ge=1, description="Prompts generated together.")
-    max_new_tokens: int = Field(256, ge=1, description="Longest answer, text and media tokens together.")
+    examples_per_source: int | None = Field(None, ge=1, description="Number of held-out rows per source. Unset: all.")
+    batch_size: int = Field(64, ge=1, description="Number of prompts to generate for at once.")
+    max_new_tokens: int = Field(256, ge=1, description="Maximum length of an answer, text and media tokens together.")
     sampling: dict[str, Sampling] = Field(
-        default_factory=dict, description="`text` or a decoder's name -> how its tokens are drawn. Unset: greedy."
+        default_factory=dict,
+        description="`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy.",
     )
     scorer: str | None = Field(
         None,
-        description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`, called with the list of answers, returns {name: number}. "
-        "Unset: exact match of text, per source.",
+        description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns "
+        "{name: number}. Unset: exact match of the text, per source.",
     )
-    saved_samples: int = Field(4, ge=0, description="Generated answers per source written to `samples/`.")
+    saved_samples: int = Field(4, ge=0, description="Number of generated answers per source to write to `samples/`.")

@@ -16,7 +16,11 @@ class Lora(Strict):
     targets: list[str] = Field(
         min_length=1,
         description="Globs for linear layers (`q_proj`, `layers.*.self_attn.*`) and for matrices of fused experts "
-        "(`experts.gate_up_proj`). One that matches nothing is an error.",
+        "(`experts.gate_up_proj`). A glob that matches nothing is an error.",
     )
-    rank: int = Field(16, ge=1, description="Rows of `A`, columns of `B`; of experts, of each of them.")
-    alpha: float = Field(32.0, gt=0, description="Adapters count `alpha / rank`.")
+    rank: int = Field(
+        16,
+        ge=1,
+        description="Rank of the adapters: rows of `A`, columns of `B`. Fused experts: the rank for each expert.",
+    )
+    alpha: float = Field(32.0, gt=0, description="The output of an adapter is scaled by `alpha / rank`.")

@@ -47,92 +47,103 @@ class Precision(Strict):
 
     param: DType | None = Field(
         None,
-        description="Of the parameter shards and of the optimizer's state. Unset: fp32 for what trains; what is frozen "
-        "keeps its own.",
+        description="Format of the parameter shards and of the optimizer's state. Unset: fp32 for parameters that "
+        "train; frozen parameters keep their own.",
     )
-    compute: DType | None = Field(None, description="Of parameters and activations in forward and backward.")
-    reduce: DType | None = Field(None, description="In which gradients are summed over ranks.")
+    compute: DType | None = Field(None, description="Format of parameters and activations in forward and backward.")
+    reduce: DType | None = Field(None, description="Format in which gradients are summed over ranks.")
 
 
 class ComponentPlan(Strict):
     """How one component lies on the ranks. A field left unset takes the default plan's value, then the state's."""
 
-    dp_replicate: Degree = Field(None, description="Copies of the parameters, each with data of its own.")
-    dp_shard: Degree = Field(None, description="Ranks over which a copy of the parameters is sharded (FSDP).")
-    tp: Degree = Field(None, description="Tensor parallel ranks: each computes a part of every matrix.")
+    dp_replicate: Degree = Field(None, description="Number of copies of the parameters. Each copy gets different data.")
+    dp_shard: Degree = Field(
+        None, description="Number of ranks over which one copy of the parameters is sharded (FSDP)."
+    )
+    tp: Degree = Field(None, description="Number of tensor parallel ranks. Each computes with a shard of every matrix.")
     sequence_parallel: bool | None = Field(
         None,
-        description="Between blocks, each `tp` rank has some of the tokens: less memory, and norms are divided, too. "
-        "Of the foundation. A model of which that is not exact keeps all tokens on each.",
+        description="Foundation only. Between blocks, each `tp` rank holds a slice of the tokens: this saves memory "
+        "and divides the work of norms. If that is not exact for a model, every rank keeps all tokens.",
     )
     ulysses: Degree = Field(
         None,
-        description="Ranks that share a sequence, and swap it for heads in attention. Of a tower: those that share its "
-        "row (`cp` x `ulysses` of the foundation) share each of its calls, too.",
+        description="Number of ranks that share a sequence and exchange tokens for heads in attention. For a tower: "
+        "the ranks that share the foundation's sequence (`cp` x `ulysses`) also share each call of the "
+        "tower.",
     )
-    cp: Degree = Field(None, description="Ranks that share a sequence, and pass keys and values on in a ring.")
+    cp: Degree = Field(
+        None, description="Number of ranks that share a sequence and pass keys and values around a ring."
+    )
     async_ulysses: bool | None = Field(
         None,
-        description="Projections of attention overlap their `ulysses` all-to-alls; of the foundation. Layers of which "
-        "that is not exact to the bit run one after the other.",
+        description="Foundation only. The projections of attention overlap with their `ulysses` all-to-alls. Layers "
+        "for which that is not exact to the bit run without overlap.",
     )
-    ep: Degree = Field(None, description="Ranks over which experts are spread, among those of data and sequence.")
-    pp: Degree = Field(None, description="Pipeline stages.")
+    ep: Degree = Field(
+        None,
+        description="Number of ranks over which experts are distributed, among the data-parallel and sequence ranks.",
+    )
+    pp: Degree = Field(None, description="Number of pipeline stages.")
     mode: Literal["fsdp2", "hsdp", "replicate"] | None = Field(
         None,
-        description="`fsdp2`: parameters sharded over all data ranks; `hsdp`: `dp_replicate` copies, each sharded over "
-        "`dp_shard` ranks; `replicate`: whole on every rank.",
+        description="`fsdp2`: parameters sharded over the data-parallel ranks; `hsdp`: `dp_replicate` copies, each "
+        "sharded over `dp_shard` ranks; `replicate`: a full copy on every rank.",
     )
     precision: Precision | None = Field(None, description="Number formats.")
     recompute: Literal["none", "full", "selective", "parts"] | None = Field(
         None,
-        description="Activations computed again in the backward: `none`; `full`: blocks as a whole; `selective`: "
-        "all but the outputs of `saved_ops`; `parts`: `recomputed_parts` alone.",
+        description="Activations that the backward recomputes: `none`; `full`: whole blocks; `selective`: everything "
+        "except the outputs of `saved_ops`; `parts`: only `recomputed_parts`.",
     )
     recomputed_parts: list[RecomputedPart] | None = Field(
         None,
-        description="What `parts` computes again of each block: `attention`, `router`, `expert_activation` (between "
-        "the two products of experts). No row travels to experts twice. Unset: all three.",
+        description="Parts of each block that `parts` recomputes: `attention`, `router`, `expert_activation` "
+        "(between the two products of the experts). No token is sent to experts twice. Unset: all three.",
     )
     offloaded_tensors: list[OffloadedTensor] | None = Field(
         None,
-        description="What of layers of experts waits for the backward in CPU memory: `dispatched_rows`, as they came "
-        "to this rank's experts; `mlp_input`, the output of the norm before.",
+        description="Tensors of expert layers to keep in CPU memory until the backward: `dispatched_rows`: the "
+        "tokens that this rank's experts received; `mlp_input`: the output of the norm before the layer.",
     )
     saved_ops: list[str] | None = Field(
         None,
         description="Ops whose outputs `selective` keeps: `aten.mm`, ... Unset: matrix products and attention.",
     )
-    activation_offload: bool | None = Field(None, description="Activations wait for the backward in CPU memory.")
-    parameter_offload: bool | None = Field(None, description="Parameter shards live in CPU memory between uses.")
-    optimizer_offload: bool | None = Field(None, description="The optimizer's state lives in CPU memory.")
+    activation_offload: bool | None = Field(None, description="Keep activations in CPU memory until the backward.")
+    parameter_offload: bool | None = Field(None, description="Keep parameter shards in CPU memory between uses.")
+    optimizer_offload: bool | None = Field(None, description="Keep the optimizer's state in CPU memory.")
     freeze: bool | None = Field(None, description="The component does not train.")
-    lora: Lora | None = Field(None, description="The component is frozen; adapters beside its matrices train.")
-    compile: bool | None = Field(None, description="Blocks are compiled by `torch.compile`.")
+    lora: Lora | None = Field(None, description="Freeze the component and train low-rank adapters of its matrices.")
+    compile: bool | None = Field(None, description="Compile the blocks with `torch.compile`.")
     place: Literal["local", "group", "world"] | None = Field(
         None,
-        description="Who encodes a medium: `local`: the rank that drew it; `group`: the ranks that hold its sample; "
-        "`world`: all ranks, balanced by cost. Unset: `group` where ranks share a sequence, else `local`.",
+        description="Which rank encodes a media item: `local`: the rank that drew it; `group`: one of the ranks that "
+        "share its sample; `world`: any rank, balanced by cost. Unset: `group` if ranks share a "
+        "sequence, else `local`.",
     )
     expert_rows: Degree = Field(
         None,
-        description="Rows (tokens times experts of each) that a layer's experts compute at a time. Of more, inputs and "
-        "results alone wait for the backward, which computes the rest again. Unset: all at once.",
+        description="Maximum number of tokens (counted once per expert) that a layer's experts compute at a time. If "
+        "there are more, only inputs and results are kept for the backward, which recomputes the rest. "
+        "Unset: no limit.",
     )
     expert_chunks: Chunks = Field(
         None,
-        description="Chunks of a rank's experts whose rows travel by themselves under `ep`: while the experts of one "
-        "compute, rows of the others are on their way. 1: everything one after the other. `auto`: what the run's first "
-        "steps show to be fastest. Unset: 1.",
+        description="Number of chunks of a rank's experts under `ep`. While the experts of one chunk compute, tokens "
+        "of the other chunks are in transit. 1: no overlap. `auto`: the fastest number in the run's "
+        "first steps. Unset: 1.",
     )
     expert_dispatcher: Literal["torch", "deepep", "auto"] | None = Field(
         None,
-        description="What moves rows of experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be "
-        "installed; `auto`: DeepEP where an exchange by it works at the start, else `torch`. Unset: `torch`.",
+        description="What sends tokens to experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be "
+        "installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`.",
     )
     delay_wgrad: bool | None = Field(
         None,
-        description="Under `ep`, gradients of the experts' weights are computed while those of rows travel back.",
+        description="Under `ep`, compute the gradients of the experts' weights while gradients of the tokens are in "
+        "transit.",
     )
 
     @model_validator(mode="after")
@@ -225,16 +236,18 @@ class ParallelPlan(Strict):
     """The plan of every component."""
 
     default: ComponentPlan = Field(
-        default_factory=ComponentPlan, description="For all components, as far as they say nothing else."
+        default_factory=ComponentPlan, description="Plan for all components. The plan of a component overrides it."
     )
     components: dict[str, ComponentPlan] = Field(default_factory=dict, description="Component name -> its plan.")
     tp_plan: dict[str, str] | None = Field(
         None,
-        description="Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own.",
+        description="Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own "
+        "plan.",
     )
     ep_plan: dict[str, ShardDim] | None = Field(
         None,
-        description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own, or all.",
+        description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own plan, or "
+        "all experts.",
     )
 
     @model_validator(mode="after")

@@ -35,14 +35,17 @@ class Recipe(Strict):
     # The first field, and so imported before any other is validated: model types may be a plugin's.
     plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(
         default_factory=list,
-        description="Modules of yours (`MODULE` or `FILE.py`) that register classes; imported before all else.",
+        description="Your own modules (`MODULE` or `FILE.py`) that register classes; imported before the rest of the "
+        "recipe.",
     )
     output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
     model: Model = Field(description="The omni model.")
     data: Data = Field(description="Data sets and packing.")
     train: Train = Field(default_factory=Train, description="The training loop.")
-    parallel: ParallelPlan = Field(default_factory=ParallelPlan, description="How components lie on many ranks.")
-    evaluation: Evaluation | None = Field(None, description="Evaluation at the end. Unset: none.")
+    parallel: ParallelPlan = Field(
+        default_factory=ParallelPlan, description="How the components are distributed over ranks."
+    )
+    evaluation: Evaluation | None = Field(None, description="Evaluation at the end of the run. Unset: none.")
 
     def idle(self) -> Iterator[Idle]:
         """What another node makes idle."""
