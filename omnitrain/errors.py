@@ -18,7 +18,7 @@ class WeightsError(UserError):
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot continue for a reason other than its recipe. The CLI prints the message and exits with code 1."""
+    """A run that cannot continue, without a mistake in its recipe. The CLI prints the message and exits with code 1."""
 
 
 class DataError(UserError):

@@ -156,7 +156,7 @@ def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     for rank, (is_users, is_complete, message) in enumerate(outcomes):
-        if message is not None:  # rank 0's message stays verbatim: the launcher prints equal messages once
+        if message is not None:  # rank 0's message stays verbatim, so that equal messages are printed once
             text = message if is_complete and rank == 0 else f"rank {rank} failed: {message}"
             raise (UserError if is_users else TrainingError)(text)
     return results[0]
