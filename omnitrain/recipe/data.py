@@ -1,4 +1,4 @@
-"""The ``data`` node: data sets, how rows become samples, how samples become packs."""
+"""The ``data`` node: data sets, the conversion of rows to samples, and packing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omnitrain.recipe.strict import Strict
 
 
 class Columns(Strict):
-    """Names of the columns in the data."""
+    """Column names of a data set."""
 
     id: str = Field(
         "id", description="Unique string id of a row. Without this column, the position of the row is its id."
@@ -30,7 +30,7 @@ class Columns(Strict):
     )
 
     def of_media(self) -> dict[str, str]:
-        """The fields that name columns of media -> these columns."""
+        """Return field -> column name for the media columns."""
         return {field: getattr(self, field) for field in ("images", "audios", "videos")}
 
 
@@ -57,11 +57,17 @@ class DataSource(Strict):
     )
 
 
-CHAT_TEXTS = ("system", "user", "assistant", "end", "separator")  # of a ChatFormat; the others are start tokens
+CHAT_TEXTS = (
+    "system",
+    "user",
+    "assistant",
+    "end",
+    "separator",
+)  # in ChatFormat; the rest are start tokens
 
 
 class ChatFormat(Strict):
-    """How a conversation becomes text; only what follows `assistant` up to and with `end` is trained on."""
+    """Text format of a conversation; only the text after `assistant`, up to and including `end`, is trained."""
 
     system: str = Field("<|im_start|>system\n", description="Text before a system message.")
     user: str = Field("<|im_start|>user\n", description="Text before a user message.")
@@ -74,7 +80,7 @@ class ChatFormat(Strict):
 
 
 class ProcessorArguments(Strict):
-    """Further arguments of every call of a HF processor, for each of its parts."""
+    """Additional arguments of every call of a HF processor, by its components."""
 
     images_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the image processor.")
     videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the video processor.")
@@ -82,7 +88,7 @@ class ProcessorArguments(Strict):
 
 
 class Data(Strict):
-    """Data sets, how rows become samples, how samples become packs."""
+    """Data sets, the conversion of rows to samples, and packing."""
 
     train: list[DataSource] = Field(min_length=1, description="Training data sets, mixed by weight.")
     heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
@@ -130,11 +136,11 @@ class Data(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """Shares of what is not mixed, and openings beside a chat template."""
+        """Yield weights of data sets that are not mixed, and chat texts that a chat template replaces."""
         if len(self.train) == 1:
             yield Idle("train.0.weight", "but it is the only training data set; remove it")
         for index in range(len(self.heldout)):
             yield Idle(f"heldout.{index}.weight", "but held-out data sets are not mixed; remove it")
         if self.processor is not None:
             for key in CHAT_TEXTS:
-                yield Idle(f"chat.{key}", "but `processor` brings a chat template of its own; remove it")
+                yield Idle(f"chat.{key}", "but `processor` has its own chat template; remove it")

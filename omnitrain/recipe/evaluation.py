@@ -1,4 +1,4 @@
-"""The ``evaluation`` node: held-out loss, and how answers are drawn and scored."""
+"""The ``evaluation`` node: held-out loss, and generation and scoring of answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omnitrain.recipe.strict import Strict
 
 
 class Sampling(Strict):
-    """How the next token is drawn."""
+    """Sampling of the next token."""
 
     temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy decoding.")
     top_k: int | None = Field(None, ge=1, description="Sample from the k most likely tokens.")
@@ -20,14 +20,14 @@ class Sampling(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """What a greedy choice does not ask for."""
+        """Yield the keys that greedy decoding does not use."""
         if self.temperature == 0:
             for key in ("top_k", "top_p"):
-                yield Idle(key, "but `temperature: 0` takes the likeliest token; remove it, or raise `temperature`")
+                yield Idle(key, "but `temperature: 0` takes the most likely token; remove it, or raise `temperature`")
 
 
 class Evaluation(Strict):
-    """Held-out loss and generated answers at the end of a run; the loss on the way, too."""
+    """Held-out loss and generated answers at the end of a run; optionally, held-out loss during the run."""
 
     loss_every: int | None = Field(
         None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: only at the end."

@@ -1,4 +1,4 @@
-"""What the user says of LoRA adapters."""
+"""The ``lora`` node: low-rank adapters of a component."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from omnitrain.recipe.strict import Strict
 
 
 class Lora(Strict):
-    """Low-rank adapters: the component is frozen, and ``alpha / rank * B A`` beside its matrices trains.
+    """Low-rank adapters: the component is frozen, and ``alpha / rank * B A``, added to its matrices, trains.
 
-    Hu et al. 2021, arXiv:2106.09685. ``A`` begins random, ``B`` with zeros.
+    Hu et al. 2021, arXiv:2106.09685. ``A`` starts with random values, ``B`` with zeros.
     """
 
     targets: list[str] = Field(

@@ -1,4 +1,4 @@
-"""The ``model`` node: a checkpoint, or the parts that a model is made of."""
+"""The ``model`` node: a checkpoint, or the components of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omnitrain.recipe.strict import Strict
 
 
 class HFSource(Strict):
-    """Where a HuggingFace model comes from: pretrained weights (``path``) or a fresh one from ``config``."""
+    """Origin of a HuggingFace model: pretrained weights (``path``) or random weights from a ``config``."""
 
     path: str | None = Field(None, description="Hub id or local folder of a pretrained model.")
     config: Annotated[dict[str, Any], BeforeValidator(check_hf_config_keys)] | None = Field(
@@ -26,7 +26,7 @@ class HFSource(Strict):
         if (self.path is None) == (self.config is None):
             given = "both" if self.path is not None else "neither"
             raise ValueError(
-                f"give exactly one of `path` (pretrained weights) and `config` (a fresh model), found {given}"
+                f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
             )
         return self
 
@@ -39,7 +39,7 @@ Source = Annotated[HFSource, BeforeValidator(_path_shorthand, json_schema_input_
 
 
 class Projector(Strict):
-    """Maps a tower's rows to the foundation's hidden size."""
+    """Maps a tower's features to the foundation's hidden size."""
 
     kind: Literal["linear", "mlp", "pixel_shuffle"] = Field(
         "mlp",
@@ -49,7 +49,7 @@ class Projector(Strict):
     factor: int = Field(2, ge=1, description="Merge factor of `pixel_shuffle`; the other kinds do not merge.")
 
     def idle(self) -> Iterator[Idle]:
-        """What the kind has no use for."""
+        """Yield the key that the kind does not use."""
         if self.kind != "pixel_shuffle":
             yield Idle("factor", f"but `kind: {self.kind}` merges nothing; remove it, or set `kind: pixel_shuffle`")
 
@@ -72,7 +72,7 @@ class Encoder(Strict):
 
 
 class Decoder(Strict):
-    """A modality the model writes, as the discrete tokens of a frozen tokenizer."""
+    """A modality that the model writes as discrete tokens of a frozen tokenizer."""
 
     tokenizer: Source = Field(
         description="The frozen media tokenizer: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec "
@@ -86,7 +86,7 @@ class Decoder(Strict):
 
 
 class Ops(Strict):
-    """Which implementation runs an operation; `auto`: the fastest that was measured on the device."""
+    """Implementation of each operation; `auto`: the fastest measured one on the device."""
 
     attention: Literal["auto", "flash", "varlen", "sdpa", "flex", "reference"] = Field(
         "auto", description="Attention over packs. Naming a backend that does not support a layer is an error."
@@ -124,7 +124,7 @@ class Ops(Strict):
 
 
 class Model(Strict):
-    """The omni model: a checkpoint of one, or its parts."""
+    """The omni model: a checkpoint, or its components."""
 
     checkpoint: str | None = Field(
         None, description="Folder of a saved omni model. It contains the whole model, so give no other parts."
@@ -146,7 +146,7 @@ class Model(Strict):
     def _checkpoint_or_parts(self) -> Model:
         parts = [name for name in ("foundation", "tokenizer", "encoders", "decoders") if getattr(self, name)]
         if self.checkpoint is not None and parts:
-            raise ValueError(f"`checkpoint` already holds the whole model; remove {parts}")
+            raise ValueError(f"`checkpoint` already contains the whole model; remove {parts}")
         if self.checkpoint is None and self.foundation is None:
             raise ValueError("give `checkpoint` (a saved omni model) or `foundation` (a language model)")
         return self

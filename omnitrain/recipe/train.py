@@ -1,4 +1,4 @@
-"""The ``train`` node: the loop, the optimizer, and what is done to the model while it trains."""
+"""The ``train`` node: the training loop, the optimizer, experts, tracking and compilation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Optimizer(Strict):
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this; null: never.")
 
     def idle(self) -> Iterator[Idle]:
-        """What the schedule has no use for."""
+        """Yield the key that the schedule does not use."""
         if self.schedule == "constant":
-            yield Idle("final_ratio", "but `schedule: constant` never falls; remove it, or use `cosine` or `linear`")
+            yield Idle("final_ratio", "but `schedule: constant` never decays; remove it, or use `cosine` or `linear`")
 
 
 class Compile(Strict):
@@ -47,7 +47,7 @@ class Compile(Strict):
     max_recompiles: int = Field(8, ge=0, description="Stop the run after more recompiles than this.")
 
     def idle(self) -> Iterator[Idle]:
-        """What nothing asks for where nothing is compiled."""
+        """Yield the key that is unused without compilation."""
         if not self.enabled:
             yield Idle("max_recompiles", "but nothing is compiled; remove it, or set `enabled: true`")
 
@@ -57,7 +57,7 @@ def _compile_shorthand(value: Any) -> Any:
 
 
 class ExpertsBalance(Strict):
-    """The routers of a mixture-of-experts model: what keeps them balanced, and whose decisions they take."""
+    """Load balancing and recorded routing of a mixture-of-experts model."""
 
     loss: Literal["none", "sample", "previous_step", "micro_batch"] = Field(
         "none",
@@ -83,19 +83,21 @@ class ExpertsBalance(Strict):
     )
 
     def idle(self) -> Iterator[Idle]:
-        """The weight of no loss."""
+        """Yield the weight if there is no loss."""
         if self.loss == "none":
-            yield Idle("weight", "but `loss: none` has nothing to weigh; remove it, or set `loss`")
+            yield Idle("weight", "but `loss: none` adds no loss; remove it, or set `loss`")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> ExpertsBalance:
+    def _record_or_replay(self) -> ExpertsBalance:
         if self.record is not None and self.replay is not None:
-            raise ValueError("`record` and `replay` exclude each other: what is taken is known already; remove one")
+            raise ValueError(
+                "`record` and `replay` exclude each other: a replayed routing is already recorded; remove one"
+            )
         return self
 
 
 class Trace(Strict):
-    """What is written down of single steps."""
+    """Steps to trace in detail."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list,
@@ -105,7 +107,7 @@ class Trace(Strict):
 
 
 class Track(Strict):
-    """Programs that draw the metrics, beside `metrics.jsonl`."""
+    """Experiment trackers that receive the metrics, in addition to `metrics.jsonl`."""
 
     to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
         default_factory=list,
@@ -115,14 +117,14 @@ class Track(Strict):
     name: str | None = Field(None, description="Run name in wandb and Trackio. Unset: the name of `output_dir`.")
 
     def idle(self) -> Iterator[Idle]:
-        """What neither of the programs asks for that list runs."""
+        """Yield the keys that only wandb and trackio use."""
         if not {"wandb", "trackio"} & set(self.to):
             for key in ("project", "name"):
-                yield Idle(key, "but neither wandb nor trackio is in `to`, which list runs by it; remove it")
+                yield Idle(key, "but only wandb and trackio use it, and `to` contains neither; remove it")
 
 
 class Train(Strict):
-    """The loop."""
+    """The training loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
     micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, summed over all ranks.")
@@ -164,10 +166,10 @@ class Train(Strict):
     )
 
     @model_validator(mode="after")
-    def _traces_what_it_does(self) -> Train:
+    def _traced_steps_exist(self) -> Train:
         if beyond := [step for step in self.trace.steps if step > self.steps]:
             raise ValueError(
                 f"`trace.steps`: found {', '.join(map(str, beyond))}, but the last step is {self.steps}; name earlier "
-                "ones, or raise `steps`"
+                "steps, or raise `steps`"
             )
         return self

@@ -57,9 +57,9 @@ def test_missing_key_is_named_with_what_it_means(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("data: {train: [{weight: 1}]}")
     assert refusal(file)[1:] == [
-        "  model: missing; expected: The omni model; add `model`",
-        "  data.train.0.path: missing; expected: Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of "
-        "them, or a Hub data set id; add `path`",
+        "  model: required, but missing; add `model`: The omni model",
+        "  data.train.0.path: required, but missing; add `path`: Parquet or JSON Lines (`.jsonl`) file, glob of such "
+        "files, folder of them, or a Hub data set id",
     ]
 
 
@@ -111,7 +111,7 @@ def test_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None:
         ),
         (
             "model.checkpoint=x",
-            "  model: `checkpoint` already holds the whole model; "
+            "  model: `checkpoint` already contains the whole model; "
             "remove ['foundation', 'tokenizer', 'encoders', 'decoders']",
         ),
         (
