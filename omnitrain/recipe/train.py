@@ -97,7 +97,7 @@ class ExpertsBalance(Strict):
 
 
 class Trace(Strict):
-    """Steps to trace in detail."""
+    """Traces of single steps."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list,
@@ -124,7 +124,7 @@ class Track(Strict):
 
 
 class Train(Strict):
-    """The training loop."""
+    """Settings of the training loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
     micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, summed over all ranks.")

@@ -176,7 +176,7 @@ STANDS: dict[str, Always | Idle] = {
     "ParallelPlan.ep_plan": idle(
         "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
     ),
-    "ComponentPlan.dp_replicate": plan("dp_replicate=2", "has one copy", "image_encoder", "mode=fsdp2"),
+    "ComponentPlan.dp_replicate": plan("dp_replicate=2", "keeps one copy", "image_encoder", "mode=fsdp2"),
     "ComponentPlan.dp_shard": plan("dp_shard=2", "shards nothing", "image_encoder", "mode=replicate"),
     "ComponentPlan.tp": plan("tp=2", "found 2, but the foundation has 1"),
     "ComponentPlan.sequence_parallel": plan(
@@ -229,8 +229,8 @@ STANDS: dict[str, Always | Idle] = {
     "Evaluation.scorer": Always("it scores"),
     "Evaluation.saved_samples": SIZE,
     "Sampling.temperature": SIZE,
-    "Sampling.top_k": idle("`temperature: 0` takes the likeliest", "evaluation.sampling={text: {top_k: 4}}"),
-    "Sampling.top_p": idle("`temperature: 0` takes the likeliest", "evaluation.sampling={text: {top_p: 0.5}}"),
+    "Sampling.top_k": idle("`temperature: 0` takes the most likely token", "evaluation.sampling={text: {top_k: 4}}"),
+    "Sampling.top_p": idle("`temperature: 0` takes the most likely token", "evaluation.sampling={text: {top_p: 0.5}}"),
 }
 
 
