@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-BUCKET_BITS = 4_000_000  # that pass at once; a packet must fit
+BUCKET_BYTES = 100_000  # pass at once: small messages take their time, too. A packet must fit.
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def may_limit() -> bool:
 
 def limit(bits_per_second: float) -> None:
     """Limit the sum of all ranks' traffic; called inside the namespace."""
-    bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{BUCKET_BITS // 8}b", "latency", "400ms"]
+    bucket = ["rate", f"{bits_per_second:.0f}bit", "burst", f"{BUCKET_BYTES}b", "latency", "400ms"]
     subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *bucket], check=True)
 
 

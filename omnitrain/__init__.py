@@ -1,6 +1,6 @@
-"""omnitrain: one omni model out of HuggingFace encoders, a language model and decoders, and its training.
+"""omnitrain: combine HuggingFace encoders, a language model and decoders into one omni model, and train it.
 
-Names are imported on first use: ``import omnitrain`` alone does not import torch.
+Names are imported on first use, so ``import omnitrain`` alone does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Errors whose message is for the user: what was found, what was expected, what to change; and exit codes."""
+"""Errors whose message tells the user what was found, what was expected and what to change; and exit codes."""
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 class UserError(ValueError):
@@ -14,16 +14,16 @@ class RecipeError(UserError):
 
 
 class WeightsError(UserError):
-    """Weights that lack, rename or reshape tensors."""
+    """Weights with missing, renamed or misshapen tensors."""
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on, through no mistake in its recipe. The CLI prints the message and exits with code 1."""
+    """A run that cannot continue, without a mistake in its recipe. The CLI prints the message and exits with code 1."""
 
 
 class DataError(UserError):
-    """Data that is missing, has the wrong columns, or holds a modality that the model cannot read or write."""
+    """Data that is missing, has the wrong columns, or contains a modality that the model cannot read or write."""
 
 
 class ModelError(UserError):
-    """A model's own code failed. Whoever knows which key of a recipe names the model says so."""
+    """A model's own code failed. A caller that knows the recipe key of the model adds it to the message."""

@@ -78,3 +78,23 @@ def test_python_command_names_a_file_that_exists(words: list[str]) -> None:
 def test_relative_links_resolve(page: Path) -> None:
     links = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = {name for name in re.findall(r"`([\w./-]+(?:\.py|/))`", page) if "/" in name}
+    assert len(named) > 50
+    assert [
+        name for name in sorted(named) if not any((base / name).exists() for base in (ROOT, ROOT / "omnitrain"))
+    ] == []
+
+
+def test_the_architecture_shows_every_room() -> None:
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    rooms = [path.parent for path in (ROOT / "omnitrain").glob("*/*/__init__.py")]
+    assert [room.name for room in rooms if f"\n  {room.name}/" not in tree and f" {room.name}/" not in tree] == []
+
+
+def test_the_glossary_has_at_most_forty_nouns() -> None:
+    glossary = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary")[1].split("## ")[0]
+    assert 30 <= glossary.count("\n| ") - 1 <= 40

@@ -8,6 +8,7 @@ size depends on one, and plain copies to the device are waits. Operations of mar
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,12 +46,12 @@ class Device:
         there: tensors that are on it from the start.
 
     Attributes:
-        waits: ``MODULE FUNCTION``, the innermost of omnitrain or transformers that waited.
+        waits: ``MODULE FUNCTION``, the innermost of omnitrain or transformers that waited -> how often.
         mixes: the same and the operation, where tensors of the host and of the device met.
     """
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
-        self.waits: set[str] = set()
+        self.waits: Counter[str] = Counter()
         self.mixes: set[str] = set()
         self.computes = False  # torch's own code makes what it needs there, such as the offsets of bags
         self._storages: dict[int, torch.UntypedStorage] = {}  # held, so that none gets the address of another
@@ -66,7 +67,7 @@ class Device:
         return isinstance(value, Tensor) and value.untyped_storage()._cdata in self._storages
 
     def wait(self) -> None:
-        self.waits.add(_place())
+        self.waits[_place()] += 1
 
     def mix(self, operation: str) -> None:
         self.mixes.add(f"{_place()}: {operation}")

@@ -1,4 +1,4 @@
-"""Ctrl-C where Python cannot raise it."""
+"""Raise a Ctrl-C that arrives where Python cannot raise it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_SECONDS = 0.02  # the callback in which it was lost is over by then
+_SECONDS = 0.02  # by then, the callback that swallowed the interrupt has returned
 
 
 @contextmanager
 def raised_again_where_lost() -> Iterator[None]:
-    """Inside, a ``KeyboardInterrupt`` that Python would print and forget is raised once more, until it is heard.
+    """Within this context, repeat a ``KeyboardInterrupt`` that Python swallows, until it reaches the program.
 
-    Signals come anywhere, and in a weak reference's callback or in ``__del__`` nothing can be raised. Collecting the
-    garbage of half a million objects is a long time in such callbacks.
+    A signal may arrive inside a weak reference's callback or ``__del__``, where Python prints an exception and drops
+    it. Collecting the garbage of half a million objects spends a long time in such callbacks.
     """
-    before = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def told(lost: Any) -> None:
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
-            before(lost)
+    def repeat_interrupt(unraisable: Any) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            previous_hook(unraisable)
             return
-        again = threading.Timer(_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
+        timer.daemon = True
+        timer.start()
 
-    sys.unraisablehook = told
+    sys.unraisablehook = repeat_interrupt
     try:
         yield
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook = previous_hook

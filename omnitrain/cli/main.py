@@ -1,6 +1,6 @@
 """``omnitrain VERB``: each verb reads its arguments and calls one function.
 
-Imports are inside the verbs, so that help and the verbs about recipes start without torch.
+The verbs import what they need themselves, so that help and the verbs for recipes start without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, Rec
 
 
 class _Verbs(TyperGroup):
-    """Turns a user's mistake into its message and an exit code; any other exception keeps its traceback."""
+    """Print the message of a user's mistake and set the exit code; other exceptions keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,8 +50,8 @@ OverridesArgument = Annotated[
 ]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from omnitrain import __version__
 
         typer.echo(f"omnitrain {__version__}")
@@ -64,7 +64,7 @@ def omnitrain(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Make one omni model out of HuggingFace encoders, a language model and decoders, and train it."""
+    """Combine HuggingFace encoders, a language model and decoders into one omni model, and train it."""
 
 
 @app.command("ls")
@@ -87,10 +87,10 @@ def show(name: RecipeArgument) -> None:
 @app.command()
 def cp(
     name: RecipeArgument,
-    destination: Annotated[str, typer.Argument(metavar="DEST", help="File, or folder to copy into.")],
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="The new file, or a folder.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Copy a recipe, to edit it."""
+    """Copy a recipe, so that you can edit it."""
     from omnitrain.recipe.shipped import copy_recipe
 
     typer.echo(copy_recipe(name, destination, force=force))
@@ -103,11 +103,11 @@ def check(
     ],
     overrides: OverridesArgument = None,
 ) -> None:
-    """Try a recipe without memory for its weights, or a model as a foundation; print parts, measurements, problems."""
+    """Validate a recipe (or a model) without loading weights, and list problems."""
     if names_a_model(model_or_recipe):
         if overrides:
             raise UserError(
-                f"{model_or_recipe}: overrides such as `{overrides[0]}` are for recipes, and this is a model"
+                f"{model_or_recipe}: this is a model; overrides such as `{overrides[0]}` apply only to recipes"
             )
 
         from omnitrain.train.verbs.check import check_model
@@ -120,7 +120,7 @@ def check(
     try:
         find_recipe(model_or_recipe)
     except RecipeError as error:
-        raise RecipeError(f"{error}; nor is there the folder of a model") from None
+        raise RecipeError(f"{error}; there is no model folder of that name either") from None
     resolved = Recipe.load(model_or_recipe, overrides)
 
     from omnitrain.train.verbs.check import check_recipe
@@ -131,7 +131,10 @@ def check(
 
 
 def names_a_model(name: str) -> bool:
-    """A folder, or ``org/name`` of the Hub; recipes are files or bare names, even where a folder has that name."""
+    """Return whether ``name`` is a model: a folder, or ``org/name`` of the Hub.
+
+    Recipes are files or bare names; a shipped recipe takes precedence over a folder of the same name.
+    """
     from omnitrain.recipe.shipped import list_recipes
 
     path = Path(name)
@@ -144,10 +147,12 @@ def names_a_model(name: str) -> bool:
 def run(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
-    nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint in output_dir.")
+    ] = False,
+    nproc: Annotated[int, typer.Option(help="Number of ranks to start on this machine.", min=1)] = 1,
 ) -> None:
-    """Train."""
+    """Train a recipe."""
     from omnitrain.recipe import Recipe
     from omnitrain.train.launch.environment import end_with_launcher
 
@@ -175,14 +180,14 @@ def verify(
     layouts: Annotated[
         str | None,
         typer.Option(
-            help="Layouts, with commas between: plan (the recipe's own), dp4, hsdp2x2, replicate2, "
-            "dp2.accum2.recompute, ... Unset: plan, if the recipe has one, dp2, dp4, hsdp2x2."
+            help="Comma-separated layouts: plan (the recipe's own), dp4, hsdp2x2, replicate2, dp2.accum2.recompute, "
+            "... Default: plan (if the recipe has one), dp2, dp4, hsdp2x2."
         ),
     ] = None,
-    nproc: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)] = 4,
-    samples: Annotated[int, typer.Option(help="Samples of the global batch.", min=1)] = 12,
+    nproc: Annotated[int, typer.Option(help="Number of ranks to start on this machine.", min=1)] = 4,
+    samples: Annotated[int, typer.Option(help="Number of samples in the global batch.", min=1)] = 12,
 ) -> None:
-    """Prove that layouts on several ranks train as one process does: loss, every gradient, every weight."""
+    """Check that layouts on several ranks train like one process: loss, every gradient, every weight."""
     from omnitrain.recipe import Recipe
 
     resolved = Recipe.load(recipe, overrides)
@@ -198,22 +203,27 @@ def verify(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a saved omni model.")],
-    prompt: Annotated[str, typer.Option(help="What the user says.")],
-    image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image to read; may be repeated.")] = None,
-    audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio to read; may be repeated.")] = None,
-    video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video to read; may be repeated.")] = None,
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
+    ],
+    prompt: Annotated[str, typer.Option(help="Text of the user's message; media come before it.")],
+    image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image file to read; repeatable.")] = None,
+    audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio file to read; repeatable.")] = None,
+    video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video file to read; repeatable.")] = None,
     output: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")] = Path(
         "generated"
     ),
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, text and media tokens.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum length of the answer, text and media tokens together.")
+    ] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling.")] = 0,
     plugin: Annotated[
-        list[str] | None, typer.Option(metavar="MODULE", help="As in a recipe's `plugins`; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Module to import first, as in a recipe's `plugins`; repeatable."),
     ] = None,
 ) -> None:
-    """Answer a prompt with text, images and audio, on CUDA if there is one."""
+    """Answer a prompt with text, images and audio, on CUDA if available."""
     from omnitrain.recipe.plugins import import_plugin
     from omnitrain.train.verbs.answer import answer
 
@@ -239,22 +249,22 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new one.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the HuggingFace model.")],
     dtype: Annotated[
-        str | None, typer.Option(help="Of the weights: float32, bfloat16, float16. Unset: as saved.")
+        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16. Default: as saved.")
     ] = None,
 ) -> None:
-    """Write the foundation for plain transformers and what else reads its files."""
+    """Export the foundation in the HuggingFace format, for transformers and other tools."""
     from omnitrain.train.verbs.export import export as write
 
-    if left_out := write(checkpoint, folder, dtype):
-        typer.echo(f"left out, as no class of transformers has them: {', '.join(left_out)}")
+    if not_exported := write(checkpoint, folder, dtype):
+        typer.echo(f"not exported, because no transformers class has them: {', '.join(not_exported)}")
     typer.echo(f"exported to {folder}")
 
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of recipes, for completion in editors."""
+    """Print the JSON schema of recipes, for completion in an editor."""
     import json
 
     from omnitrain.recipe import json_schema
@@ -264,7 +274,7 @@ def schema() -> None:
 
 @app.command()
 def doctor() -> None:
-    """Print versions, devices, memory and optional backends, found or missing and why."""
+    """Print versions, devices, memory and optional packages, and why a package is missing."""
     from omnitrain.report.doctor import examine, render
 
     typer.echo(render(examine()))

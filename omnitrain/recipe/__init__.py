@@ -1,8 +1,7 @@
-"""Recipes: what a user writes, as one typed tree with YAML, overrides and Python as its spellings."""
+"""Recipes: one typed configuration tree, written as YAML, as overrides, or in Python."""
 
 from omnitrain.recipe.data import ChatFormat, Columns, Data, DataSource
 from omnitrain.recipe.evaluation import Evaluation, Sampling
-from omnitrain.recipe.globs import assign_globs, match_globs
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.model import Decoder, Encoder, HFSource, Model, Ops, Projector
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
@@ -33,12 +32,10 @@ __all__ = [
     "Recipe",
     "Sampling",
     "Train",
-    "assign_globs",
     "copy_recipe",
     "find_recipe",
     "json_schema",
     "list_recipes",
-    "match_globs",
     "parse_layout",
     "recipes_folder",
     "save_recipe",

@@ -1,4 +1,4 @@
-"""Config classes of omnitrain's own models, registered with ``AutoConfig``: recipes write them as dicts."""
+"""Config classes of omnitrain's models, registered with ``AutoConfig``; recipes write them as dicts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class OmniConfig(PreTrainedConfig):
     """Config of ``OmniModel``: the config of every component, as plain dicts with ``model_type``.
 
     Attributes:
-        foundation: a HF causal language model's.
+        foundation: config of a HF causal language model.
         encoders: component name -> config of a model with ``EncoderMixin``.
         decoders: component name -> config of a model with ``DecoderMixin``.
-        unused_tensors: of the checkpoint that the foundation was loaded from: place -> number of tensors that it holds
-            and the foundation does not have.
+        unused_tensors: name prefix -> number of tensors in the foundation's checkpoint that the foundation does not
+            have.
     """
 
     model_type = "omnitrain"
@@ -31,8 +31,8 @@ class VisionEncoderConfig(PreTrainedConfig):
         tower: the HF tower's config as a dict.
         processor: the HF image processor's settings, ``image_processor_type`` included.
         projector: ``{"kind": ..., "factor": ...}``.
-        hidden_size: of the foundation.
-        max_frames: read from a video at most.
+        hidden_size: hidden size of the foundation.
+        max_frames: maximum number of frames to read from a video.
     """
 
     model_type = "omnitrain_vision_encoder"
@@ -51,7 +51,7 @@ class AudioEncoderConfig(PreTrainedConfig):
         tower: the HF tower's config as a dict.
         processor: the HF feature extractor's settings, ``feature_extractor_type`` included.
         projector: ``{"kind": ..., "factor": ...}``.
-        hidden_size: of the foundation.
+        hidden_size: hidden size of the foundation.
     """
 
     model_type = "omnitrain_audio_encoder"
@@ -67,10 +67,10 @@ class TokenDecoderConfig(PreTrainedConfig):
 
     Attributes:
         tokenizer: the HF media tokenizer's config as a dict.
-        hidden_size: of the foundation.
+        hidden_size: hidden size of the foundation.
         image_size: side of target images, pixels (images only).
-        num_codebooks: of a residual codec, flattened in time order (audio only).
-        max_tokens: generation of an item stops here at the latest.
+        num_codebooks: number of codebooks of a residual codec, flattened in time order (audio only).
+        max_tokens: maximum number of tokens to generate for an item.
         initializer_range: standard deviation of the fresh embedding and head.
     """
 
@@ -85,18 +85,18 @@ class TokenDecoderConfig(PreTrainedConfig):
 
 
 class MelVQConfig(PreTrainedConfig):
-    """Everything that ``log_mel`` needs, so that data workers need no weights.
+    """Config of ``MelVQ``, with everything that ``log_mel`` needs, so that data workers need no weights.
 
     Attributes:
         sampling_rate: Hz.
         n_fft: samples of the (Hann) analysis window.
-        hop_length: samples from frame to frame; at most ``n_fft // 2``, or the waveform could not be put together.
-        num_mels: bands between ``min_frequency`` and half the sampling rate.
+        hop_length: samples between frames; at most ``n_fft // 2``, so that frames overlap enough for synthesis.
+        num_mels: number of bands between ``min_frequency`` and half the sampling rate.
         min_frequency: lower edge of the lowest band, Hz.
-        floor: magnitudes below it count as silence; 1.0 is a sine of full scale.
+        floor: magnitudes below this count as silence; 1.0 is a sine of full scale.
         frames_per_code: frames quantised together.
         codebook_size: number of codes.
-        num_iterations: of Griffin-Lim.
+        num_iterations: iterations of Griffin-Lim.
     """
 
     model_type = "omnitrain_mel_vq"

@@ -1,4 +1,4 @@
-"""The ``data`` node: data sets, how rows become samples, how samples become packs."""
+"""The ``data`` node: data sets, the conversion of rows to samples, and packing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from omnitrain.recipe.strict import Strict
 
 
 class Columns(Strict):
-    """Names of the columns in the data."""
+    """Column names of a data set."""
 
-    id: str = Field("id", description="Unique string id of a row; rows without the column are named by position.")
-    source: str = Field("task", description="String column by which metrics are split; absent: the data set's name.")
+    id: str = Field(
+        "id", description="Unique string id of a row. Without this column, the position of the row is its id."
+    )
+    source: str = Field(
+        "task", description="String column by which metrics are split. Without this column: the name of the data set."
+    )
     messages: str = Field("messages", description="Messages: role and content (OpenAI), or from and value (ShareGPT).")
     images: str = Field("images", description="Images of the row, in the order of its image parts.")
     audios: str = Field("audios", description="Audio clips of the row, in the order of its audio parts.")
     videos: str = Field("videos", description="Videos of the row, in the order of its video parts.")
     tools: str = Field(
-        "tools", description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or its JSON text."
+        "tools",
+        description="Tools that the assistant may call: a list of JSON schemas (OpenAI), or the list as JSON text.",
     )
 
     def of_media(self) -> dict[str, str]:
-        """The fields that name columns of media -> these columns."""
+        """Return field -> column name for the media columns."""
         return {field: getattr(self, field) for field in ("images", "audios", "videos")}
 
 
@@ -36,88 +41,106 @@ class DataSource(Strict):
         description="Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of them, or a Hub data set id."
     )
     name: str | None = Field(
-        None, description="Name in metrics. Unset: the file's stem, behind its folder where stems are alike."
+        None,
+        description="Name in metrics. Unset: the file name without its suffix, with its folder if several file names "
+        "are equal.",
     )
-    split: str = Field("train", description="Split to take when `path` is a Hub data set.")
-    weight: float = Field(1.0, gt=0, description="Share of this source among all samples drawn (relative).")
+    split: str = Field("train", description="Split to use if `path` is a Hub data set.")
+    weight: float = Field(1.0, gt=0, description="Relative share of this source among all drawn samples.")
     columns: Columns = Field(default_factory=Columns, description="Column names.")
     media_markers: list[Literal["image", "audio", "video"]] = Field(
         default_factory=list,
-        description="Media that texts show by markers, `<image>`, `<audio>` or `<video>`, as in LLaVA's data.",
+        description="Modalities that texts mark with `<image>`, `<audio>` or `<video>`, as in LLaVA's data.",
     )
     media_folder: str | None = Field(
-        None, description="Folder to which paths of media are relative. Unset: the working folder."
+        None, description="Folder that media paths are relative to. Unset: the working folder."
     )
 
 
-CHAT_TEXTS = ("system", "user", "assistant", "end", "separator")  # of a ChatFormat; the others are start tokens
+CHAT_TEXTS = (
+    "system",
+    "user",
+    "assistant",
+    "end",
+    "separator",
+)  # in ChatFormat; the rest are start tokens
 
 
 class ChatFormat(Strict):
-    """How a conversation becomes text; only what follows `assistant` up to and with `end` is trained on."""
+    """Text format of a conversation; only the text after `assistant`, up to and including `end`, is trained."""
 
-    system: str = Field("<|im_start|>system\n", description="Opens a system message.")
-    user: str = Field("<|im_start|>user\n", description="Opens a user message.")
-    assistant: str = Field("<|im_start|>assistant\n", description="Opens an assistant message.")
-    end: str = Field("<|im_end|>", description="Closes every message; ends generation.")
-    separator: str = Field("\n", description="Follows `end`.")
-    image: str = Field("<|image|>", description="Start token of an image, read or written.")
-    audio: str = Field("<|audio|>", description="Start token of an audio clip, read or written.")
+    system: str = Field("<|im_start|>system\n", description="Text before a system message.")
+    user: str = Field("<|im_start|>user\n", description="Text before a user message.")
+    assistant: str = Field("<|im_start|>assistant\n", description="Text before an assistant message.")
+    end: str = Field("<|im_end|>", description="Token after every message; ends generation.")
+    separator: str = Field("\n", description="Text after `end`.")
+    image: str = Field("<|image|>", description="Start token of an image in a prompt or an answer.")
+    audio: str = Field("<|audio|>", description="Start token of an audio clip in a prompt or an answer.")
     video: str = Field("<|video|>", description="Start token of a video.")
 
 
 class ProcessorArguments(Strict):
-    """Further arguments of every call of a HF processor, for each of its parts."""
+    """Additional arguments of every call of a HF processor, by its components."""
 
-    images_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the image processor.")
-    videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the video processor.")
-    audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="For the feature extractor.")
+    images_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the image processor.")
+    videos_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the video processor.")
+    audio_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for the feature extractor.")
 
 
 class Data(Strict):
-    """Data sets, how rows become samples, how samples become packs."""
+    """Data sets, the conversion of rows to samples, and packing."""
 
     train: list[DataSource] = Field(min_length=1, description="Training data sets, mixed by weight.")
     heldout: list[DataSource] = Field(default_factory=list, description="Evaluation data sets.")
     chat: ChatFormat | None = Field(
-        None, description="The chat format. Unset: the one saved with `model.checkpoint`, else the defaults below."
+        None, description="The chat format. Unset: the one saved with `model.checkpoint`, or the defaults below."
     )
     processor: str | None = Field(
         None,
-        description="Folder or Hub id of a HF processor (or tokenizer), whose chat template renders the conversations. "
-        "Unset: the foundation's own, where the foundation reads media by itself or `chat` is unset.",
+        description="Folder or Hub id of a HF processor (or tokenizer) whose chat template renders the "
+        "conversations. Unset: the foundation's own processor, if the foundation reads media itself or "
+        "`chat` is unset.",
     )
     processor_arguments: ProcessorArguments = Field(
-        default_factory=lambda: ProcessorArguments(), description="Further arguments of every call of the HF processor."
+        default_factory=lambda: ProcessorArguments(),
+        description="Additional arguments for every call of the HF processor.",
     )
     audio_in_video: bool = Field(
-        False, description="Read videos together with their sound, where the HF processor can."
+        False, description="Read videos together with their sound, if the HF processor supports it."
     )
     max_frames: int = Field(
         128,
         ge=1,
-        description="Frames decoded from a video at most, evenly spaced, before the HF processor samples its own.",
+        description="Maximum number of frames to decode from a video, evenly spaced. The HF processor then samples "
+        "from these.",
     )
-    pack_tokens: int = Field(4096, ge=1, description="Length of a packed micro-batch, tokens; never padded.")
+    pack_tokens: int = Field(
+        4096, ge=1, description="Maximum length of a pack (one micro-batch), in tokens. Packs are not padded."
+    )
     overlong: Literal["drop", "error"] = Field(
-        "drop", description="A sample longer than `pack_tokens`: `drop` (counted and listed) or `error`."
+        "drop",
+        description="What to do with a sample longer than `pack_tokens`: `drop` (skip, count and list it) or `error`.",
     )
-    packing_buffer: int = Field(64, ge=1, description="Samples held back to choose from when filling a pack.")
+    packing_buffer: int = Field(64, ge=1, description="Number of samples to choose from when filling a pack.")
     cached_samples: int = Field(
-        0, ge=0, description="Prepared samples that each worker keeps: data that fits is decoded once, not every epoch."
+        0,
+        ge=0,
+        description="Number of prepared samples that each worker caches. Data that fits is decoded once instead of "
+        "once per epoch.",
     )
     workers: int = Field(
         1,
         ge=0,
-        description="Background processes: one makes packs, the others prepare rows for it; a single one does both.",
+        description="Background processes: one makes packs, the others prepare rows for it. A single process does "
+        "both.",
     )
 
     def idle(self) -> Iterator[Idle]:
-        """Shares of what is not mixed, and openings beside a chat template."""
+        """Yield weights of data sets that are not mixed, and chat texts that a chat template replaces."""
         if len(self.train) == 1:
             yield Idle("train.0.weight", "but it is the only training data set; remove it")
         for index in range(len(self.heldout)):
             yield Idle(f"heldout.{index}.weight", "but held-out data sets are not mixed; remove it")
         if self.processor is not None:
             for key in CHAT_TEXTS:
-                yield Idle(f"chat.{key}", "but `processor` brings a chat template of its own; remove it")
+                yield Idle(f"chat.{key}", "but `processor` has its own chat template; remove it")

@@ -1,6 +1,6 @@
-"""Keys that are set and can have no effect: one rule for all of them, whoever finds out that they cannot.
+"""Idle keys: keys that are set although they can have no effect.
 
-A key counts as set where its value is not its default: a saved recipe has every key, and must load again.
+A key counts as set if its value differs from its default: a saved recipe contains every key and must load again.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from pydantic import BaseModel
 
 
 class Idle(NamedTuple):
-    """A key that can have no effect as the other keys, the model or the data are.
+    """A key that can have no effect with the given other keys, model and data.
 
     Attributes:
-        key: names and numbers from a node of the recipe to the value, joined by dots.
-        why: what makes it idle, and what to do.
+        key: dotted path from a node of the recipe to the value; numbers index lists.
+        why: the reason, and what to do.
     """
 
     key: str
     why: str
 
 
-class SetForNothing(NamedTuple):
-    """An idle key that somebody has set.
+class IdleValue(NamedTuple):
+    """The value of an idle key that is set.
 
     Attributes:
-        path: names and numbers from the node to the value.
-        value: that was found.
-        problem: what was found, why it does nothing, and what to do.
+        path: names and indices from the node to the value.
+        value: the value.
+        problem: message with the value, the reason why it has no effect, and what to do.
     """
 
     path: tuple[str | int, ...]
@@ -37,20 +37,20 @@ class SetForNothing(NamedTuple):
     problem: str
 
 
-def set_for_nothing(node: BaseModel, idle: Iterable[Idle]) -> Iterator[SetForNothing]:
-    """Those of the ``idle`` keys of ``node`` that are set; keys of nodes that are None are not."""
+def idle_values(node: BaseModel, idle: Iterable[Idle]) -> Iterator[IdleValue]:
+    """Yield the ``idle`` keys of ``node`` that are set; keys below a node that is None are not set."""
     for key, why in idle:
         path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
         value, default = _value_and_default(node, path)
         if value != default:
             found = "set" if isinstance(value, BaseModel) else f"found {value!r}"
-            yield SetForNothing(path, value, f"{found}, {why}")
+            yield IdleValue(path, value, f"{found}, {why}")
 
 
 def idle_problems(node: BaseModel, idle: Iterable[Idle], place: str = "") -> list[str]:
-    """The same as lines, each with its key; ``place``: the key of ``node``."""
-    found = set_for_nothing(node, idle)
-    return [f"{'.'.join(map(str, (*filter(None, [place]), *one.path)))}: {one.problem}" for one in found]
+    """Return one line per idle key that is set; ``place`` is the key of ``node`` in the recipe."""
+    values = idle_values(node, idle)
+    return [f"{'.'.join(map(str, (*filter(None, [place]), *found.path)))}: {found.problem}" for found in values]
 
 
 def _value_and_default(node: Any, path: tuple[str | int, ...]) -> tuple[Any, Any]:

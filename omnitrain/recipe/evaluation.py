@@ -1,4 +1,4 @@
-"""The ``evaluation`` node: held-out loss, and how answers are drawn and scored."""
+"""The ``evaluation`` node: held-out loss, and generation and scoring of answers."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ from omnitrain.recipe.strict import Strict
 
 
 class Sampling(Strict):
-    """How the next token is drawn."""
+    """Sampling of the next token."""
 
-    temperature: float = Field(0.0, ge=0, description="0: greedy.")
-    top_k: int | None = Field(None, ge=1, description="Keep the k most likely tokens.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Keep the smallest set with this probability mass.")
+    temperature: float = Field(0.0, ge=0, description="Sampling temperature; 0 is greedy decoding.")
+    top_k: int | None = Field(None, ge=1, description="Sample from the k most likely tokens.")
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Sample from the smallest set of tokens with this probability mass."
+    )
 
     def idle(self) -> Iterator[Idle]:
-        """What a greedy choice does not ask for."""
+        """Yield the keys that greedy decoding does not use."""
         if self.temperature == 0:
             for key in ("top_k", "top_p"):
-                yield Idle(key, "but `temperature: 0` takes the likeliest token; remove it, or raise `temperature`")
+                yield Idle(key, "but `temperature: 0` takes the most likely token; remove it, or raise `temperature`")
 
 
 class Evaluation(Strict):
-    """Held-out loss and generated answers at the end of a run; the loss on the way, too."""
+    """Held-out loss and generated answers at the end of a run; optionally, held-out loss during the run."""
 
     loss_every: int | None = Field(
-        None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: at the end alone."
+        None, ge=1, description="Steps between two held-out losses in metrics.jsonl. Unset: only at the end."
     )
-    examples_per_source: int | None = Field(None, ge=1, description="Held-out rows per source. Unset: all.")
-    batch_size: int = Field(64, ge=1, description="Prompts generated together.")
-    max_new_tokens: int = Field(256, ge=1, description="Longest answer, text and media tokens together.")
+    examples_per_source: int | None = Field(None, ge=1, description="Number of held-out rows per source. Unset: all.")
+    batch_size: int = Field(64, ge=1, description="Number of prompts to generate for at once.")
+    max_new_tokens: int = Field(256, ge=1, description="Maximum length of an answer, text and media tokens together.")
     sampling: dict[str, Sampling] = Field(
-        default_factory=dict, description="`text` or a decoder's name -> how its tokens are drawn. Unset: greedy."
+        default_factory=dict,
+        description="`text` or the name of a decoder -> how its tokens are sampled. Unset: greedy.",
     )
     scorer: str | None = Field(
         None,
-        description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`, called with the list of answers, returns {name: number}. "
-        "Unset: exact match of text, per source.",
+        description="`FILE.py:FUNCTION` or `MODULE:FUNCTION`. The function takes the list of answers and returns "
+        "{name: number}. Unset: exact match of the text, per source.",
     )
-    saved_samples: int = Field(4, ge=0, description="Generated answers per source written to `samples/`.")
+    saved_samples: int = Field(4, ge=0, description="Number of generated answers per source to write to `samples/`.")

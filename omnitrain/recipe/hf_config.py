@@ -1,4 +1,4 @@
-"""Checks dicts that stand for a HuggingFace config: HF itself accepts any key and any misspelling of one."""
+"""Check dicts of HuggingFace config keys: transformers itself accepts any key, also a misspelt one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from omnitrain.recipe.suggest import hint
 
 Location = tuple[str | int, ...]
 
-# Accepted by every config class, though no field of it.
+# Accepted by every config class, without being a field.
 _COMMON_KEYS = {
     "model_type",
     "num_labels",
@@ -29,9 +29,9 @@ _COMMON_KEYS = {
     "tie_word_embeddings",
     "torch_dtype",
 }
-# Older spellings that every class with `rope_parameters` converts.
+# Older keys that every class with `rope_parameters` converts.
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-# Read by some models, though not among HF's `RopeParameters`.
+# Read by some models, but missing in HF's `RopeParameters`.
 _MORE_ROPE_PARAMETERS = {
     "alpha",
     "llama_4_scaling_beta",
@@ -41,7 +41,7 @@ _MORE_ROPE_PARAMETERS = {
     "short_mscale",
     "type",
 }
-# Integers without which no model exists; HF takes 0 for them, and divides by it somewhere later.
+# Integers that must be positive; HF accepts 0 and divides by it later.
 _SIZES = {
     "codebook_size",
     "hidden_size",
@@ -56,24 +56,24 @@ _SIZES = {
     "vocab_size",
 }
 _KEY_READ_FROM_KWARGS = re.compile(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)["']""")
-# A key that is derived from fields where it is missing: `getattr(config, "head_dim", config.hidden_size // ...)`.
+# A key with a default that is derived from fields: `getattr(config, "head_dim", config.hidden_size // ...)`.
 _KEY_READ_BY_MODEL = re.compile(r"""getattr\(\s*(?:self\.)?config,\s*["'](\w+)["'],(.*)""")
 _FIELD_READ = re.compile(r"\bconfig\.(\w+)")
 _FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Error: )?")
 
 
 def check_hf_config_keys(value: Any) -> Any:
-    """Check the dict of a HF config, sub configs included, before a model is made from it.
+    """Check the dict of a HF config, including sub-configs, before a model is built from it.
 
     Args:
-        value: keys of a HF config with ``model_type``; anything but a dict is passed on for pydantic to judge.
+        value: keys of a HF config with ``model_type``; pydantic checks anything that is not a dict.
 
     Returns:
         ``value``, unchanged.
 
     Raises:
-        ValidationError: every unknown ``model_type``, every key that the config class does not have (each with the
-            nearest that it has) and every value that the class refuses, located at the key.
+        ValidationError: every unknown ``model_type``, every key that the config class does not have (with the
+            nearest valid key) and every value that the class refuses, located at the key.
     """
     if isinstance(value, dict):
         problems = _problems(value, ())
@@ -84,7 +84,7 @@ def check_hf_config_keys(value: Any) -> Any:
 
 @functools.cache
 def config_keys(config_class: type[Any]) -> frozenset[str]:
-    """Names that a HF config class takes: fields, aliases, what it saves, older spellings, what its model reads."""
+    """Return the keys of a HF config class: fields, aliases, saved attributes, older names, keys its model reads."""
     parameters = inspect.signature(config_class.__init__).parameters.values()
     fields = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"}
     keys = fields | _saved_keys(config_class) | _COMMON_KEYS
@@ -100,7 +100,13 @@ def _problems(value: dict[Any, Any], at: Location, config_class: type | None = N
     if config_class is None:
         return [_model_type_problem(value, at)]
     valid = config_keys(config_class)
-    problems = [_unknown_key(key, given, at, config_class, valid) for key, given in value.items() if key not in valid]
+    problems = [
+        located(
+            f"unknown key of {config_class.__name__}, found {given!r}; {hint(str(key), valid)}", (*at, str(key)), given
+        )
+        for key, given in value.items()
+        if key not in valid
+    ]
     problems += [
         located(f"found {given!r}; expected a number greater than 0; change it", (*at, key), given)
         for key, given in value.items()
@@ -120,7 +126,7 @@ def _config_class(model_type: Any) -> type | None:
         from omnitrain.recipe.component_configs import CONFIGS
 
         return CONFIGS.get(model_type)
-    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (its `get` loads nothing)
+    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (its `get` does not load the class)
 
 
 def _model_type_problem(value: dict[Any, Any], at: Location) -> InitErrorDetails:
@@ -133,17 +139,12 @@ def _model_type_problem(value: dict[Any, Any], at: Location) -> InitErrorDetails
         known = [name for name in CONFIG_MAPPING if isinstance(name, str)]
         match = hint(str(model_type), known)
         advice = match if match.startswith("did you mean") else "see the model types of AutoConfig"
-        message = f"found {model_type!r}; expected a model type that this transformers knows; {advice}"
+        message = f"found {model_type!r}; expected a model type of the installed transformers; {advice}"
     return located(message, (*at, "model_type"), model_type)
 
 
-def _unknown_key(key: Any, given: Any, at: Location, config_class: type, valid: Set[str]) -> InitErrorDetails:
-    message = f"unknown key of {config_class.__name__}, found {given!r}; {hint(str(key), valid)}"
-    return located(message, (*at, str(key)), given)
-
-
 def _rope_problems(value: Any, at: Location, config_class: type) -> list[InitErrorDetails]:
-    """Rotary parameters are a dict without a class, or one such dict per layer type."""
+    """Check rotary parameters: one dict, or one dict per layer type."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
     from transformers.modeling_rope_utils import RopeParameters
 
@@ -161,41 +162,41 @@ def _rope_problems(value: Any, at: Location, config_class: type) -> list[InitErr
 
 
 def _saved_keys(config_class: Any) -> set[str]:
-    """Aliases, settable properties and derived attributes: released config.json files have all of these."""
-    members = [member for base in _own_classes(config_class) for member in vars(base).items()]
+    """Return aliases, settable properties and derived attributes, all of which released config.json files contain."""
+    members = [member for base in _classes_of_architecture(config_class) for member in vars(base).items()]
     properties = {name for name, member in members if isinstance(member, property) and member.fset is not None}
     derived: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # a class without defaults derives nothing before it has its values
+    with contextlib.suppress(Exception):  # a class without defaults cannot be made without values
         derived = vars(config_class())
     return {*config_class.attribute_map, *derived, *properties}
 
 
 def _keys_read_after_init(config_class: type) -> set[str]:
-    hooks = [vars(base).get("__post_init__") for base in _own_classes(config_class)]
+    hooks = [vars(base).get("__post_init__") for base in _classes_of_architecture(config_class)]
     sources = [inspect.getsource(hook) for hook in hooks if hook is not None]
     return {key for source in sources for key in _KEY_READ_FROM_KWARGS.findall(source)}
 
 
 def _keys_read_by_model(config_class: type, fields: Set[str]) -> set[str]:
-    """Keys that the model derives from ``fields`` unless they are given: Qwen3-MoE's `head_dim`, which is no field."""
+    """Return keys that the model derives from ``fields`` by default, such as `head_dim` of Qwen3-MoE."""
     module = config_class.__module__.replace(".configuration_", ".modeling_")
     spec = importlib.util.find_spec(module) if ".modeling_" in module else None
     if spec is None or spec.origin is None:
         return set()
-    found = _KEY_READ_BY_MODEL.findall(Path(spec.origin).read_text(encoding="utf-8"))
-    read = [(key, set(_FIELD_READ.findall(default))) for key, default in found]
-    return {key for key, derived_from in read if derived_from and derived_from <= fields}
+    reads = _KEY_READ_BY_MODEL.findall(Path(spec.origin).read_text(encoding="utf-8"))
+    sources = [(key, set(_FIELD_READ.findall(default))) for key, default in reads]
+    return {key for key, derived_from in sources if derived_from and derived_from <= fields}
 
 
-def _own_classes(config_class: type) -> list[type]:
-    """The class and its parents below HF's base class, whose hooks and properties are not about an architecture."""
+def _classes_of_architecture(config_class: type) -> list[type]:
+    """Return the class and its parents below HF's base class, which has no keys of a specific architecture."""
     from transformers import PreTrainedConfig
 
     return [base for base in config_class.__mro__ if base not in PreTrainedConfig.__mro__]
 
 
 def _sub_config_classes(config_class: type[Any], value: dict[Any, Any]) -> dict[str, type | None]:
-    """Sub configs that are given as dicts -> their class; None where their own ``model_type`` decides."""
+    """Return the sub-configs that are dicts -> their class; None if their ``model_type`` determines the class."""
     from transformers import PreTrainedConfig
 
     classes: dict[str, type | None] = {}
@@ -213,17 +214,17 @@ def _sub_config_classes(config_class: type[Any], value: dict[Any, Any]) -> dict[
 
 
 def _refused_values(value: dict[Any, Any], at: Location, config_class: type) -> list[InitErrorDetails]:
-    """Make the config, without the fields refused so far, until the class is content."""
+    """Create the config without the fields that were refused, until the class accepts it."""
     arguments = copy.deepcopy(value)
     arguments.pop("model_type", None)
     problems: list[InitErrorDetails] = []
     while True:
         try:
             config_class(**arguments)
-        except Exception as error:  # each class refuses in its own way, and all of them are for the user
+        except Exception as error:  # classes raise different types; the user sees all of them
             field = _FIELD_IN_MESSAGE.match(str(error))
             if field is None or field[1] not in arguments:
-                # Without some of its fields a config may be inconsistent; only the first reasons are the user's.
+                # Without the removed fields the config may be inconsistent, so report only the earlier problems.
                 return problems or [located(f"{config_class.__name__} refuses it: {_one_line(error)}", at, value)]
             given = arguments.pop(field[1])
             reason = _one_line(_FIELD_IN_MESSAGE.sub("", str(error)))

@@ -1,4 +1,4 @@
-"""Checks the arguments of a HuggingFace image processor or feature extractor: HF itself accepts any key."""
+"""Check arguments of a HuggingFace image processor or feature extractor: transformers itself accepts any key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omnitrain.recipe.located import located
 from omnitrain.recipe.suggest import hint
 
 _TYPE_KEYS = {"image_processor_type", "feature_extractor_type"}
-# What `omnitrain.models.omni.build` makes when no type is named; which of them, only the tower tells.
+# Classes that `omnitrain.models.omni.build` uses without a named type; the tower determines which one.
 _UNNAMED = (
     ("image_processor_type", "SiglipImageProcessor"),
     ("image_processor_type", "Qwen2VLImageProcessor"),
@@ -22,17 +22,17 @@ _UNNAMED = (
 
 
 def check_hf_processor_keys(value: Any) -> Any:
-    """Check the arguments of a HF image processor or feature extractor, sizes included.
+    """Check the arguments of a HF image processor or feature extractor, including sizes.
 
     Args:
-        value: keyword arguments; anything but a dict is passed on for pydantic to judge.
+        value: keyword arguments; pydantic checks anything that is not a dict.
 
     Returns:
         ``value``, unchanged.
 
     Raises:
-        ValidationError: every unknown type, and every key that the class (of those omnitrain makes by itself, any)
-            does not have, located at the key, with the nearest that it has.
+        ValidationError: every unknown type, and every key that the class does not have (without a named type: that no
+            default class has), located at the key, with the nearest valid key.
     """
     if isinstance(value, dict):
         problems = _problems(value)
@@ -42,17 +42,19 @@ def check_hf_processor_keys(value: Any) -> Any:
 
 
 def _problems(value: dict[Any, Any]) -> list[InitErrorDetails]:
+    from transformers.image_utils import SizeDict
+
     named = [(key, str(value[key])) for key in sorted(_TYPE_KEYS & value.keys())]
     for key, name in named:
         if _class_of(key, name) is None:
-            return [located(f"found {name!r}; expected a class that this transformers has; change it", (key,), name)]
+            return [located(f"found {name!r}; expected a class of the installed transformers; change it", (key,), name)]
     valid = _TYPE_KEYS.union(*(_argument_names(_class_of(key, name)) for key, name in named or _UNNAMED))
     problems = _unknown_keys(value, valid)
     counts = set().union(*(_counts(_class_of(key, name)) for key, name in named or _UNNAMED))
     problems += [problem for key, given in value.items() if key in counts for problem in _not_positive(given, (key,))]
     for key, given in value.items():
         if str(key).endswith("size") and isinstance(given, dict):
-            problems += _unknown_keys(given, _size_keys(), (str(key),))
+            problems += _unknown_keys(given, set(SizeDict.__annotations__), (str(key),))
             problems += [problem for side, length in given.items() for problem in _not_positive(length, (key, side))]
     return problems
 
@@ -90,11 +92,5 @@ def _argument_names(processor_class: Any) -> set[str]:
 
 
 def _counts(processor_class: Any) -> set[str]:
-    """Arguments whose default is a positive integer (rates, lengths, numbers of bins): none of them works with 0."""
+    """Return arguments whose default is a positive integer (rates, lengths, numbers of bins); none may be 0."""
     return {name for name, default in processor_class().to_dict().items() if type(default) is int and default > 0}
-
-
-def _size_keys() -> set[str]:
-    from transformers.image_utils import SizeDict
-
-    return set(SizeDict.__annotations__)

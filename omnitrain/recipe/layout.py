@@ -11,31 +11,31 @@ from omnitrain.errors import UserError
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from omnitrain.recipe.suggest import nearest
 
-# Word -> field, in the order in which a layout is written: some before the word of data parallelism, some behind it.
+# Word -> field, in written order: some words come before the word of data parallelism, some after it.
 _BEFORE = {"pp": "pp", "tp": "tp"}
-_BEHIND = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation"}
+_AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation"}
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
 _FLAGS = ("recompute", "offload")
-_NUMBERED = ("dp", "replicate", *_BEFORE, *_BEHIND)
+_NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train: degrees, and what else must not change the numbers.
+    """A way to distribute training, which must not change its result.
 
     Attributes:
-        dp_replicate: copies of the parameters.
-        dp_shard: ranks over which a copy is sharded.
-        tp: tensor parallel ranks.
-        ulysses: ranks that share a sequence by swapping it for heads.
-        cp: ranks that share a sequence in a ring.
-        ep: expert parallel ranks, among those of data and sequence.
-        pp: pipeline stages.
-        mode: how the parameters lie on the data ranks.
+        dp_replicate: number of copies of the parameters.
+        dp_shard: number of ranks over which a copy is sharded.
+        tp: number of tensor parallel ranks.
+        ulysses: number of ranks that share a sequence by exchanging tokens for heads.
+        cp: number of ranks that share a sequence in a ring.
+        ep: number of expert parallel ranks, among the data-parallel and sequence ranks.
+        pp: number of pipeline stages.
+        mode: how the parameters are distributed over the data-parallel ranks.
         accumulation: micro-batches per optimizer step.
-        recompute: activations are computed again in the backward.
-        offload: activations, parameters and optimizer state live in CPU memory.
+        recompute: the backward recomputes activations.
+        offload: activations, parameters and optimizer state are kept in CPU memory.
     """
 
     dp_replicate: int = 1
@@ -51,23 +51,23 @@ class Layout:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        """Numbers are whole, from 1.
+        """Check the degrees.
 
         Raises:
-            UserError: one that is not.
+            UserError: a degree is not an integer of at least 1.
         """
         for field in (*_DEGREES, "accumulation"):
-            found = getattr(self, field)
-            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-                raise UserError(f"layout: {field} is {found!r}; expected a whole number from 1")
+            degree = getattr(self, field)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise UserError(f"layout: {field} is {degree!r}; expected a whole number from 1")
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that it takes; experts are spread over ranks that exist anyway."""
+        """Number of ranks; ``ep`` uses ranks of the other degrees."""
         return math.prod((self.dp_replicate, self.dp_shard, self.tp, self.ulysses, self.cp, self.pp))
 
     def plan(self) -> ParallelPlan:
-        """The parallel plan with this layout for all components."""
+        """Return the parallel plan with this layout for all components."""
         degrees = {axis: getattr(self, axis) for axis in _DEGREES}
         shards = self.mode != "replicate"
         return ParallelPlan(
@@ -87,7 +87,7 @@ class Layout:
             "hsdp": f"hsdp{self.dp_replicate}x{self.dp_shard}",
             "replicate": f"replicate{self.dp_replicate}",
         }
-        words = [*self._degrees(_BEFORE), data[self.mode], *self._degrees(_BEHIND)]
+        words = [*self._degrees(_BEFORE), data[self.mode], *self._degrees(_AFTER)]
         words += [flag for flag in _FLAGS if getattr(self, flag)]
         return ".".join(filter(None, words)) or "dp1"
 
@@ -96,39 +96,41 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read a layout: words joined by dots, in any order.
+    """Parse a layout: words joined by dots, in any order.
 
     ``dpN`` (FSDP over N ranks), ``hsdpAxB`` (A copies, each over B ranks), ``replicateN``, ``tpN``, ``spN`` (Ulysses),
     ``cpN``, ``epN``, ``ppN``, ``accumN`` (micro-batches per step), ``recompute``, ``offload``.
 
     Raises:
-        UserError: every word that is not one of these, or that says something twice, with the valid ones.
+        UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.
     """
     if not isinstance(text, str):
         raise UserError(f"layout: found {text!r}; expected words such as 'dp2', joined by dots")
     fields: dict[str, Any] = {}
     problems = []
     for word in text.split("."):
-        read = _read(word)
-        if read is None:
-            problems.append(_unknown(word))
-        elif read.keys() & fields.keys():
-            problems.append(f"`{word}`: {' and '.join(sorted(read.keys() & fields.keys()))} set twice")
+        parsed = _parse_word(word)
+        if parsed is None:
+            close = nearest(re.sub(r"\d.*", "", word), _EXAMPLES)
+            advice = f"; did you mean a word like `{_EXAMPLES[close]}`?" if close else ""
+            problems.append(f"`{word}`: not understood{advice}")
+        elif parsed.keys() & fields.keys():
+            problems.append(f"`{word}`: {' and '.join(sorted(parsed.keys() & fields.keys()))} set twice")
         else:
-            fields |= read
+            fields |= parsed
     if problems:
         words = ", ".join(_EXAMPLES.values())
         raise UserError("\n  ".join([f"layout {text!r}: expected words such as {words}, joined by dots", *problems]))
     return Layout(**fields)
 
 
-def _read(word: str) -> dict[str, Any] | None:
+def _parse_word(word: str) -> dict[str, Any] | None:
     if word in _FLAGS:
         return {word: True}
-    found = re.fullmatch(r"([a-z]+)([1-9]\d*)(?:x([1-9]\d*))?", word)
-    if found is None:
+    match = re.fullmatch(r"([a-z]+)([1-9]\d*)(?:x([1-9]\d*))?", word)
+    if match is None:
         return None
-    name, first, second = found[1], int(found[2]), found[3]
+    name, first, second = match[1], int(match[2]), match[3]
     if name == "hsdp" and second is not None:
         return {"mode": "hsdp", "dp_replicate": first, "dp_shard": int(second)}
     if second is not None:
@@ -137,10 +139,5 @@ def _read(word: str) -> dict[str, Any] | None:
         return {"mode": "fsdp2", "dp_shard": first}
     if name == "replicate":
         return {"mode": "replicate", "dp_replicate": first}
-    field = (_BEFORE | _BEHIND).get(name)
+    field = (_BEFORE | _AFTER).get(name)
     return None if field is None else {field: first}
-
-
-def _unknown(word: str) -> str:
-    close = nearest(re.sub(r"\d.*", "", word), _EXAMPLES)
-    return f"`{word}`: not understood" + (f"; did you mean a word like `{_EXAMPLES[close]}`?" if close else "")

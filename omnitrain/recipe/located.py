@@ -1,4 +1,4 @@
-"""A problem that a validator finds below the node that it validates."""
+"""Problems at a key below the node that a validator checks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-LOCATED = "located"  # the type of such problems: their message is complete
+LOCATED = "located"  # pydantic type of these problems; their message needs no additions
 
 
 def located(message: str, at: tuple[str | int, ...], given: Any) -> InitErrorDetails:
-    """One problem for ``ValidationError.from_exception_data``, which a validator may raise.
+    """Return a problem for ``ValidationError.from_exception_data``, which a validator may raise.
 
     Args:
-        message: what was found, what was expected, what to change.
-        at: keys from the validated node to the place.
-        given: the value found there.
+        message: says what was found, what was expected and what to change.
+        at: keys from the validated node to the value.
+        given: the value.
     """
-    # The message goes through the context: as a template its own braces would be taken for fields.
+    # The message is passed in the context: in a template, its braces would be read as fields.
     error = PydanticCustomError(LOCATED, "{message}", {"message": message})
     return InitErrorDetails(type=error, loc=at, input=given)

@@ -1,4 +1,4 @@
-"""What the user says of LoRA adapters."""
+"""The ``lora`` node: low-rank adapters of a component."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from omnitrain.recipe.strict import Strict
 
 
 class Lora(Strict):
-    """Low-rank adapters: the component is frozen, and ``alpha / rank * B A`` beside its matrices trains.
+    """Low-rank adapters: the component is frozen, and ``alpha / rank * B A``, added to its matrices, trains.
 
-    Hu et al. 2021, arXiv:2106.09685. ``A`` begins random, ``B`` with zeros.
+    Hu et al. 2021, arXiv:2106.09685. ``A`` starts with random values, ``B`` with zeros.
     """
 
     targets: list[str] = Field(
         min_length=1,
         description="Globs for linear layers (`q_proj`, `layers.*.self_attn.*`) and for matrices of fused experts "
-        "(`experts.gate_up_proj`). One that matches nothing is an error.",
+        "(`experts.gate_up_proj`). A glob that matches nothing is an error.",
     )
-    rank: int = Field(16, ge=1, description="Rows of `A`, columns of `B`; of experts, of each of them.")
-    alpha: float = Field(32.0, gt=0, description="Adapters count `alpha / rank`.")
+    rank: int = Field(
+        16,
+        ge=1,
+        description="Rank of the adapters: rows of `A`, columns of `B`. Fused experts: the rank for each expert.",
+    )
+    alpha: float = Field(32.0, gt=0, description="The output of an adapter is scaled by `alpha / rank`.")

@@ -1,4 +1,4 @@
-"""The ``model`` node: a checkpoint, or the parts that a model is made of."""
+"""The ``model`` node: a checkpoint, or the components of a model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from omnitrain.recipe.strict import Strict
 
 
 class HFSource(Strict):
-    """Where a HuggingFace model comes from: pretrained weights (``path``) or a fresh one from ``config``."""
+    """Origin of a HuggingFace model: pretrained weights (``path``) or random weights from a ``config``."""
 
     path: str | None = Field(None, description="Hub id or local folder of a pretrained model.")
     config: Annotated[dict[str, Any], BeforeValidator(check_hf_config_keys)] | None = Field(
-        None, description="Keys of a HF config with `model_type`; the model starts from random weights."
+        None, description="Keys of a HF config with `model_type`. The model starts from random weights."
     )
 
     @model_validator(mode="after")
@@ -26,7 +26,7 @@ class HFSource(Strict):
         if (self.path is None) == (self.config is None):
             given = "both" if self.path is not None else "neither"
             raise ValueError(
-                f"give exactly one of `path` (pretrained weights) and `config` (a fresh model), found {given}"
+                f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
             )
         return self
 
@@ -39,17 +39,17 @@ Source = Annotated[HFSource, BeforeValidator(_path_shorthand, json_schema_input_
 
 
 class Projector(Strict):
-    """Maps a tower's rows to the foundation's hidden size."""
+    """Maps a tower's features to the foundation's hidden size."""
 
     kind: Literal["linear", "mlp", "pixel_shuffle"] = Field(
         "mlp",
         description="`linear`: one layer; `mlp`: two layers with GELU; `pixel_shuffle`: merges `factor` x `factor` "
-        "neighbouring patches (for audio: `factor` neighbouring frames) into one row, then an MLP.",
+        "neighbouring patches (for audio: `factor` neighbouring frames) into one feature, then an MLP.",
     )
-    factor: int = Field(2, ge=1, description="Merge factor of `pixel_shuffle`; the other kinds have none.")
+    factor: int = Field(2, ge=1, description="Merge factor of `pixel_shuffle`; the other kinds do not merge.")
 
     def idle(self) -> Iterator[Idle]:
-        """What the kind has no use for."""
+        """Yield the key that the kind does not use."""
         if self.kind != "pixel_shuffle":
             yield Idle("factor", f"but `kind: {self.kind}` merges nothing; remove it, or set `kind: pixel_shuffle`")
 
@@ -58,79 +58,95 @@ class Encoder(Strict):
     """A tower that reads a modality, and its projector into the foundation."""
 
     tower: Source = Field(description="The HF vision or audio tower. A string is short for {path: ...}.")
-    projector: Projector = Field(default_factory=Projector, description="From the tower's rows to the foundation.")
-    max_frames: int = Field(32, ge=1, description="Frames read from a video; longer ones are sampled evenly.")
+    projector: Projector = Field(
+        default_factory=Projector, description="Maps the tower's features to the foundation's hidden size."
+    )
+    max_frames: int = Field(
+        32, ge=1, description="Maximum number of frames to read from a video. Longer videos are sampled evenly."
+    )
     processor: Annotated[str | dict[str, Any] | None, BeforeValidator(check_hf_processor_keys)] = Field(
         None,
-        description="The HF image processor or feature extractor: a folder or Hub id, or its arguments. Unset: the one "
-        "saved beside the tower, or one derived from the tower's config.",
+        description="The HF image processor or feature extractor: a folder, a Hub id, or its arguments. Unset: the "
+        "one saved with the tower, or one derived from the tower's config.",
     )
 
 
 class Decoder(Strict):
-    """A modality the model writes, as the discrete tokens of a frozen tokenizer."""
+    """A modality that the model writes as discrete tokens of a frozen tokenizer."""
 
     tokenizer: Source = Field(
         description="The frozen media tokenizer: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec "
         "(EnCodec, DAC, Mimi) or omnitrain's mel-VQ for audio. A string is short for {path: ...}."
     )
-    image_size: int | None = Field(None, ge=1, description="Side of the square target images, pixels. Images only.")
-    num_codebooks: int = Field(1, ge=1, description="Codebooks of a residual codec to model, flattened in time order.")
-    max_tokens: int = Field(1024, ge=1, description="Generation of one item stops here at the latest, tokens.")
+    image_size: int | None = Field(None, ge=1, description="Side of the square target images, in pixels. Images only.")
+    num_codebooks: int = Field(
+        1, ge=1, description="Number of codebooks of a residual codec to model, flattened in time order."
+    )
+    max_tokens: int = Field(1024, ge=1, description="Maximum number of tokens to generate for one item.")
 
 
 class Ops(Strict):
-    """Which implementation runs an operation; `auto`: the fastest that was measured on the device."""
+    """Implementation of each operation; `auto`: the fastest measured one on the device."""
 
     attention: Literal["auto", "flash", "varlen", "sdpa", "flex", "reference"] = Field(
-        "auto", description="Attention over packed rows. A backend that cannot honour a layer is an error."
+        "auto", description="Attention over packs. Naming a backend that does not support a layer is an error."
     )
     rms_norm: Literal["auto", "torch", "fused", "liger"] = Field(
-        "auto", description="RMSNorm. `fused`: a backward of its own, same bits forward; `auto` takes it on CPU."
+        "auto", description="RMSNorm. `fused`: a custom backward; the forward has the same bits. `auto` uses it on CPU."
     )
-    swiglu: Literal["auto", "torch", "liger"] = Field("auto", description="The product in a gated MLP with SiLU.")
+    swiglu: Literal["auto", "torch", "liger"] = Field(
+        "auto", description="Activation and product of a gated MLP with SiLU."
+    )
     rotary: Literal["auto", "torch", "fused", "liger"] = Field(
         "auto",
-        description="Rotary positions of query and key. `fused`: same bits, own backward; `auto` takes it on CPU.",
+        description="Rotary positions of query and key. `fused`: same bits with a custom backward; `auto` uses it on "
+        "CPU.",
     )
     patch_embed: Literal["auto", "torch", "linear"] = Field(
-        "auto", description="Convolutions whose kernel is their stride. `linear`: as one matrix product."
+        "auto",
+        description="Convolutions whose kernel equals their stride. `linear`: compute them as one matrix product.",
     )
     unread_rows: Literal["auto", "torch", "skip"] = Field(
         "auto",
-        description="Rows whose last hidden state no loss reads. `skip`: what follows the last mixing of rows is not "
-        "computed for them; `auto` does so on CPU.",
+        description="Tokens whose last hidden state no loss reads. `skip`: after the last layer that mixes tokens, "
+        "do not compute them; `auto` does so on CPU.",
     )
     experts: Literal["auto", "torch", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm"] = Field(
-        "auto", description="Experts of a layer. `torch`: ours; the others are functions of transformers."
+        "auto",
+        description="Experts of a layer. `torch`: omnitrain's implementation; the others are functions of "
+        "transformers.",
     )
     cross_entropy: Literal["auto", "torch", "compiled", "liger"] = Field(
         "auto",
-        description="Softmax of the loss inside the head, which goes over the logits in chunks in any case. "
-        "`compiled`: in place, by torch.compile; `auto` takes it on CUDA.",
+        description="Softmax of the loss inside the head, which always processes the logits in chunks. `compiled`: "
+        "in place, by torch.compile; `auto` uses it on CUDA.",
     )
 
 
 class Model(Strict):
-    """The omni model: a checkpoint of one, or its parts."""
+    """The omni model: a checkpoint, or its components."""
 
-    checkpoint: str | None = Field(None, description="Folder of a saved omni model; then no parts may be given.")
+    checkpoint: str | None = Field(
+        None, description="Folder of a saved omni model. It contains the whole model, so give no other parts."
+    )
     foundation: Source | None = Field(None, description="The language model. A string is short for {path: ...}.")
-    tokenizer: str | None = Field(None, description="Text tokenizer folder or Hub id. Unset: beside the foundation.")
+    tokenizer: str | None = Field(
+        None, description="Folder or Hub id of the text tokenizer. Unset: the one saved with the foundation."
+    )
     encoders: dict[str, Encoder] = Field(default_factory=dict, description="Component name -> encoder.")
     decoders: dict[str, Decoder] = Field(default_factory=dict, description="Component name -> decoder.")
     freeze: list[str] = Field(
         default_factory=list,
-        description="Components or sub-modules that do not train: `foundation`, `image_encoder.tower`, ... A name "
-        "that matches nothing is an error.",
+        description="Components or modules that do not train: `foundation`, `image_encoder.tower`, ... A name that "
+        "matches nothing is an error.",
     )
-    ops: Ops = Field(default_factory=Ops, description="Implementations of operations in training.")
+    ops: Ops = Field(default_factory=Ops, description="Implementations of operations during training.")
 
     @model_validator(mode="after")
     def _checkpoint_or_parts(self) -> Model:
         parts = [name for name in ("foundation", "tokenizer", "encoders", "decoders") if getattr(self, name)]
         if self.checkpoint is not None and parts:
-            raise ValueError(f"`checkpoint` already holds the whole model; remove {parts}")
+            raise ValueError(f"`checkpoint` already contains the whole model; remove {parts}")
         if self.checkpoint is None and self.foundation is None:
             raise ValueError("give `checkpoint` (a saved omni model) or `foundation` (a language model)")
         return self

@@ -1,4 +1,4 @@
-"""``key.sub=value`` overrides of a recipe that is still plain dicts and lists."""
+"""``key.sub=value`` overrides of a recipe, before validation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from omnitrain.recipe.yaml_text import parse_yaml
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
     """Set values in ``tree``, in place and in order.
 
-    Keys are not checked here: an unknown one is found when the tree is validated, like any other.
+    Does not check keys: validation of the tree finds unknown ones.
 
     Args:
-        tree: the recipe as YAML gives it.
+        tree: the recipe as parsed YAML.
         overrides: ``key.sub=value``; values are YAML, numbers index lists (``data.train.0.path=...``).
 
     Returns:
@@ -50,7 +50,7 @@ def _child(node: Any, key: str | int, next_part: str) -> Any:
     if child is not None:
         return child
     if next_part.isdigit():
-        return []  # no list there: its index is refused
+        return []  # without a list, any index is refused
     node[key] = {}
     return node[key]
 

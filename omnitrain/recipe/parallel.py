@@ -1,4 +1,4 @@
-"""How the components of a model lie on many ranks: what the user says; ``build_parallelize_model`` applies it."""
+"""The ``parallel`` node: how components are distributed over ranks; ``build_parallelize_model`` applies it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omnitrain.recipe.suggest import hint
 FOUNDATION = "foundation"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep")
 
-# Fields that make sense only together: a component that sets one of them takes none of the others from the default.
+# Fields that belong together: a component that sets one of them inherits none of the others from the default.
 _TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops", "recomputed_parts"))
 
 Degree = Annotated[int | None, Field(ge=1)]
@@ -27,112 +27,123 @@ Chunks = Annotated[int, Field(ge=1)] | Literal["auto"] | None
 AUTO_CHUNKS = "auto"
 RecomputedPart = Literal["attention", "router", "expert_activation"]
 OffloadedTensor = Literal["dispatched_rows", "mlp_input"]
-DType = Literal["float32", "bfloat16"]  # float16 would need losses scaled
+DType = Literal["float32", "bfloat16"]  # float16 would need loss scaling
 
 
 class PlanError(RecipeError):
-    """What contradicts a parallel plan; each argument is a problem that begins with its key in the plan."""
+    """Problems of a parallel plan; each argument is a problem that starts with its key in the plan."""
 
     def __str__(self) -> str:
         count = "1 problem" if len(self.args) == 1 else f"{len(self.args)} problems"
         return "\n  ".join([f"parallel plan: {count}", *self.args])
 
     def under(self, key: str) -> PlanError:
-        """The same of a plan that is the value of ``key``."""
+        """Return the error for a plan that is the value of ``key``."""
         return PlanError(*(f"{key}.{problem}" for problem in self.args))
 
 
 class Precision(Strict):
-    """Number formats. Unset: fp32 parameters and reductions; computation as `train.precision` says."""
+    """Number formats. Unset: fp32 parameters and reductions; `train.precision` for computation."""
 
     param: DType | None = Field(
         None,
-        description="Of the parameter shards and of the optimizer's state. Unset: fp32 for what trains; what is frozen "
-        "keeps its own.",
+        description="Format of the parameter shards and of the optimizer's state. Unset: fp32 for parameters that "
+        "train; frozen parameters keep their own.",
     )
-    compute: DType | None = Field(None, description="Of parameters and activations in forward and backward.")
-    reduce: DType | None = Field(None, description="In which gradients are summed over ranks.")
+    compute: DType | None = Field(None, description="Format of parameters and activations in forward and backward.")
+    reduce: DType | None = Field(None, description="Format in which gradients are summed over ranks.")
 
 
 class ComponentPlan(Strict):
-    """How one component lies on the ranks. A field left unset takes the default plan's value, then the state's."""
+    """Distribution of one component over ranks. An unset field takes the default plan's value, then the state's."""
 
-    dp_replicate: Degree = Field(None, description="Copies of the parameters, each with data of its own.")
-    dp_shard: Degree = Field(None, description="Ranks over which a copy of the parameters is sharded (FSDP).")
-    tp: Degree = Field(None, description="Tensor parallel ranks: each computes a part of every matrix.")
+    dp_replicate: Degree = Field(None, description="Number of copies of the parameters. Each copy gets different data.")
+    dp_shard: Degree = Field(
+        None, description="Number of ranks over which one copy of the parameters is sharded (FSDP)."
+    )
+    tp: Degree = Field(None, description="Number of tensor parallel ranks. Each computes with a shard of every matrix.")
     sequence_parallel: bool | None = Field(
         None,
-        description="Between blocks, each `tp` rank has some of the tokens: less memory, and norms are divided, too. "
-        "Of the foundation. A model of which that is not exact keeps all tokens on each.",
+        description="Foundation only. Between blocks, each `tp` rank holds a slice of the tokens: this saves memory "
+        "and divides the work of norms. If that is not exact for a model, every rank keeps all tokens.",
     )
     ulysses: Degree = Field(
         None,
-        description="Ranks that share a sequence, and swap it for heads in attention. Of a tower: those that share its "
-        "row (`cp` x `ulysses` of the foundation) share each of its calls, too.",
+        description="Number of ranks that share a sequence and exchange tokens for heads in attention. For a tower: "
+        "the ranks that share the foundation's sequence (`cp` x `ulysses`) also share each call of the "
+        "tower.",
     )
-    cp: Degree = Field(None, description="Ranks that share a sequence, and pass keys and values on in a ring.")
+    cp: Degree = Field(
+        None, description="Number of ranks that share a sequence and pass keys and values around a ring."
+    )
     async_ulysses: bool | None = Field(
         None,
-        description="Projections of attention overlap their `ulysses` all-to-alls; of the foundation. Layers of which "
-        "that is not exact to the bit run one after the other.",
+        description="Foundation only. The projections of attention overlap with their `ulysses` all-to-alls. Layers "
+        "for which that is not exact to the bit run without overlap.",
     )
-    ep: Degree = Field(None, description="Ranks over which experts are spread, among those of data and sequence.")
-    pp: Degree = Field(None, description="Pipeline stages.")
+    ep: Degree = Field(
+        None,
+        description="Number of ranks over which experts are distributed, among the data-parallel and sequence ranks.",
+    )
+    pp: Degree = Field(None, description="Number of pipeline stages.")
     mode: Literal["fsdp2", "hsdp", "replicate"] | None = Field(
         None,
-        description="`fsdp2`: parameters sharded over all data ranks; `hsdp`: `dp_replicate` copies, each sharded over "
-        "`dp_shard` ranks; `replicate`: whole on every rank.",
+        description="`fsdp2`: parameters sharded over the data-parallel ranks; `hsdp`: `dp_replicate` copies, each "
+        "sharded over `dp_shard` ranks; `replicate`: a full copy on every rank.",
     )
     precision: Precision | None = Field(None, description="Number formats.")
     recompute: Literal["none", "full", "selective", "parts"] | None = Field(
         None,
-        description="Activations computed again in the backward: `none`; `full`: blocks as a whole; `selective`: "
-        "all but the outputs of `saved_ops`; `parts`: `recomputed_parts` alone.",
+        description="Activations that the backward recomputes: `none`; `full`: whole blocks; `selective`: everything "
+        "except the outputs of `saved_ops`; `parts`: only `recomputed_parts`.",
     )
     recomputed_parts: list[RecomputedPart] | None = Field(
         None,
-        description="What `parts` computes again of each block: `attention`, `router`, `expert_activation` (between "
-        "the two products of experts). No row travels to experts twice. Unset: all three.",
+        description="Parts of each block that `parts` recomputes: `attention`, `router`, `expert_activation` "
+        "(between the two products of the experts). No token is sent to experts twice. Unset: all three.",
     )
     offloaded_tensors: list[OffloadedTensor] | None = Field(
         None,
-        description="What of layers of experts waits for the backward in CPU memory: `dispatched_rows`, as they came "
-        "to this rank's experts; `mlp_input`, the output of the norm before.",
+        description="Tensors of expert layers to keep in CPU memory until the backward: `dispatched_rows`: the "
+        "tokens that this rank's experts received; `mlp_input`: the output of the norm before the layer.",
     )
     saved_ops: list[str] | None = Field(
         None,
         description="Ops whose outputs `selective` keeps: `aten.mm`, ... Unset: matrix products and attention.",
     )
-    activation_offload: bool | None = Field(None, description="Activations wait for the backward in CPU memory.")
-    parameter_offload: bool | None = Field(None, description="Parameter shards live in CPU memory between uses.")
-    optimizer_offload: bool | None = Field(None, description="The optimizer's state lives in CPU memory.")
+    activation_offload: bool | None = Field(None, description="Keep activations in CPU memory until the backward.")
+    parameter_offload: bool | None = Field(None, description="Keep parameter shards in CPU memory between uses.")
+    optimizer_offload: bool | None = Field(None, description="Keep the optimizer's state in CPU memory.")
     freeze: bool | None = Field(None, description="The component does not train.")
-    lora: Lora | None = Field(None, description="The component is frozen; adapters beside its matrices train.")
-    compile: bool | None = Field(None, description="Blocks are compiled by `torch.compile`.")
+    lora: Lora | None = Field(None, description="Freeze the component and train low-rank adapters of its matrices.")
+    compile: bool | None = Field(None, description="Compile the blocks with `torch.compile`.")
     place: Literal["local", "group", "world"] | None = Field(
         None,
-        description="Who encodes a medium: `local`: the rank that drew it; `group`: the ranks that hold its sample; "
-        "`world`: all ranks, balanced by cost. Unset: `group` where ranks share a sequence, else `local`.",
+        description="Which rank encodes a media item: `local`: the rank that drew it; `group`: one of the ranks that "
+        "share its sample; `world`: any rank, balanced by cost. Unset: `group` if ranks share a "
+        "sequence, else `local`.",
     )
     expert_rows: Degree = Field(
         None,
-        description="Rows (tokens times experts of each) that a layer's experts compute at a time. Of more, inputs and "
-        "results alone wait for the backward, which computes the rest again. Unset: all at once.",
+        description="Maximum number of tokens (counted once per expert) that a layer's experts compute at a time. If "
+        "there are more, only inputs and results are kept for the backward, which recomputes the rest. "
+        "Unset: no limit.",
     )
     expert_chunks: Chunks = Field(
         None,
-        description="Chunks of a rank's experts whose rows travel by themselves under `ep`: while the experts of one "
-        "compute, rows of the others are on their way. 1: everything one after the other. `auto`: what the run's first "
-        "steps show to be fastest. Unset: 1.",
+        description="Number of chunks of a rank's experts under `ep`. While the experts of one chunk compute, tokens "
+        "of the other chunks are in transit. 1: no overlap. `auto`: the fastest number in the run's "
+        "first steps. Unset: 1.",
     )
     expert_dispatcher: Literal["torch", "deepep", "auto"] | None = Field(
         None,
-        description="What moves rows of experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be "
-        "installed; `auto`: DeepEP where an exchange by it works at the start, else `torch`. Unset: `torch`.",
+        description="What sends tokens to experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be "
+        "installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`.",
     )
     delay_wgrad: bool | None = Field(
         None,
-        description="Under `ep`, gradients of the experts' weights are computed while those of rows travel back.",
+        description="Under `ep`, compute the gradients of the experts' weights while gradients of the tokens are in "
+        "transit.",
     )
 
     @model_validator(mode="after")
@@ -145,7 +156,7 @@ class ComponentPlan(Strict):
     def _contradictions(self) -> Iterator[tuple[str, str]]:
         replicas, shards = self.dp_replicate or 1, self.dp_shard or 1
         if self.mode == "fsdp2" and replicas > 1:
-            yield "dp_replicate", f"found {replicas} with `mode: fsdp2`, which has one copy; use `mode: hsdp`"
+            yield "dp_replicate", f"found {replicas} with `mode: fsdp2`, which keeps one copy; use `mode: hsdp`"
         if self.mode == "replicate" and shards > 1:
             yield "dp_shard", f"found {shards} with `mode: replicate`, which shards nothing; use `mode: hsdp`"
         if self.mode == "replicate" and self.parameter_offload:
@@ -153,30 +164,30 @@ class ComponentPlan(Strict):
         if self.compile and self.recompute in ("full", "selective", "parts"):
             yield (
                 "compile",
-                f"found true with `recompute: {self.recompute}`, under which torch compiles nothing; use one",
+                f"found true with `recompute: {self.recompute}`, with which torch compiles nothing; remove one",
             )
         if self.saved_ops is not None and self.recompute != "selective":
             yield "saved_ops", f"set with `recompute: {self.recompute}`; only `selective` keeps outputs of some ops"
         if self.recomputed_parts is not None and self.recompute != "parts":
             yield "recomputed_parts", f"set with `recompute: {self.recompute}`; only `parts` computes parts again"
         if self.offloaded_tensors and self.activation_offload:
-            yield "offloaded_tensors", "set with `activation_offload: true`, which takes all that blocks save; use one"
+            yield "offloaded_tensors", "set with `activation_offload: true`, which already offloads everything; use one"
         if self.offloaded_tensors and self.recompute in ("full", "selective"):
             yield (
                 "offloaded_tensors",
-                f"set with `recompute: {self.recompute}`, which does not keep them; use `parts` or `none`",
+                f"set with `recompute: {self.recompute}`, which does not keep these tensors; use `parts` or `none`",
             )
         for op in self.saved_ops or ():
             if not re.fullmatch(r"\w+\.\w+(\.\w+)?", op):
                 yield "saved_ops", f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
         if self.freeze and self.optimizer_offload:
-            yield "optimizer_offload", "found true with `freeze: true`, which leaves no optimizer state"
+            yield "optimizer_offload", "found true with `freeze: true`; a frozen component has no optimizer state"
         if self.freeze and self.lora is not None:
-            yield "lora", "found with `freeze: true`; adapters train, and freeze the rest of the component: remove one"
+            yield "lora", "found with `freeze: true`; `lora` already freezes all but the adapters: remove one"
 
     @property
     def num_ranks(self) -> int | None:
-        """Ranks that its degrees multiply to; None: those of data parallelism are not all set."""
+        """Product of the degrees; None if the data-parallel degrees are not all set."""
         replicas = 1 if self.mode == "fsdp2" else self.dp_replicate
         shards = 1 if self.mode == "replicate" else self.dp_shard
         if replicas is None and self.mode is None and shards is not None:
@@ -186,26 +197,27 @@ class ComponentPlan(Strict):
         return math.prod((replicas, shards, *(getattr(self, axis) or 1 for axis in ("tp", "ulysses", "cp", "pp"))))
 
     def over(self, default: ComponentPlan) -> ComponentPlan:
-        """This plan, with unset fields taken from ``default``.
+        """Return this plan with unset fields taken from ``default``.
 
-        `mode`, `dp_replicate` and `dp_shard` are taken together or not at all, as are `recompute` and `saved_ops`.
+        `mode`, `dp_replicate` and `dp_shard` are inherited together or not at all, and so are `recompute`,
+        `saved_ops` and `recomputed_parts`.
         """
-        own, inherited = _set_fields(self), _set_fields(default)
+        fields, inherited = _set_fields(self), _set_fields(default)
         for names in _TOGETHER:
-            if own.keys() & set(names):
+            if fields.keys() & set(names):
                 inherited = {name: value for name, value in inherited.items() if name not in names}
-        if own.get("freeze", inherited.get("freeze")) and "optimizer_offload" not in own:
-            inherited.pop("optimizer_offload", None)  # a default is for what trains
-        if own.keys() & {"freeze", "lora"}:  # each says what of the component trains
+        if fields.get("freeze", inherited.get("freeze")) and "optimizer_offload" not in fields:
+            inherited.pop("optimizer_offload", None)  # a frozen component has no optimizer state
+        if fields.keys() & {"freeze", "lora"}:  # both determine which parameters train
             inherited = {name: value for name, value in inherited.items() if name not in ("freeze", "lora")}
-        if own.get("mode") == "replicate":
-            inherited.pop("parameter_offload", None)  # a default is for what is sharded
-        if own.get("activation_offload") or own.get("recompute") in ("full", "selective"):
-            inherited.pop("offloaded_tensors", None)  # a default is for what keeps them
+        if fields.get("mode") == "replicate":
+            inherited.pop("parameter_offload", None)  # only shards can be offloaded
+        if fields.get("activation_offload") or fields.get("recompute") in ("full", "selective"):
+            inherited.pop("offloaded_tensors", None)  # these modes do not keep the tensors
         if self.precision is not None and default.precision is not None:
-            both = _set_fields(default.precision) | _set_fields(self.precision)
-            own["precision"] = Precision(**both)
-        return ComponentPlan(**(inherited | own))
+            merged = _set_fields(default.precision) | _set_fields(self.precision)
+            fields["precision"] = Precision(**merged)
+        return ComponentPlan(**(inherited | fields))
 
 
 def _set_fields(node: Strict) -> dict[str, Any]:
@@ -213,7 +225,7 @@ def _set_fields(node: Strict) -> dict[str, Any]:
 
 
 def _shard_dim(value: Any) -> Any:
-    """``Shard(0)`` of torch, or as text, is 0."""
+    """Convert torch's ``Shard(0)``, or its text, to 0."""
     text = re.fullmatch(r"Shard\((?:dim=)?(\d+)\)", value if isinstance(value, str) else repr(value))
     return int(text[1]) if text else value
 
@@ -225,16 +237,18 @@ class ParallelPlan(Strict):
     """The plan of every component."""
 
     default: ComponentPlan = Field(
-        default_factory=ComponentPlan, description="For all components, as far as they say nothing else."
+        default_factory=ComponentPlan, description="Plan for all components. The plan of a component overrides it."
     )
     components: dict[str, ComponentPlan] = Field(default_factory=dict, description="Component name -> its plan.")
     tp_plan: dict[str, str] | None = Field(
         None,
-        description="Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own.",
+        description="Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own "
+        "plan.",
     )
     ep_plan: dict[str, ShardDim] | None = Field(
         None,
-        description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own, or all.",
+        description="Glob of parameter names -> dimension that counts the experts. Unset: the model's own plan, or "
+        "all experts.",
     )
 
     @model_validator(mode="after")
@@ -245,36 +259,16 @@ class ParallelPlan(Strict):
                 self.of(name)
             except ValidationError as error:
                 problems += [
-                    located(found["msg"], ("components", name, *found["loc"]), found["input"])
-                    for found in error.errors()
+                    located(problem["msg"], ("components", name, *problem["loc"]), problem["input"])
+                    for problem in error.errors()
                 ]
         if problems:
             raise ValidationError.from_exception_data("ParallelPlan", problems)
         return self
 
     def of(self, component: str) -> ComponentPlan:
-        """The component's plan over the default one."""
+        """Return the component's plan, completed by the default plan."""
         return self.components.get(component, ComponentPlan()).over(self.default)
-
-    def check(
-        self,
-        names: Mapping[str, Iterable[str]],
-        *,
-        frozen: Collection[str] = (),
-        degrees: Mapping[str, int] | None = None,
-    ) -> None:
-        """Compare the plan with the model and the parallel state that it is for.
-
-        Args:
-            names: component -> names of its modules and parameters, relative to the component.
-            frozen: components that do not train, whatever the plan says.
-            degrees: axis of :data:`AXES` -> degree, as far as somebody has set it in the parallel state.
-
-        Raises:
-            PlanError: every problem at once: unknown components, frozen ones with an optimizer offload, degrees that
-                contradict the state's, globs that match nothing.
-        """
-        raise_problems(self.problems(names, frozen=frozen, degrees=degrees))
 
     def problems(
         self,
@@ -283,8 +277,18 @@ class ParallelPlan(Strict):
         frozen: Collection[str] = (),
         degrees: Mapping[str, int] | None = None,
     ) -> list[str]:
-        """What :meth:`check` raises, one line per problem."""
-        every_name = [name for own in names.values() for name in own]
+        """Compare the plan with the model and with the parallel state.
+
+        Args:
+            names: component -> names of its modules and parameters, relative to the component.
+            frozen: components that do not train, whatever the plan says.
+            degrees: axis of :data:`AXES` -> degree, for the degrees that are set in the parallel state.
+
+        Returns:
+            One line per problem: unknown components, frozen ones with an optimizer offload, degrees that differ from
+            the state's, globs that match nothing.
+        """
+        every_name = [name for names_of_component in names.values() for name in names_of_component]
         return [
             *self._component_problems(names.keys(), frozen),
             *self._degree_problems(degrees or {}),
@@ -297,24 +301,24 @@ class ParallelPlan(Strict):
         ]
 
     def with_expert_chunks(self, numbers: Mapping[str, int]) -> ParallelPlan:
-        """The same with these ``numbers`` of components where `expert_chunks` is `auto`."""
+        """Return the plan with the numbers of chunks, component -> number, in place of `auto`."""
         is_default = self.default.expert_chunks == AUTO_CHUNKS
-        own = {name: self.components.get(name, ComponentPlan()) for name in numbers}
-        by_default = [numbers[name] for name, plan in own.items() if is_default and plan.expert_chunks is None]
-        default = self.default.model_copy(update={"expert_chunks": by_default[0]}) if by_default else self.default
-        found = {
+        plans = {name: self.components.get(name, ComponentPlan()) for name in numbers}
+        inherited = [numbers[name] for name, plan in plans.items() if is_default and plan.expert_chunks is None]
+        default = self.default.model_copy(update={"expert_chunks": inherited[0]}) if inherited else self.default
+        chosen = {
             name: plan.model_copy(update={"expert_chunks": numbers[name]})
-            for name, plan in own.items()
+            for name, plan in plans.items()
             if plan.expert_chunks == AUTO_CHUNKS
             or (is_default and plan.expert_chunks is None and default.expert_chunks != numbers[name])
         }
-        return self.model_copy(update={"default": default, "components": {**self.components, **found}})
+        return self.model_copy(update={"default": default, "components": {**self.components, **chosen}})
 
     def path_of(self, component: str, *fields: str) -> str:
-        """Where the component's value of one of ``fields`` was written: its own plan, or the default one."""
-        own = self.components.get(component, ComponentPlan())
-        is_own = any(getattr(own, field) is not None for field in fields)
-        return f"components.{component}" if is_own else "default"
+        """Return the key of the plan that sets one of ``fields`` for the component: its own plan, or the default."""
+        plan = self.components.get(component, ComponentPlan())
+        is_set = any(getattr(plan, field) is not None for field in fields)
+        return f"components.{component}" if is_set else "default"
 
     def _component_problems(self, known: Collection[str], frozen: Collection[str]) -> Iterator[str]:
         for name, plan in self.components.items():
@@ -324,28 +328,28 @@ class ParallelPlan(Strict):
             elif name in frozen and plan.freeze is False:
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
             elif name in frozen and plan.optimizer_offload and plan.lora is None:
-                yield f"{path}.optimizer_offload: found true, but what is frozen has no optimizer state"
+                yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
         if FOUNDATION in self.components and self.components[FOUNDATION].place is not None:
             yield f"components.{FOUNDATION}.place: the foundation encodes no media; set it on an encoder, or remove it"
 
     def _degree_problems(self, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Other components may have a layout of their own; the state is the foundation's."""
-        own, merged = self.components.get(FOUNDATION, ComponentPlan()), self.of(FOUNDATION)
+        """Compare the foundation's degrees with the state; other components may have different ones."""
+        plan, merged = self.components.get(FOUNDATION, ComponentPlan()), self.of(FOUNDATION)
         for axis, degree in degrees.items():
-            found = getattr(merged, axis)
-            if found is not None and found != degree:
-                path = "default" if getattr(own, axis) is None else f"components.{FOUNDATION}"
+            planned = getattr(merged, axis)
+            if planned is not None and planned != degree:
+                path = "default" if getattr(plan, axis) is None else f"components.{FOUNDATION}"
                 yield (
-                    f"{path}.{axis}: found {found}, but the parallel state has {degree}; "
-                    f"init_parallel_state({axis}_size={found}) sets it, or remove it here"
+                    f"{path}.{axis}: found {planned}, but the parallel state has {degree}; "
+                    f"call init_parallel_state({axis}_size={planned}), or remove it here"
                 )
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """One error for all problems of a parallel plan.
+    """Raise one error for all problems of a parallel plan.
 
     Raises:
-        PlanError: there are some.
+        PlanError: ``problems`` is not empty.
     """
     if problems:
         raise PlanError(*problems)

@@ -1,4 +1,4 @@
-"""Modules of the user's own, imported so that the classes they register have names in a recipe."""
+"""Import a user's modules, so that a recipe can name the classes that they register."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from omnitrain.errors import UserError
 
 
 def import_plugin(name: str) -> str:
-    """Import a module; one that was imported already is left as it is.
+    """Import a module, unless it is already imported.
 
     Args:
-        name: ``package.module``, or ``folder/file.py``, whose folder is put on the module search path: a process that
-            starts afresh, such as a data worker, must find the module by its name.
+        name: ``package.module``, or ``folder/file.py``. The folder is added to the module search path, because new
+            processes such as data workers must find the module by its name.
 
     Returns:
         ``name``, unchanged.
 
     Raises:
-        UserError: it cannot be imported, and why.
+        UserError: the module cannot be imported; the message says why.
     """
     try:
         _load_file(Path(name).resolve()) if name.endswith(".py") else importlib.import_module(name)
@@ -36,7 +36,7 @@ def _load_file(file: Path) -> ModuleType:
         raise FileNotFoundError(f"no file {file}")
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    importlib.invalidate_caches()  # the file may be younger than the last look into its folder
+    importlib.invalidate_caches()  # the file may be newer than the cached listing of its folder
     module = importlib.import_module(file.stem)
     if Path(module.__file__ or "").resolve() != file:
         raise ImportError(f"a module {file.stem!r} exists already ({module.__file__ or 'built in'}); rename the file")

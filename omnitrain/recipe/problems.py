@@ -1,4 +1,4 @@
-"""pydantic's errors in the user's words, one line each: the path, what was found and expected, what to change."""
+"""Convert pydantic's errors to one line each: the path, what was found and expected, and what to change."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from omnitrain.recipe.suggest import hint, nearest
 
 Path = tuple[str | int, ...]
 
-_UNKNOWN = "extra_forbidden"  # pydantic's name for a key that a node does not have
-_LONGEST_VALUE = 60  # characters of a found value that are shown
+_UNKNOWN = "extra_forbidden"  # pydantic's type for a key that a node does not have
+_LONGEST_VALUE = 60  # characters of a value to show
 _SUBJECT = re.compile(r"^\w+ should (?:be|have) ")
 _NODE_CLASS = re.compile(r"a valid dictionary or instance of \w+")
 
 
 @dataclass(frozen=True)
 class _Spot:
-    """A place in the typed tree that an error points to."""
+    """The key in the typed tree that an error points to."""
 
     path: Path
     field: FieldInfo | None
@@ -32,17 +32,21 @@ class _Spot:
 
 
 def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """One line per problem, in pydantic's order.
+    """Return one line per problem, in pydantic's order.
 
-    A missing key whose misspelling is reported anyway is left out, and the branches of a union make one line.
+    Omits a missing key if its misspelling is already a problem, and merges the branches of a union into one line.
 
     Args:
-        error: what validating ``root`` raised.
-        root: the class of the tree's root.
+        error: raised by the validation of ``root``.
+        root: class of the root of the tree.
     """
     details = error.errors(include_url=False)
     spots = [_locate(detail["loc"], root) for detail in details]
-    meant = {_meant_path(spot) for spot, detail in zip(spots, details, strict=True) if detail["type"] == _UNKNOWN}
+    meant = {
+        (*spot.path[:-1], nearest(str(spot.path[-1]), spot.sibling_keys) or "")
+        for spot, detail in zip(spots, details, strict=True)
+        if detail["type"] == _UNKNOWN
+    }
     groups: dict[Path, tuple[_Spot, list[ErrorDetails]]] = {}
     for spot, detail in zip(spots, details, strict=True):
         if detail["type"] != "missing" or spot.path not in meant:
@@ -51,7 +55,7 @@ def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
 
 
 def _locate(location: Path, root: type[BaseModel]) -> _Spot:
-    """Follow pydantic's location through the tree, leaving out the names of union branches that it contains."""
+    """Follow pydantic's location through the tree, without the names of union branches in it."""
     annotation: Any = root
     field: FieldInfo | None = None
     keys: tuple[str, ...] = ()
@@ -84,13 +88,9 @@ def _branches(annotation: Any) -> list[Any]:
 
 
 def _names_a_branch(part: str | int, branches: list[Any]) -> bool:
-    """`str`, `constrained-int` or `dict[str,any]`, no key: pydantic's way to say which branch of a union it tried."""
+    """Return whether ``part`` is no key but a union branch that pydantic tried: `str`, `constrained-int`, ..."""
     names = {getattr(get_origin(branch) or branch, "__name__", "").lower() for branch in branches}
     return str(part).partition("[")[0].removeprefix("constrained-").lower() in names
-
-
-def _meant_path(spot: _Spot) -> Path:
-    return (*spot.path[:-1], nearest(str(spot.path[-1]), spot.sibling_keys) or "")
 
 
 def _line(spot: _Spot, details: list[ErrorDetails]) -> str:
@@ -100,7 +100,7 @@ def _line(spot: _Spot, details: list[ErrorDetails]) -> str:
     if kind == _UNKNOWN:
         return f"{path}: unknown key, found {_shown(found)}; {hint(str(spot.path[-1]), spot.sibling_keys)}"
     if kind == "missing":
-        return f"{path}: missing; expected: {_description(spot.field)}; add `{spot.path[-1]}`"
+        return f"{path}: required, but missing; add `{spot.path[-1]}`: {_description(spot.field)}"
     if kind == LOCATED:
         return f"{path}: {first['msg']}"
     if kind == "value_error":

@@ -1,4 +1,4 @@
-"""What is made of a recipe: its YAML, its JSON schema, and the check of names that only the model knows."""
+"""Save a recipe as YAML, make its JSON schema, and check names that only the model knows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from omnitrain.recipe.yaml_text import dump_yaml
 
 
 def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
-    """The check that a recipe over a checkpoint can only get once the model is known (:meth:`Recipe.check_heads`).
+    """Run :meth:`Recipe.check_heads` on a recipe with a checkpoint, whose decoders are known only after loading.
 
     Raises:
-        RecipeError: names every head that the model does not have.
+        RecipeError: the recipe names heads that the model does not have; lists all of them.
     """
     try:
         recipe.check_heads(decoders)
@@ -28,17 +28,17 @@ def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Write a recipe as YAML, complete and resolved: every field, defaults too. It loads to an equal recipe.
+    """Write a resolved recipe as YAML, with every field including defaults. The file loads to an equal recipe.
 
-    Folders are made as needed; the file appears whole or not at all.
+    Creates missing folders, and replaces the file atomically.
     """
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.tmp")
-    unfinished.write_text(dump_yaml(recipe.model_dump()), encoding="utf-8")
-    os.replace(unfinished, file)
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(dump_yaml(recipe.model_dump()), encoding="utf-8")
+    os.replace(temporary, file)
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe (draft 2020-12), for completion and checks in editors."""
+    """Return the JSON schema of a recipe (draft 2020-12), for completion and checks in editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}

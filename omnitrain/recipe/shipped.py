@@ -1,4 +1,4 @@
-"""The recipes that come with omnitrain: ``recipes/`` of a checkout, or its copy inside an installed wheel."""
+"""The shipped recipes: ``recipes/`` of a checkout, or its copy in an installed wheel."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def recipes_folder() -> Path:
-    """The folder of the shipped recipes."""
+    """Return the folder of the shipped recipes."""
     installed = _PACKAGE / "recipes"
     return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
 
 
 def list_recipes() -> dict[str, Path]:
-    """The shipped recipes: name -> file, sorted by name."""
+    """Return the shipped recipes: name -> file, sorted by name."""
     return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
 
 
 def summary(path: Path) -> str:
-    """The first comment line of a recipe, without its ``#``; empty if there is none."""
+    """Return the first comment line of a recipe without its ``#``, or an empty string."""
     comments = (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return next(comments, "").lstrip("#").strip()
 
 
 def find_recipe(path: str | Path) -> Path:
-    """The file that ``path`` means: a file, or the bare name of a shipped recipe.
+    """Return the file of a recipe, which ``path`` names as a file or by the name of a shipped recipe.
 
     Raises:
-        RecipeError: neither; says what was looked for where, and the nearest shipped name.
+        RecipeError: no such recipe; the message has the places that were searched, and the nearest shipped name.
     """
     if Path(path).is_file():
         return Path(path)
@@ -40,13 +40,13 @@ def find_recipe(path: str | Path) -> Path:
     if str(path) in shipped:
         return shipped[str(path)]
     raise RecipeError(
-        f"no recipe `{path}`: looked for the file {Path(path).absolute()} and for a shipped recipe of that name in "
+        f"no recipe `{path}`: looked for the file {Path(path).absolute()} and for a shipped recipe with that name in "
         f"{recipes_folder()}; {_advice(Path(path).stem, shipped)}"
     )
 
 
 def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> Path:
-    """Copy a recipe for editing.
+    """Copy a recipe, so that a user can edit it.
 
     Args:
         name: a shipped recipe's name, or a file.
@@ -57,15 +57,15 @@ def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> P
         The file written.
 
     Raises:
-        RecipeError: no such recipe, no such folder, a file that cannot be written, is the recipe itself, or is there
-            and ``force`` is not set.
+        RecipeError: no such recipe or folder; or the file cannot be written, is the recipe itself, or exists without
+            ``force``.
     """
     source = find_recipe(name)
     target = Path(destination)
     if target.is_dir():
         target = target / source.name
     if not target.parent.is_dir():
-        raise RecipeError(f"no folder {target.parent} to copy `{name}` into; make it first")
+        raise RecipeError(f"no folder {target.parent} to copy `{name}` into; create it first")
     if target.exists() and not force:
         raise RecipeError(f"{target} exists; choose another name, or overwrite it with --force")
     if target.exists() and target.samefile(source):
@@ -78,4 +78,4 @@ def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> P
 
 
 def _advice(stem: str, shipped: dict[str, Path]) -> str:
-    return hint(stem, shipped) if shipped else "that folder holds no recipe"
+    return hint(stem, shipped) if shipped else "that folder contains no recipe"

@@ -1,4 +1,4 @@
-"""The ``train`` node: the loop, the optimizer, and what is done to the model while it trains."""
+"""The ``train`` node: the training loop, the optimizer, experts, tracking and compilation."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ class Optimizer(Strict):
     learning_rate: float = Field(3e-4, gt=0, description="Peak learning rate.")
     learning_rates: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
-        description="Component, or module or parameter below one -> a peak of its own. Of several names for a "
-        "parameter, the longest path counts.",
+        description="Component, module or parameter -> its own peak learning rate. If several names match a "
+        "parameter, the longest path wins.",
     )
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up from 0.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape after the warm-up.")
-    final_ratio: float = Field(
-        0.1, ge=0, le=1, description="Last learning rate of `cosine` and `linear`, as a share of the peak."
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Shape of the schedule after the warm-up."
     )
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled decay, on matrices only.")
+    final_ratio: float = Field(
+        0.1, ge=0, le=1, description="Final learning rate of `cosine` and `linear`, as a fraction of the peak."
+    )
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay, on matrices only.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.95), description="Decay rates of the two moments."
     )
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Global gradient norm is clipped to this; null: never.")
+    eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this; null: never.")
 
     def idle(self) -> Iterator[Idle]:
-        """What the schedule has no use for."""
+        """Yield the key that the schedule does not use."""
         if self.schedule == "constant":
-            yield Idle("final_ratio", "but `schedule: constant` never falls; remove it, or use `cosine` or `linear`")
+            yield Idle("final_ratio", "but `schedule: constant` never decays; remove it, or use `cosine` or `linear`")
 
 
 class Compile(Strict):
     """``torch.compile`` of the foundation's blocks."""
 
     enabled: bool = Field(True, description="Compile each block, once for all lengths. Needs a C++ compiler on CPU.")
-    max_recompiles: int = Field(8, ge=0, description="More recompiles than these stop the run.")
+    max_recompiles: int = Field(8, ge=0, description="Stop the run after more recompiles than this.")
 
     def idle(self) -> Iterator[Idle]:
-        """What nothing asks for where nothing is compiled."""
+        """Yield the key that is unused without compilation."""
         if not self.enabled:
             yield Idle("max_recompiles", "but nothing is compiled; remove it, or set `enabled: true`")
 
@@ -55,108 +57,119 @@ def _compile_shorthand(value: Any) -> Any:
 
 
 class ExpertsBalance(Strict):
-    """The routers of a mixture-of-experts model: what keeps them balanced, and whose decisions they take."""
+    """Load balancing and recorded routing of a mixture-of-experts model."""
 
     loss: Literal["none", "sample", "previous_step", "micro_batch"] = Field(
         "none",
-        description="Loss for the balance of experts, per layer: within each sample (`sample`), or against the shares "
-        "of the step before (`previous_step`); both are the same on any layout. `micro_batch` is that of transformers, "
-        "which depends on how samples are packed and spread.",
+        description="Load balancing loss of the experts, per layer: `sample`: within each sample; `previous_step`: "
+        "against the shares of the previous step; both give the same result on any layout. "
+        "`micro_batch`: the loss of transformers, which depends on how samples are packed and "
+        "distributed.",
     )
-    weight: float = Field(0.001, ge=0, description="Of that loss in the total.")
-    z_weight: float = Field(0.0, ge=0, description="Of the squared log-sum-exp of the routers' scores in the total.")
+    weight: float = Field(0.001, ge=0, description="Weight of the load balancing loss in the total loss.")
+    z_weight: float = Field(
+        0.0, ge=0, description="Weight of the squared log-sum-exp of the routers' scores in the total loss."
+    )
     bias_rate: float = Field(
         0.0,
         ge=0,
-        description="How far the bias by which a router chooses moves per step, towards experts with fewer tokens. "
-        "For routers that have one, such as DeepSeek-V3's.",
+        description="Change per step of the bias with which a router selects experts, towards experts with fewer "
+        "tokens. Only for routers that have such a bias (DeepSeek-V3).",
     )
-    record: str | None = Field(None, description="Folder to which the experts of each sample's tokens are written.")
+    record: str | None = Field(None, description="Folder to write the selected experts of each sample's tokens to.")
     replay: str | None = Field(
         None,
-        description="Folder of an earlier `record`: tokens of samples in it go to the experts written there.",
+        description="Folder of an earlier `record`. Tokens of the recorded samples go to the recorded experts.",
     )
 
     def idle(self) -> Iterator[Idle]:
-        """The weight of no loss."""
+        """Yield the weight if there is no loss."""
         if self.loss == "none":
-            yield Idle("weight", "but `loss: none` has nothing to weigh; remove it, or set `loss`")
+            yield Idle("weight", "but `loss: none` adds no loss; remove it, or set `loss`")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> ExpertsBalance:
+    def _record_or_replay(self) -> ExpertsBalance:
         if self.record is not None and self.replay is not None:
-            raise ValueError("`record` and `replay` exclude each other: what is taken is known already; remove one")
+            raise ValueError(
+                "`record` and `replay` exclude each other: a replayed routing is already recorded; remove one"
+            )
         return self
 
 
 class Trace(Strict):
-    """What is written down of single steps."""
+    """Traces of single steps."""
 
     steps: list[Annotated[int, Field(ge=1)]] = Field(
         default_factory=list,
-        description="Optimizer steps, from 1, of which every rank writes a Chrome trace to `trace/`: when its experts "
-        "computed, what was on its way, and when they waited for it.",
+        description="Optimizer steps, from 1, in which every rank writes a Chrome trace to `trace/`: when its "
+        "experts computed, which exchanges were in transit, and when ranks waited for them.",
     )
 
 
 class Track(Strict):
-    """Programs that draw the metrics, beside `metrics.jsonl`."""
+    """Experiment trackers that receive the metrics, in addition to `metrics.jsonl`."""
 
     to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default_factory=list, description="Which; each needs its package. TensorBoard's files are in `tensorboard/`."
+        default_factory=list,
+        description="Trackers to log to; install the matching package. TensorBoard writes to `tensorboard/`.",
     )
-    project: str = Field("omnitrain", description="Under which wandb and Trackio list the run.")
-    name: str | None = Field(None, description="Of the run there. Unset: that of `output_dir`.")
+    project: str = Field("omnitrain", description="Project name in wandb and Trackio.")
+    name: str | None = Field(None, description="Run name in wandb and Trackio. Unset: the name of `output_dir`.")
 
     def idle(self) -> Iterator[Idle]:
-        """What neither of the programs asks for that list runs."""
+        """Yield the keys that only wandb and trackio use."""
         if not {"wandb", "trackio"} & set(self.to):
             for key in ("project", "name"):
-                yield Idle(key, "but neither wandb nor trackio is in `to`, which list runs by it; remove it")
+                yield Idle(key, "but only wandb and trackio use it, and `to` contains neither; remove it")
 
 
 class Train(Strict):
-    """The loop."""
+    """Settings of the training loop."""
 
     steps: int = Field(1000, ge=1, description="Optimizer steps.")
-    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, over all ranks.")
+    micro_batches: int = Field(1, ge=1, description="Packs per optimizer step, summed over all ranks.")
     seed: int = Field(0, ge=0, description="Seed of the initial weights, the data order and sampling.")
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
-        description="In which components compute whose plan says nothing of it; what trains has fp32 weights. `auto`: "
+        description="Compute format of components whose plan does not set one; weights that train are fp32. `auto`: "
         "bf16 on CUDA, fp32 on CPU.",
     )
-    cpu_threads: int | None = Field(None, ge=1, description="Threads of one operation on CPU. Unset: torch's default.")
+    cpu_threads: int | None = Field(None, ge=1, description="Threads per operation on CPU. Unset: torch's default.")
     loss_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
-        description="`text` or a decoder's name -> weight of its mean loss in the total. Unset: 1.",
+        description="`text` or the name of a decoder -> weight of its mean loss in the total. Unset: 1.",
     )
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
-    save_every: int | None = Field(None, ge=1, description="Steps between two checkpoints. Unset: only the last.")
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    save_every: int | None = Field(
+        None, ge=1, description="Steps between two checkpoints. Unset: save only at the end."
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     stop_seconds: float = Field(
         600,
         gt=0,
-        description="After Ctrl-C, ranks of `--nproc` have so long to finish the step and save.",
+        description="After Ctrl-C, time for the ranks of `--nproc` to finish the step and save.",
     )
     stall_seconds: float | None = Field(
-        600, gt=0, description="Where no rank moves on for so long, the run ends and names the one behind; null: never."
+        600,
+        gt=0,
+        description="If no rank makes progress for this time, end the run and name the rank that the others wait "
+        "for; null: never.",
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and schedule.")
-    experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of experts.")
-    track: Track = Field(default_factory=Track, description="Programs that draw the metrics.")
-    trace: Trace = Field(default_factory=Trace, description="Steps that are written down in detail.")
+    experts: ExpertsBalance = Field(default_factory=ExpertsBalance, description="Routers of mixture-of-experts models.")
+    track: Track = Field(default_factory=Track, description="Experiment trackers that receive the metrics.")
+    trace: Trace = Field(default_factory=Trace, description="Steps to trace in detail.")
     compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False),
         description="`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}.",
     )
 
     @model_validator(mode="after")
-    def _traces_what_it_does(self) -> Train:
+    def _traced_steps_exist(self) -> Train:
         if beyond := [step for step in self.trace.steps if step > self.steps]:
             raise ValueError(
                 f"`trace.steps`: found {', '.join(map(str, beyond))}, but the last step is {self.steps}; name earlier "
-                "ones, or raise `steps`"
+                "steps, or raise `steps`"
             )
         return self

@@ -1,4 +1,4 @@
-"""The recipe: one typed tree that YAML files, ``key.sub=value`` overrides and Python all spell.
+"""The recipe: one typed tree for YAML files, ``key.sub=value`` overrides and Python.
 
 Every field has a description; ``omnitrain schema`` prints them as JSON schema. Unknown keys are errors
 (:mod:`omnitrain.recipe.problems` names the nearest valid one).
@@ -30,33 +30,36 @@ from omnitrain.recipe.yaml_text import parse_yaml
 
 
 class Recipe(Strict):
-    """Everything a run needs. The resolved recipe is saved with every run and runs again as it is."""
+    """Everything that a run needs. Every run saves its resolved recipe, which can be run again as it is."""
 
-    # The first field, and so imported before any other is validated: model types may be a plugin's.
+    # Must be the first field, so that plugins are imported before other fields are validated: they add model types.
     plugins: list[Annotated[str, AfterValidator(import_plugin)]] = Field(
         default_factory=list,
-        description="Modules of yours (`MODULE` or `FILE.py`) that register classes; imported before all else.",
+        description="Your own modules (`MODULE` or `FILE.py`) that register classes; imported before the rest of the "
+        "recipe.",
     )
     output_dir: str = Field("runs/default", description="Folder of the run: recipe, metrics, checkpoints, evaluation.")
     model: Model = Field(description="The omni model.")
     data: Data = Field(description="Data sets and packing.")
     train: Train = Field(default_factory=Train, description="The training loop.")
-    parallel: ParallelPlan = Field(default_factory=ParallelPlan, description="How components lie on many ranks.")
-    evaluation: Evaluation | None = Field(None, description="Evaluation at the end. Unset: none.")
+    parallel: ParallelPlan = Field(
+        default_factory=ParallelPlan, description="How the components are distributed over ranks."
+    )
+    evaluation: Evaluation | None = Field(None, description="Evaluation at the end of the run. Unset: none.")
 
     def idle(self) -> Iterator[Idle]:
-        """What another node makes idle."""
+        """Yield the keys that a different node makes idle."""
         if self.evaluation is None:
             yield Idle("data.heldout", "but nothing is evaluated; add `evaluation: {}`, or remove it")
         default = self.parallel.default.precision
         if default is not None and default.compute is not None:
-            why = "but `parallel.default.precision.compute` says it for all components; remove one of the two"
+            why = "but `parallel.default.precision.compute` sets it for all components; remove one of the two"
             yield Idle("train.precision", why)
         if self.data.processor is not None:
-            yield Idle("model.tokenizer", "but `data.processor` brings its own; remove one of the two")
+            yield Idle("model.tokenizer", "but `data.processor` contains a tokenizer; remove one of the two")
         if self.model.checkpoint is not None:
             for key in ("processor", "processor_arguments", "audio_in_video", "max_frames"):
-                yield Idle(f"data.{key}", "but `model.checkpoint` brings its HF processor; remove it")
+                yield Idle(f"data.{key}", "but `model.checkpoint` contains its HF processor; remove it")
 
     @model_validator(mode="after")
     def _heads_exist(self) -> Recipe:
@@ -67,11 +70,11 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _evaluation_has_data(self) -> Recipe:
         if self.evaluation is not None and not self.data.heldout:
-            raise ValueError("`evaluation` needs `data.heldout`: name the held-out data, or remove `evaluation`")
+            raise ValueError("`evaluation` needs `data.heldout`: add the held-out data, or remove `evaluation`")
         return self
 
     @model_validator(mode="after")
-    def _compiles_what_it_runs(self) -> Recipe:
+    def _compile_agrees_with_plan(self) -> Recipe:
         plan = self.parallel.of(FOUNDATION)
         if not self.train.compile.enabled:
             return self
@@ -93,19 +96,19 @@ class Recipe(Strict):
         return self
 
     def measures_heldout_loss(self, step: int) -> bool:
-        """Whether the held-out loss is due behind optimizer step ``step``, from 1."""
+        """Return whether to measure the held-out loss after optimizer step ``step``, from 1."""
         every = self.evaluation.loss_every if self.evaluation else None
         return every is not None and step % every == 0
 
     def writes_metrics(self, step: int) -> bool:
-        """Whether step ``step``, from 1, has a line in ``metrics.jsonl``."""
+        """Return whether step ``step``, from 1, writes a line to ``metrics.jsonl``."""
         return step % self.train.log_every == 0 or step == self.train.steps or self.measures_heldout_loss(step)
 
     def check_heads(self, decoders: Iterable[str]) -> None:
-        """Names under ``train.loss_weights`` and ``evaluation.sampling`` must be ``text`` or one of ``decoders``.
+        """Check that names in ``train.loss_weights`` and ``evaluation.sampling`` are ``text`` or in ``decoders``.
 
         Raises:
-            ValidationError: every name that is not, with the nearest that is.
+            ValidationError: lists every other name with the nearest valid one.
         """
         heads = {"text", *decoders}
         weights, sampling = self.train.loss_weights, self.evaluation.sampling if self.evaluation else {}
@@ -121,15 +124,15 @@ class Recipe(Strict):
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
-        """Read a YAML recipe.
+        """Load a YAML recipe.
 
         Args:
             path: YAML file, or the name of a shipped recipe (``quickstart``).
             overrides: ``key.sub=value`` strings, applied in order; values are YAML.
 
         Raises:
-            RecipeError: no such recipe, YAML that cannot be read, or every problem of the tree and the overrides at
-                once, each with its path and, for unknown keys, the nearest valid key.
+            RecipeError: no such recipe, or invalid YAML, or problems in the tree or the overrides; lists all problems
+                with their paths and, for unknown keys, the nearest valid key.
         """
         if not isinstance(overrides, list | tuple | None):
             raise RecipeError(

@@ -1,4 +1,4 @@
-"""Recipes as YAML text: duplicate keys are errors, ``1e-3`` is a number, every error has a line and a column."""
+"""YAML of recipes: duplicate keys are errors, ``1e-3`` is a number, and errors have a line and a column."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from omnitrain.errors import RecipeError
 
-# YAML 1.1, which PyYAML follows, reads `1e-3` (no dot) as a string; YAML 1.2 reads a float, and so do people.
+# PyYAML follows YAML 1.1, which reads `1e-3` (no dot) as a string; YAML 1.2 reads a float.
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
@@ -20,7 +20,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that look like ``1e-3``, so that they are strings again when read."""
+    """Quotes strings that look like ``1e-3``, so that they are read as strings again."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -31,17 +31,17 @@ _Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789"))
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Read one YAML document.
+    """Parse one YAML document.
 
     Args:
         text: the document.
-        origin: where it came from, for messages: a file name or an override.
+        origin: file name or override, for messages.
 
     Returns:
-        Dicts, lists and scalars; no two places share an object, whatever the anchors.
+        Dicts, lists and scalars; anchors and aliases become separate objects.
 
     Raises:
-        RecipeError: bad syntax, duplicate keys or an anchor inside itself, each with line and column.
+        RecipeError: invalid syntax, duplicate keys or an anchor inside itself, each with line and column.
     """
     try:
         loader = _Loader(text)
@@ -57,7 +57,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """YAML text, keys in their order, that :func:`parse_yaml` reads back to an equal value (tuples become lists)."""
+    """Return YAML that :func:`parse_yaml` reads back to an equal value; keys keep their order, tuples become lists."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

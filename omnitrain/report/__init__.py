@@ -1,1 +1,1 @@
-"""Figures and pages about a machine or a run."""
+"""Reports about the machine."""

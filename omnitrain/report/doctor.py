@@ -1,4 +1,4 @@
-"""What omnitrain finds on this machine: versions, devices, memory, optional backends, and pairs known to be bad."""
+"""Examine this machine: versions, devices, memory, optional packages, and versions with known problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: ``ok`` is True (fine), False (a problem) or None (absent, and that is allowed)."""
+    """One line of the report; ``ok`` is True (fine), False (a problem) or None (missing, but optional)."""
 
     section: str
     name: str
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Backend:
-    """An optional package: its module, the distribution it comes in, what it is for and the extra that brings it."""
+    """An optional package: its module, distribution and purpose, and the extra of omnitrain that installs it."""
 
     module: str
     distribution: str
@@ -41,7 +41,7 @@ class Backend:
 BACKENDS = (
     Backend("liger_kernel", "liger-kernel", "fused losses and norms on GPU", "gpu"),
     Backend("flash_attn", "flash-attn", "attention kernels on GPU", "gpu"),
-    Backend("triton", "triton", "kernels compiled at run time; comes with torch for CUDA", None),
+    Backend("triton", "triton", "kernels compiled at run time; installed with torch for CUDA", None),
     Backend("av", "av", "reads video files", "video"),
     Backend("peft", "peft", "LoRA", "lora"),
     Backend("tensorboard", "tensorboard", "draws metrics", "track"),
@@ -52,7 +52,7 @@ BACKENDS = (
 
 @dataclass(frozen=True)
 class BadPair:
-    """Versions of a package that do something badly, and what to do about it."""
+    """Versions of a package with a known problem; ``trouble`` says what to do."""
 
     distribution: str
     versions: str
@@ -64,29 +64,29 @@ BAD_PAIRS = (
     BadPair(
         "torch",
         ">=2.9,<2.10",
-        "conv3d patch embeddings (Qwen-VL kin) run 10 to 50,000 times slower, with up to 17 times the memory; "
-        "take a newer torch",
+        "conv3d patch embeddings (Qwen-VL and similar models) run 10 to 50,000 times slower, with up to 17 times the "
+        "memory; use a newer torch",
         "pytorch#166643, pytorch#174051",
     ),
 )
 
 
 def examine() -> list[Finding]:
-    """Look at the machine. Never raises for what is broken on it: that is a finding."""
+    """Examine the machine. A broken package is a finding, never an exception."""
     return [*_versions(), *_devices(), *_memory(), *map(_backend, BACKENDS), *_bad_pairs(_installed_version)]
 
 
 def render(findings: list[Finding]) -> str:
-    """The findings as text, one section after the other, with a verdict at the end."""
+    """Return the findings as text, section by section, with a verdict at the end."""
     lines: list[str] = []
     width = max(len(finding.name) for finding in findings)
-    for number, finding in enumerate(findings):
-        if number == 0 or findings[number - 1].section != finding.section:
+    for index, finding in enumerate(findings):
+        if index == 0 or findings[index - 1].section != finding.section:
             lines += ["", finding.section]
         mark = {True: "ok", False: "!!", None: "--"}[finding.ok]
         lines.append(f"  {mark}  {finding.name:<{width}}  {finding.found}")
     problems = sum(finding.ok is False for finding in findings)
-    verdict = "no problem found" if problems == 0 else f"{problems} to look at, marked !!"
+    verdict = "no problem found" if problems == 0 else f"problems: {problems}, marked !!"
     return "\n".join([*lines[1:], "", verdict])
 
 
@@ -114,7 +114,9 @@ def _requirement(requirement: Requirement) -> Finding:
 def _in_range(name: str, version: str, supported: SpecifierSet) -> Finding:
     ok = supported.contains(Version(version), prereleases=True)
     bounds = f" (supported: {supported})" if str(supported) else ""
-    return Finding("versions", name, f"{version}{bounds}" if ok else f"{version}, outside of {supported}", ok)
+    return Finding(
+        "versions", name, f"{version}{bounds}" if ok else f"{version} (not supported; expected {supported})", ok
+    )
 
 
 def _devices() -> list[Finding]:
@@ -144,7 +146,7 @@ def _why_no_cuda() -> str:
         return "this torch is built without CUDA"
     try:
         torch.cuda.init()
-    except Exception as error:  # as above
+    except Exception as error:  # a broken driver raises anything
         return _one_line(error)
     return f"torch is built for CUDA {torch.version.cuda} but sees no device"
 

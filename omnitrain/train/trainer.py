@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from omnitrain.data.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
@@ -288,8 +290,10 @@ class Trainer:
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
-        norm = clip_gradients(self._parameters, settings.max_grad_norm).item()
-        loss = self.ranks.peers.sum(part.item())
+        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm)
+        # The one time in a step that the host waits for the device.
+        local_loss, norm = torch.stack([part.double(), whole_norm.to(part.device, torch.float64)]).tolist()
+        loss = self.ranks.peers.sum(local_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             everywhere = self.ranks.peers.gather([pack.info.ids for pack in batch.packs])
             ids = list(dict.fromkeys(names for packs in everywhere for names in packs))

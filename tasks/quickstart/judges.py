@@ -1,10 +1,10 @@
-"""Judges of what a quickstart model writes: which digit does an image show, which digit does a clip say?
+"""Judges of the media that a quickstart model writes: they recognize the digit in an image or a clip.
 
     image_judge, speech_judge = load_judges("tasks/quickstart/data/train.parquet")
     image_judge.predict([image])        # ["7"]
     speech_judge.predict([waveform])    # ["7"]
 
-Both are support vector machines, fitted on the real training media alone; nothing generated is ever trained on.
+Both are support vector machines, fitted only on the real training media, never on generated media.
 """
 
 import io
@@ -29,44 +29,44 @@ HOP = 80  # samples: 10 ms
 NUM_MELS = 32
 NUM_CEPSTRA = 13
 NUM_FRAMES = 16
-FLOOR_DB = -50.0  # relative to the clip's loudest mel value: what is quieter says nothing about the digit
-SPEECH_DB = -30.0  # relative to the loudest frame: the word begins and ends with the first and last louder frame
+FLOOR_DB = -50.0  # relative to the clip's loudest mel value; quieter values carry no information about the digit
+SPEECH_DB = -30.0  # relative to the loudest frame; the word spans from the first to the last louder frame
 
 
 class ImageJudge:
-    """Names the digit that an image shows."""
+    """Recognizes the digit in an image."""
 
     def __init__(self) -> None:
         self._classifier = SVC(gamma=0.001, C=10)
 
     def fit(self, images: Sequence[Image.Image], labels: Sequence[str]) -> "ImageJudge":
-        """Learns from images of any mode and size."""
+        """Fit on images of any mode and size."""
         self._classifier.fit(_grey_levels(images), labels)
         return self
 
     def predict(self, images: Sequence[Image.Image]) -> list[str]:
-        """One of the fitted labels per image; images of any mode and size."""
+        """Return a fitted label for each image; images may have any mode and size."""
         return self._classifier.predict(_grey_levels(images)).tolist() if len(images) else []
 
 
 class SpeechJudge:
-    """Names the digit that a clip says."""
+    """Recognizes the digit in a clip."""
 
     def __init__(self) -> None:
         self._classifier = make_pipeline(StandardScaler(), SVC(C=10))
 
     def fit(self, waveforms: Sequence[np.ndarray], labels: Sequence[str]) -> "SpeechJudge":
-        """Learns from floats [samples] at SAMPLING_RATE."""
+        """Fit on floats [samples] at SAMPLING_RATE."""
         self._classifier.fit(_cepstra_of_all(waveforms), labels)
         return self
 
     def predict(self, waveforms: Sequence[np.ndarray]) -> list[str]:
-        """One of the fitted labels per clip; floats [samples] at SAMPLING_RATE, of any length and loudness."""
+        """Return a fitted label for each clip: floats [samples] at SAMPLING_RATE, of any length and loudness."""
         return self._classifier.predict(_cepstra_of_all(waveforms)).tolist() if len(waveforms) else []
 
 
 def load_judges(train_parquet: str | Path) -> tuple[ImageJudge, SpeechJudge]:
-    """Both judges, fitted on the media of `train_parquet`; a few seconds."""
+    """Return both judges, fitted on the media of `train_parquet`; takes a few seconds."""
     return (
         ImageJudge().fit(*media_of(train_parquet, "image")),
         SpeechJudge().fit(*media_of(train_parquet, "speech")),
@@ -74,10 +74,10 @@ def load_judges(train_parquet: str | Path) -> tuple[ImageJudge, SpeechJudge]:
 
 
 def media_of(parquet: str | Path, kind: str) -> tuple[list, list[str]]:
-    """The distinct media whose digit is known, and their labels.
+    """Return the distinct media with a known digit, and their labels.
 
     `kind` is "image" (PIL images, from the image_to_text rows) or "speech" (float32 [samples] at SAMPLING_RATE, from
-    the speech_to_text rows). Raises ValueError for any other kind, and when the file has no such rows.
+    the speech_to_text rows). Raises ValueError for any other kind, or if the file has no such rows.
     """
     if kind not in ("image", "speech"):
         raise ValueError(f'kind is "image" or "speech", not {kind!r}.')
@@ -103,7 +103,7 @@ def _decode_speech(data: bytes) -> np.ndarray:
 
 
 def _grey_levels(images: Sequence[Image.Image]) -> np.ndarray:
-    """float64 [num_images, 64] in 0..16, the scale of UCI optdigits."""
+    """Return float64 [num_images, 64] in 0..16, the scale of UCI optdigits."""
     size = (IMAGE_SIZE, IMAGE_SIZE)
     greys = [image.convert("L").resize(size, Image.Resampling.BOX) for image in images]
     return np.stack([np.asarray(grey, np.float64).ravel() for grey in greys]) * (16 / 255)
@@ -131,7 +131,7 @@ def _mel_db(waveform: np.ndarray) -> np.ndarray:
 
 
 def _trim(mel_db: np.ndarray) -> np.ndarray:
-    """Cuts the frames before the first and after the last one that is louder than SPEECH_DB."""
+    """Cut the frames before the first and after the last frame that is louder than SPEECH_DB."""
     loudness = mel_db.max(axis=1)
     loud = np.flatnonzero(loudness >= loudness.max() + SPEECH_DB)
     return mel_db[loud[0] : loud[-1] + 1]

@@ -1,14 +1,14 @@
-"""Makes the quickstart's data: `data/train.parquet` and `data/heldout.parquet`, next to this file.
+"""Make the quickstart's data: `data/train.parquet` and `data/heldout.parquet`, next to this file.
 
     python tasks/quickstart/make_data.py            # needs espeak-ng on the PATH; about half a minute
 
-Media are small enough to be committed: 8x8 digit images (UCI optdigits, as scikit-learn ships them), digits spoken by
-espeak-ng, and the images moving over a 12x12 canvas. Eight tasks are made of them, one row per example:
+The media are small enough to commit: 8x8 digit images (UCI optdigits, from scikit-learn), digits spoken by espeak-ng,
+and the images moving over a 12x12 canvas. They form eight tasks, with one row per example:
 
     id        "train/image_to_text/00017"
     task      "image_to_text"
-    label     the truth: "7", "7 left", "3 5"
-    messages  OpenAI style; the last one is the assistant's and is the target
+    label     the correct answer: "7", "7 left", "3 5"
+    messages  OpenAI style; the last message is the assistant's and is the target
     images, audios, videos   encoded files; the n-th image part of the messages is images[n], and so on
 
 The held-out split shares no image and no voice with training. A second run writes the same bytes.
@@ -54,7 +54,7 @@ ACCENTS = (
     "en-gb-x-gbcwmd",
     "en-us-nyc",
 )
-# espeak-ng's variants are its voices. Left out: whispers, croaks, robots, Klatt synthesis, and those whose digits a
+# espeak-ng calls its voices variants. Excluded: whispers, croaks, robots, Klatt synthesis, and voices whose digits a
 # classifier trained on the other voices misreads.
 HELDOUT_VOICES = ("f1", "f4", "linda", "m3", "m7", "Mike", "quincy", "victor", "Michael", "Hugo")
 TRAIN_VOICES = (
@@ -103,7 +103,7 @@ FEATURES = Features(
 
 @dataclass(frozen=True)
 class Medium:
-    """An encoded file, and the truth about it: `label` is "7", or "7 left" for a video."""
+    """An encoded file and its label: "7", or "7 left" for a video."""
 
     kind: str  # "image", "audio" or "video"
     label: str
@@ -116,7 +116,7 @@ Part = str | Medium
 
 @dataclass(frozen=True)
 class Example:
-    """A question to the model and the answer to learn; `label` is the truth in words."""
+    """A question to the model and the answer to learn; `label` is the answer in words."""
 
     label: str
     question: list[Part]
@@ -124,7 +124,7 @@ class Example:
 
 
 class Deck:
-    """Deals media of a wanted label: all of them in random order, then all of them again in another order."""
+    """Deals media of a given label: all of them in random order, then all of them again in a new order."""
 
     def __init__(self, media: Iterable[Medium], rng: np.random.Generator):
         self._media = defaultdict(list)
@@ -134,7 +134,7 @@ class Deck:
         self._rng = rng
 
     def deal(self, label: str) -> Medium:
-        """The next medium of `label`."""
+        """Return the next medium of `label`."""
         if not self._piles[label]:
             order = self._rng.permutation(len(self._media[label]))
             self._piles[label] = [self._media[label][i] for i in order]
@@ -145,14 +145,14 @@ class Deck:
 
 
 def png(grey: np.ndarray) -> bytes:
-    """uint8 [height, width] -> a lossless PNG of mode "L"."""
+    """Encode uint8 [height, width] as a lossless PNG of mode "L"."""
     file = io.BytesIO()
     PILImage.fromarray(grey).save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
 def split_images(rng: np.random.Generator) -> dict[str, list[Medium]]:
-    """The 8x8 images of each split; of pixel-identical ones only the first is kept."""
+    """Return the 8x8 images of each split, without duplicates of equal pixels."""
     digits = load_digits()
     greys = np.rint(digits.images * (255 / 16)).astype(np.uint8)
     _, first = np.unique(greys.reshape(len(greys), -1), axis=0, return_index=True)
@@ -169,7 +169,7 @@ def split_images(rng: np.random.Generator) -> dict[str, list[Medium]]:
 
 
 def speak(word: str, voice: str, words_per_minute: int, pitch: int) -> np.ndarray:
-    """`word` as espeak-ng says it: float64 [samples] at SAMPLING_RATE. `pitch` is 0..99, 50 the voice's own."""
+    """Speak `word` with espeak-ng: float64 [samples] at SAMPLING_RATE. `pitch` is 0..99; 50 is the voice's default."""
     command = ["espeak-ng", "-v", voice, "-s", str(words_per_minute), "-p", str(pitch), "--stdout", word]
     wav = subprocess.run(command, capture_output=True, check=True).stdout
     waveform, rate = soundfile.read(io.BytesIO(wav), dtype="float64")
@@ -177,16 +177,16 @@ def speak(word: str, voice: str, words_per_minute: int, pitch: int) -> np.ndarra
 
 
 def trim_silence(waveform: np.ndarray, threshold: float = 0.01) -> np.ndarray:
-    """Cuts what is below `threshold` of the peak at both ends, leaving 10 ms before and 30 ms after the word."""
+    """Cut both ends below `threshold` of the peak, but leave 10 ms before and 30 ms after the word."""
     loud = np.flatnonzero(np.abs(waveform) > threshold * np.abs(waveform).max())
     before, after = SAMPLING_RATE // 100, SAMPLING_RATE * 3 // 100
     return waveform[max(0, loud[0] - before) : loud[-1] + after]
 
 
 def flac(waveform: np.ndarray) -> bytes:
-    """float64 [samples] -> 16 bit FLAC with the peak at 0.9.
+    """Encode float64 [samples] as 16 bit FLAC with the peak at 0.9.
 
-    Samples are multiples of 32: FLAC stores the five zero bits for nothing, which saves two fifths of the file.
+    Samples are multiples of 32: FLAC stores the five zero bits for free, which saves two fifths of the file.
     """
     samples = np.rint(waveform * (0.9 * 1024 / np.abs(waveform).max())).astype(np.int16) * np.int16(32)
     file = io.BytesIO()
@@ -195,7 +195,7 @@ def flac(waveform: np.ndarray) -> bytes:
 
 
 def clip(voice: str, digit: str, take: int, rng: np.random.Generator) -> Medium:
-    """One spoken digit, with a random accent, speed and pitch."""
+    """Return one spoken digit with a random accent, speed and pitch."""
     accent = ACCENTS[rng.integers(len(ACCENTS))]
     waveform = speak(WORDS[int(digit)], f"{accent}+{voice}", int(rng.integers(145, 191)), int(rng.integers(35, 66)))
     waveform = trim_silence(waveform)
@@ -204,9 +204,9 @@ def clip(voice: str, digit: str, take: int, rng: np.random.Generator) -> Medium:
 
 
 def split_speech(rng: np.random.Generator) -> dict[str, list[Medium]]:
-    """The clips of each split: every voice says every digit CLIPS_PER_VOICE_AND_DIGIT times.
+    """Return the clips of each split: every voice says every digit CLIPS_PER_VOICE_AND_DIGIT times.
 
-    Raises ValueError when espeak-ng is not installed, or lacks one of the voices.
+    Raises ValueError if espeak-ng is not installed or lacks one of the voices.
     """
     check_espeak()
     takes = range(CLIPS_PER_VOICE_AND_DIGIT)
@@ -217,10 +217,10 @@ def split_speech(rng: np.random.Generator) -> dict[str, list[Medium]]:
 
 
 def check_espeak() -> None:
-    """Raises ValueError when espeak-ng is not installed, or lacks one of VOICES."""
+    """Raise ValueError if espeak-ng is not installed or lacks one of VOICES."""
     if shutil.which("espeak-ng") is None:
         raise ValueError(
-            "The spoken digits are made by espeak-ng, which is not on the PATH. Install it (Debian, Ubuntu: "
+            "espeak-ng makes the spoken digits, but it is not on the PATH. Install it (Debian, Ubuntu: "
             "apt-get install espeak-ng; macOS: brew install espeak-ng), or use the committed parquet files as they are."
         )
     listing = subprocess.run(["espeak-ng", "--voices=variant"], capture_output=True, text=True, check=True).stdout
@@ -235,7 +235,7 @@ def check_espeak() -> None:
 
 
 def frames(grey: np.ndarray, direction: str, offset: int) -> list[np.ndarray]:
-    """uint8 [8, 8] -> four uint8 [12, 12]: the image moves 4 pixels along `direction`, `offset` from the side."""
+    """Return four uint8 [12, 12] of uint8 [8, 8]: it moves 4 pixels along `direction`, `offset` from the side."""
     step_x, step_y = STEPS[direction]
     canvases = []
     for travelled in TRAVEL:
@@ -248,7 +248,7 @@ def frames(grey: np.ndarray, direction: str, offset: int) -> list[np.ndarray]:
 
 
 def apng(canvases: Sequence[np.ndarray]) -> bytes:
-    """uint8 [height, width] frames -> a lossless animated PNG of mode "L", four frames a second."""
+    """Encode uint8 [height, width] frames as a lossless animated PNG of mode "L", four frames per second."""
     first, *others = [PILImage.fromarray(canvas) for canvas in canvases]
     file = io.BytesIO()
     first.save(file, "PNG", save_all=True, append_images=others, duration=250, optimize=True)
@@ -256,7 +256,7 @@ def apng(canvases: Sequence[np.ndarray]) -> bytes:
 
 
 def make_videos(images: Iterable[Medium], rng: np.random.Generator) -> list[Medium]:
-    """Every image moved in every direction, each at a random offset."""
+    """Return a video for every image and direction, each at a random offset."""
     videos = []
     for image in images:
         grey = np.asarray(PILImage.open(io.BytesIO(image.data)))
@@ -272,7 +272,7 @@ def make_videos(images: Iterable[Medium], rng: np.random.Generator) -> list[Medi
 
 @dataclass(frozen=True)
 class Source:
-    """What a task draws from: a deck per kind of media, and the task's own random numbers."""
+    """Inputs of a task: a deck per kind of media, and a random generator."""
 
     images: Deck
     speech: Deck
@@ -345,7 +345,7 @@ TASKS: tuple[Callable[[Source, int, str], Example], ...] = (
 
 
 def message(role: str, parts: Sequence[Part]) -> dict:
-    """Parts as an OpenAI message: content [{"type": "image", "text": None}, {"type": "text", "text": "7"}]."""
+    """Return parts as an OpenAI message: content [{"type": "image", "text": None}, {"type": "text", "text": "7"}]."""
     content = [
         {"type": part.kind, "text": None} if isinstance(part, Medium) else {"type": "text", "text": part}
         for part in parts
@@ -354,7 +354,7 @@ def message(role: str, parts: Sequence[Part]) -> dict:
 
 
 def row(identity: str, task: str, example: Example) -> dict:
-    """The example as a dict of FEATURES."""
+    """Return the example as a dict of FEATURES."""
     media = [part for part in (*example.question, *example.answer) if isinstance(part, Medium)]
 
     def files(kind: str) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Makes the quickstart's frozen tokenizers from the training split: `tokenizers/text`, `mel_vq` and `image_vq`.
+"""Make the quickstart's frozen tokenizers from the training split: `tokenizers/text`, `mel_vq` and `image_vq`.
 
     python tasks/quickstart/make_tokenizers.py      # about two minutes on one core
 
@@ -6,8 +6,8 @@ text      byte-level BPE, a Hugging Face tokenizer
 mel_vq    omnitrain's MelVQ: k-means over log-mel frames, 40 ms a code
 image_vq  transformers' JanusVQVAE: an 8x8 image is 4x4 codes
 
-Seeds are fixed. Prints what the held-out split loses on its way through each of them: the judges' accuracy on decoded
-media beside the one on real media, and how evenly the codes are used.
+Seeds are fixed. The script prints how much the held-out split loses in each tokenizer: the accuracy of the judges on
+decoded and on real media, and how evenly the codes are used.
 """
 
 import argparse
@@ -52,14 +52,14 @@ STEPS = 1500
 BATCH = 64
 LEARNING_RATE = 2e-3
 SHARPNESS = 10.0  # of the softmax over directions
-NAMING = 0.1  # weight of naming beside painting
+NAMING = 0.1  # weight of the naming loss relative to the painting loss
 
 
 # ------------------------------------------------------------------------------------------------------------ text
 
 
 def make_text_tokenizer(parquet: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the texts of all messages. A digit is a token of its own wherever it stands."""
+    """Train byte-level BPE on the texts of all messages. A digit is always a separate token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -82,7 +82,7 @@ def make_text_tokenizer(parquet: Path) -> PreTrainedTokenizerFast:
 
 
 def texts_of(parquet: Path) -> list[str]:
-    """The texts of all messages, in order."""
+    """Return the texts of all messages, in order."""
     conversations = pq.read_table(parquet, columns=["messages"])["messages"].to_pylist()
     parts = [part for messages in conversations for message in messages for part in message["content"]]
     return [part["text"] for part in parts if part["text"] is not None]
@@ -92,7 +92,7 @@ def texts_of(parquet: Path) -> list[str]:
 
 
 def make_mel_vq(waveforms: Sequence[np.ndarray]) -> MelVQ:
-    """A MelVQ whose codebook is the k-means of the clips' frames; clips are float32 [samples]."""
+    """Return a MelVQ whose codebook is the k-means of the clips' frames; clips are float32 [samples]."""
     model = MelVQ(MelVQConfig())
     frames = torch.cat([model.log_mel(torch.from_numpy(waveform)) for waveform in waveforms])
     vectors = frames.view(-1, model.codebook.size(1)).numpy()
@@ -102,7 +102,7 @@ def make_mel_vq(waveforms: Sequence[np.ndarray]) -> MelVQ:
 
 
 def speech_report(model: MelVQ, judge: SpeechJudge, waveforms: Sequence[np.ndarray], labels: Sequence[str]) -> str:
-    """The judge's accuracy before and after, and the use of the codes."""
+    """Report the accuracy of the judge before and after, and the use of the codes."""
     codes = [model.encode(model.log_mel(torch.from_numpy(waveform))) for waveform in waveforms]
     decoded = [model.decode(clip).numpy() for clip in codes]
     return (
@@ -116,11 +116,11 @@ def speech_report(model: MelVQ, judge: SpeechJudge, waveforms: Sequence[np.ndarr
 
 
 def make_image_vq(images: Sequence[Image.Image]) -> JanusVQVAE:
-    """A JanusVQVAE whose code at a place says what the 2x2 pixels there look like.
+    """Return a JanusVQVAE in which each code describes the 2x2 pixels at its position.
 
-    Its encoder sees the whole image, and codes trained for reconstruction alone come to depend on all of it; a small
-    language model then takes very long to learn which belong together. So the codes are taught: the encoder learns to
-    name the k-means cluster of the pixels under each code, the decoder to paint images from the names.
+    The encoder sees the whole image, so codes trained only for reconstruction depend on all of it, and a small language
+    model needs very long to learn how they relate. So the codes are supervised: the encoder learns to predict the
+    k-means cluster of the pixels under each code, and the decoder learns to paint images from the clusters.
     """
     torch.manual_seed(SEED)
     model = JanusVQVAE(IMAGE_CONFIG).train()
@@ -159,7 +159,7 @@ def image_loss(model: JanusVQVAE, pixels: torch.Tensor, clusters: torch.Tensor) 
 
 
 def unit_vectors(model: JanusVQVAE) -> torch.Tensor:
-    """The codebook as directions [num_codes, embed_dim]."""
+    """Return the codebook as directions [num_codes, embed_dim]."""
     return F.normalize(model.quantize.embedding.weight, dim=1)
 
 
@@ -172,27 +172,27 @@ def patches(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def shifted(pixels: torch.Tensor) -> torch.Tensor:
-    """Half of the batches [batch, channels, height, width] move by up to one pixel each way, over black."""
+    """Shift half of the batches [batch, channels, height, width] by up to one pixel each way, padded with black."""
     down, right = torch.randint(3, (2,)).tolist() if torch.rand(()) < 0.5 else (1, 1)
     height, width = pixels.shape[2:]
     return F.pad(pixels, (1, 1, 1, 1), value=-1.0)[:, :, down : down + height, right : right + width]
 
 
 def pixels_of(images: Sequence[Image.Image]) -> torch.Tensor:
-    """float32 [num_images, 3, height, width] in [-1, 1]."""
+    """Convert images to float32 [num_images, 3, height, width] in [-1, 1]."""
     arrays = np.stack([np.asarray(image.convert("RGB"), np.float32) for image in images])
     return torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous() / 127.5 - 1
 
 
 def images_from(pixels: torch.Tensor) -> list[Image.Image]:
-    """The inverse of `pixels_of`; values beyond [-1, 1] are clamped."""
+    """Invert `pixels_of`; values beyond [-1, 1] are clamped."""
     values = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return [Image.fromarray(image.numpy()) for image in values.permute(0, 2, 3, 1)]
 
 
 @torch.no_grad()
 def image_report(model: JanusVQVAE, judge: ImageJudge, images: Sequence[Image.Image], labels: Sequence[str]) -> str:
-    """The judge's accuracy before and after, the error, and the use of the codes."""
+    """Report the accuracy of the judge before and after, the error, and the use of the codes."""
     pixels = pixels_of(images)
     codes = model.encode(pixels).image_tokens.view(len(pixels), -1)
     decoded = images_from(model.decode(codes))
@@ -208,24 +208,24 @@ def image_report(model: JanusVQVAE, judge: ImageJudge, images: Sequence[Image.Im
 
 
 def accuracy(predictions: Sequence[str], labels: Sequence[str]) -> str:
-    """The share of right predictions, as "98.5%"."""
+    """Return the share of correct predictions, as "98.5%"."""
     return f"{np.mean([prediction == label for prediction, label in zip(predictions, labels, strict=True)]):.1%}"
 
 
 def use_of_codes(codes: torch.Tensor, num_codes: int) -> str:
-    """How many of `num_codes` occur in `codes` [n], and exp(entropy) of their shares."""
+    """Report how many of `num_codes` occur in `codes` [n], and exp(entropy) of their shares."""
     shares = torch.bincount(codes, minlength=num_codes) / len(codes)
     perplexity = torch.special.entr(shares).sum().exp().item()
     return f"{int((shares > 0).sum())} of {num_codes} codes used, perplexity {perplexity:.0f}"
 
 
 def size_of(folder: Path) -> str:
-    """The bytes of all files in `folder`, as "1.2 kB"."""
+    """Return the size of all files in `folder`, as "1.2 kB"."""
     return f"{sum(file.stat().st_size for file in folder.iterdir()) / 1e3:.1f} kB"
 
 
 def main() -> None:
-    """Makes, saves and measures the three tokenizers, the saved ones as they load."""
+    """Make and save the three tokenizers, then load and measure them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=HERE / "tokenizers", help="where the three folders go")
     folder = parser.parse_args().folder

@@ -1,4 +1,4 @@
-"""The quickstart's scorer: text by comparison, media by judges that were trained on the real training split."""
+"""The quickstart's scorer: compares text, and judges media with classifiers trained on real training media."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SPEECH_TASKS = ("text_to_speech", "image_to_speech")
 
 
 def score(answers: Sequence[Answered]) -> dict[str, float]:
-    """Share of right answers per task, and the judges' own accuracy on real held-out media.
+    """Return the share of correct answers per task, and the accuracy of the judges on real held-out media.
 
-    An answer without the medium it should hold is wrong.
+    An answer without the expected image or clip counts as wrong.
     """
     image_judge, speech_judge = load_judges(HERE / "data" / "train.parquet")
     scores = {task: _share([a.answer.text == label(a) for a in of(answers, task)]) for task in TEXT_TASKS}
@@ -39,20 +39,20 @@ def score(answers: Sequence[Answered]) -> dict[str, float]:
 
 
 def of(answers: Sequence[Answered], task: str) -> list[Answered]:
-    """The answers of one task."""
+    """Return the answers of one task."""
     return [answered for answered in answers if answered.row.source == task]
 
 
 def label(answered: Answered) -> str:
-    """The truth of a row."""
+    """Return the correct label of a row."""
     return answered.row.extra["label"]
 
 
 def _judged(judge: Any, answers: Sequence[Answered], kind: type) -> float:
-    made = [next((p for p in a.answer.parts if isinstance(p, kind) and not _is_silent(p)), None) for a in answers]
-    present = [i for i, part in enumerate(made) if part is not None]
-    heard = judge.predict([_plain(made[i]) for i in present]) if present else []
-    return _share([guess == label(answers[i]) for i, guess in zip(present, heard, strict=True)], of=len(answers))
+    media = [next((p for p in a.answer.parts if isinstance(p, kind) and not _is_silent(p)), None) for a in answers]
+    present = [i for i, part in enumerate(media) if part is not None]
+    guesses = judge.predict([_plain(media[i]) for i in present]) if present else []
+    return _share([guess == label(answers[i]) for i, guess in zip(present, guesses, strict=True)], of=len(answers))
 
 
 def _is_silent(part: Any) -> bool:

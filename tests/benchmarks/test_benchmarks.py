@@ -38,15 +38,16 @@ SIZES = {
         "--unlimited",
     ],
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
+    "two_commits": [str(BENCHMARKS.parent), "--rounds=1", "--names=padding", "--arguments=--steps=1 --samples=200"],
 }
-SLOW = {"long_context"}  # a profile of four ranks, several times
+FAST = {"step_plan", "step_overhead", "loss", "attention", "moe_dispatch"}  # CI runs most others, too
 
 
 def test_every_benchmark_is_tested():
     assert {path.stem for path in BENCHMARKS.glob("*.py")} - SHARED == set(SIZES)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SIZES])
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SIZES])
 def test_a_benchmark_prints_its_formula_and_writes_its_figures(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "result.json"
     monkeypatch.chdir(tmp_path)

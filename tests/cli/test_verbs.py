@@ -132,14 +132,14 @@ def test_check_of_nothing_says_that_there_is_neither_recipe_nor_model(shipped: P
     found = call("check", name)
     assert found.exit_code == 2
     assert f"no recipe `{name}`: looked for the file" in found.stderr
-    assert found.stderr.endswith("; nor is there the folder of a model\n")
+    assert found.stderr.endswith("; there is no model folder of that name either\n")
 
 
 def test_check_of_a_model_takes_no_overrides(shipped: Path) -> None:
     found = call("check", "recipes", "train.steps=3")
     assert (found.exit_code, found.stderr) == (
         2,
-        "omnitrain: recipes: overrides such as `train.steps=3` are for recipes, and this is a model\n",
+        "omnitrain: recipes: this is a model; overrides such as `train.steps=3` apply only to recipes\n",
     )
 
 

@@ -413,7 +413,7 @@ def test_a_recipe_names_processor_and_arguments(tmp_path: Path) -> None:
     data = Data(train=[source], processor_arguments={"images_kwargs": {"do_normalize": False}})
     processor = OmniProcessor(TemplateRenderer.from_recipe(data, str(tmp_path), native), {}, {})
     assert sample_of(processor, "i", "b").spans[0].item.features["pixel_values"].min() >= 0
-    with pytest.raises(ValueError, match=r"found 'U', but `processor` brings a chat template of its own; remove"):
+    with pytest.raises(ValueError, match=r"found 'U', but `processor` has its own chat template; remove"):
         Data(train=[source], processor=str(tmp_path), chat=ChatFormat(user="U", image="<image>"))
 
 

@@ -6,8 +6,9 @@ A family is run as one process, against plain transformers, and on two ranks, ag
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.verify.run import micro_batches, train
 from omnitrain.recipe.layout import parse_layout
 from tests.families import FAMILIES
-from tests.models.acceptance import beyond_neighbours, differences, step_errors
-from tests.models.plain import Pair, paired
+from tests.models.acceptance import differences, staying_in_fp64, step_errors
+from tests.models.plain import Pair, doubling, exact_step, paired
 from tests.models.shrunk import small_configs
 
 MOST_PARAMETERS = 30_000_000
@@ -99,25 +100,33 @@ def on_ranks(family: str, layout: str, pool: RankPool) -> Ranked | None:
     if both is None:
         return None
     samples = [probe.sample for probe in both.probes]
-    found = pool.run(step_on_rank, family, layout, samples, timeout_s=_SECONDS_ON_RANKS, world=2)[0]
+    run = partial(pool.run, step_on_rank, family, layout, samples, timeout_s=_SECONDS_ON_RANKS, world=2)
+    found = run()[0]
     if isinstance(found, str):
         return Ranked(found)
     wrong = step_errors(both, *found)
-    return Ranked("", beyond_neighbours(both, wrong) if wrong else wrong)
+    if wrong:
+        (_, in_fp64), (_, exact) = run(True)[0], exact_step(both)
+        wrong = staying_in_fp64(wrong, found[1], in_fp64, exact)
+    return Ranked("", wrong)
 
 
-def step_on_rank(family: str, layout: str, samples: list[Sample]) -> tuple[float, dict[str, Tensor]] | str:
-    """Loss and gradients of the foundation, whole; or why the layout is refused."""
+def step_on_rank(
+    family: str, layout: str, samples: list[Sample], in_fp64: bool = False
+) -> tuple[float, dict[str, Tensor]] | str:
+    """Loss and gradients of the foundation, whole; or why the layout is refused. ``in_fp64``: for the same weights."""
     plan = parse_layout(layout).plan()
     torch.manual_seed(0)
     model = build_omni_model(foundation=peaked_model(family)).train()
     try:
         state = init_state_of(plan)
         table = micro_batches(model, samples, state.dp_size, 1)
-        build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=False)
+        with doubling() if in_fp64 else nullcontext():
+            model = model.double() if in_fp64 else model
+            build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=False)
+            outcome = train(model, table, state.dp_rank)
     except UserError as refusal:
         return str(refusal)
-    outcome = train(model, table, state.dp_rank)
     return outcome.loss, {name.removeprefix("foundation."): value for name, value in outcome.gradients.items()}
 
 

@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.pack import Pack
@@ -115,17 +117,6 @@ def exact_step(pair: Pair) -> tuple[float, dict[str, Tensor]]:
         return plain_step(exact, range(len(exact.probes)))
 
 
-@torch.no_grad()
-def neighbour_of(pair: Pair) -> Pair:
-    """The same with each weight of the plain model at one of the two numbers beside it, by chance."""
-    plain = copy.deepcopy(pair.plain)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in plain.parameters():
-        up = torch.rand(parameter.shape, generator=generator) < 0.5
-        parameter.copy_(torch.nextafter(parameter, torch.where(up, torch.inf, -torch.inf).to(parameter.dtype)))
-    return replace(pair, plain=plain)
-
-
 def exact_logits(pair: Pair) -> dict[int, Tensor]:
     """Sample index -> :func:`plain_logits` in fp64, ``[T, vocabulary]``."""
     with _doubled(pair) as exact:
@@ -139,16 +130,23 @@ def _doubled(pair: Pair) -> Iterator[Pair]:
     for node in config_nodes(plain.config):
         node._experts_implementation_internal = "eager"
     probes = [replace(probe, arguments=_as_double(probe.arguments)) for probe in pair.probes]
-    torch.set_default_dtype(torch.float64)
-    try:
-        with _Doubling():
-            yield Pair(plain, pair.ours, probes)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with doubling():
+        yield Pair(plain, pair.ours, probes)
 
 
 def _as_double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+@contextmanager
+def doubling() -> Iterator[None]:
+    """While open, what is made without a dtype, or asked for as fp32, is fp64; in a backward, too."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Doubling(), _DoublingOps():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class _Doubling(TorchFunctionMode):
@@ -161,6 +159,27 @@ class _Doubling(TorchFunctionMode):
             func = torch.Tensor.double
         named = {name: _wider(value) for name, value in (kwargs or {}).items()}
         return func(*map(_wider, args), **named)
+
+
+class _DoublingOps(TorchDispatchMode):
+    """The same of ops, which a backward runs without their functions; grouped products run matrix by matrix."""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = {name: _wider(value) for name, value in (kwargs or {}).items()}
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is torch.float64:
+            return _products(*args, **named)
+        return func(*map(_wider, args), **named)
+
+
+def _products(left: Tensor, right: Tensor, offs: Tensor, **_: Any) -> Tensor:
+    """torch's grouped product has no fp64: rows ``[S, K]`` by ``[E, K, N]``, or sums over them by ``[S, N]``."""
+    ends = offs.tolist()
+    spans = [slice(start, stop) for start, stop in pairwise([0, *ends])]
+    if right.ndim == 3:
+        return torch.cat([left[span] @ matrix for span, matrix in zip(spans, right, strict=True)])
+    return torch.stack([left[:, span] @ right[span] for span in spans])
 
 
 def _wider(value: Any) -> Any:

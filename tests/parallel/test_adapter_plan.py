@@ -143,7 +143,7 @@ def test_frozen_components_take_no_adapters_from_the_default() -> None:
         default=ComponentPlan(lora=Lora(targets=["q_proj"])), components={"image_encoder": ComponentPlan(freeze=True)}
     )
     assert adapters_for(factories.any_to_any(), plan)[0].keys() == {"foundation", "audio_encoder"}
-    with pytest.raises(ValueError, match="adapters train, and freeze the rest of the component: remove one"):
+    with pytest.raises(ValueError, match="`lora` already freezes all but the adapters: remove one"):
         ComponentPlan(freeze=True, lora=LORA)
 
 

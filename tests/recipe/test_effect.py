@@ -62,7 +62,7 @@ STANDS: dict[str, Always | Idle] = {
     "Recipe.output_dir": Always("a run writes"),
     "Model.checkpoint": Always("it is the model"),
     "Model.tokenizer": idle(
-        "`data.processor` brings its own", "data.chat=null", "data.processor=ORG/NAME", "model.tokenizer=ORG/NAME"
+        "`data.processor` contains a tokenizer", "data.chat=null", "data.processor=ORG/NAME", "model.tokenizer=ORG/NAME"
     ),
     "Model.freeze": idle("did you mean 'foundation'", "model.freeze=[foundatoin]", base="text"),
     "HFSource.path": Always("it is the part"),
@@ -87,7 +87,7 @@ STANDS: dict[str, Always | Idle] = {
     "Ops.experts": idle("the model has none", "model.ops.experts=torch", base="gpt2"),
     "Ops.cross_entropy": idle("makes its loss from logits", "model.ops.cross_entropy=torch", base="gpt2"),
     "Data.processor": idle(
-        "`model.checkpoint` brings its HF processor",
+        "`model.checkpoint` contains its HF processor",
         "data.chat=null",
         "model={checkpoint: runs/old}",
         "data.processor=ORG/NAME",
@@ -111,7 +111,7 @@ STANDS: dict[str, Always | Idle] = {
     },
     **{
         f"ChatFormat.{field}": idle(
-            "`processor` brings a chat template", f"data.chat={{{field}: x}}", "data.processor=ORG/NAME"
+            "`processor` has its own chat template", f"data.chat={{{field}: x}}", "data.processor=ORG/NAME"
         )
         for field in ("system", "user", "assistant", "end", "separator")
     },
@@ -132,7 +132,7 @@ STANDS: dict[str, Always | Idle] = {
     "Train.seed": SIZE,
     "Train.device": DEVICE,
     "Train.precision": idle(
-        "says it for all components", "parallel.default.precision.compute=float32", "train.precision=bf16"
+        "sets it for all components", "parallel.default.precision.compute=float32", "train.precision=bf16"
     ),
     "Train.cpu_threads": DEVICE,
     "Train.loss_weights": idle("unknown name; did you mean `text`", "train.loss_weights={txt: 2}"),
@@ -152,21 +152,21 @@ STANDS: dict[str, Always | Idle] = {
     "Optimizer.warmup_steps": PERIOD,
     "Optimizer.schedule": Always("rates follow it"),
     "Optimizer.final_ratio": idle(
-        "`schedule: constant` never falls", "train.optimizer.schedule=constant", "train.optimizer.final_ratio=0.5"
+        "`schedule: constant` never decays", "train.optimizer.schedule=constant", "train.optimizer.final_ratio=0.5"
     ),
     "Optimizer.weight_decay": SIZE,
     "Optimizer.betas": SIZE,
     "Optimizer.eps": SIZE,
     "Optimizer.max_grad_norm": SIZE,
     "ExpertsBalance.loss": idle("has no experts", "train.experts.loss=sample", base="text"),
-    "ExpertsBalance.weight": idle("has nothing to weigh", "train.experts.weight=0.1"),
+    "ExpertsBalance.weight": idle("adds no loss", "train.experts.weight=0.1"),
     "ExpertsBalance.z_weight": idle("has no experts", "train.experts.z_weight=0.1", base="text"),
     "ExpertsBalance.bias_rate": idle("has no experts", "train.experts.bias_rate=0.1", base="text"),
     "ExpertsBalance.record": idle("has no experts", "train.experts.record=routes", base="text"),
     "ExpertsBalance.replay": idle("has no experts", "train.experts.replay=routes", base="text"),
     "Track.to": Always("programs are told"),
-    "Track.project": idle("neither wandb nor trackio", "train.track.to=[tensorboard]", "train.track.project=mine"),
-    "Track.name": idle("neither wandb nor trackio", "train.track.name=mine"),
+    "Track.project": idle("only wandb and trackio use it", "train.track.to=[tensorboard]", "train.track.project=mine"),
+    "Track.name": idle("only wandb and trackio use it", "train.track.name=mine"),
     "Trace.steps": idle("has no experts", "train.trace.steps=[1]", base="text"),
     "Compile.enabled": idle("torch compiles nothing", "parallel.default.recompute=full", "train.compile.enabled=true"),
     "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
@@ -176,7 +176,7 @@ STANDS: dict[str, Always | Idle] = {
     "ParallelPlan.ep_plan": idle(
         "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
     ),
-    "ComponentPlan.dp_replicate": plan("dp_replicate=2", "has one copy", "image_encoder", "mode=fsdp2"),
+    "ComponentPlan.dp_replicate": plan("dp_replicate=2", "keeps one copy", "image_encoder", "mode=fsdp2"),
     "ComponentPlan.dp_shard": plan("dp_shard=2", "shards nothing", "image_encoder", "mode=replicate"),
     "ComponentPlan.tp": plan("tp=2", "found 2, but the foundation has 1"),
     "ComponentPlan.sequence_parallel": plan(
@@ -203,7 +203,7 @@ STANDS: dict[str, Always | Idle] = {
         "parameter_offload=true", "only shards can be offloaded", "foundation", "mode=replicate"
     ),
     "ComponentPlan.optimizer_offload": plan(
-        "optimizer_offload=true", "leaves no optimizer state", "image_encoder", "freeze=true"
+        "optimizer_offload=true", "a frozen component has no optimizer state", "image_encoder", "freeze=true"
     ),
     "ComponentPlan.freeze": idle(
         "frozen elsewhere", "model.freeze=[foundation]", "parallel.components.foundation.freeze=false", base="text"
@@ -229,8 +229,8 @@ STANDS: dict[str, Always | Idle] = {
     "Evaluation.scorer": Always("it scores"),
     "Evaluation.saved_samples": SIZE,
     "Sampling.temperature": SIZE,
-    "Sampling.top_k": idle("`temperature: 0` takes the likeliest", "evaluation.sampling={text: {top_k: 4}}"),
-    "Sampling.top_p": idle("`temperature: 0` takes the likeliest", "evaluation.sampling={text: {top_p: 0.5}}"),
+    "Sampling.top_k": idle("`temperature: 0` takes the most likely token", "evaluation.sampling={text: {top_k: 4}}"),
+    "Sampling.top_p": idle("`temperature: 0` takes the most likely token", "evaluation.sampling={text: {top_p: 0.5}}"),
 }
 
 

@@ -23,7 +23,7 @@ def test_arguments_of_the_named_class_only(recipe_file: Path) -> None:
 
 def test_class_that_transformers_does_not_have(recipe_file: Path) -> None:
     assert refusal(recipe_file, "{image_processor_type: SiglipImageProcesor}") == [
-        "image_processor_type: found 'SiglipImageProcesor'; expected a class that this transformers has; change it"
+        "image_processor_type: found 'SiglipImageProcesor'; expected a class of the installed transformers; change it"
     ]
 
 

@@ -57,9 +57,9 @@ def test_missing_key_is_named_with_what_it_means(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text("data: {train: [{weight: 1}]}")
     assert refusal(file)[1:] == [
-        "  model: missing; expected: The omni model; add `model`",
-        "  data.train.0.path: missing; expected: Parquet or JSON Lines (`.jsonl`) file, glob of such files, folder of "
-        "them, or a Hub data set id; add `path`",
+        "  model: required, but missing; add `model`: The omni model",
+        "  data.train.0.path: required, but missing; add `path`: Parquet or JSON Lines (`.jsonl`) file, glob of such "
+        "files, folder of them, or a Hub data set id",
     ]
 
 
@@ -87,7 +87,7 @@ def test_missing_file_says_what_was_looked_for_where(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert refusal("recipes/quickstrat.yaml") == [
         f"no recipe `recipes/quickstrat.yaml`: looked for the file {tmp_path}/recipes/quickstrat.yaml and for a "
-        f"shipped recipe of that name in {tmp_path}/recipes; did you mean `quickstart`?"
+        f"shipped recipe with that name in {tmp_path}/recipes; did you mean `quickstart`?"
     ]
 
 
@@ -106,12 +106,12 @@ def test_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None:
     [
         (
             "model.foundation.path=x",
-            "  model.foundation: give exactly one of `path` (pretrained weights) and `config` (a fresh model), "
+            "  model.foundation: give exactly one of `path` (pretrained weights) and `config` (random weights), "
             "found both",
         ),
         (
             "model.checkpoint=x",
-            "  model: `checkpoint` already holds the whole model; "
+            "  model: `checkpoint` already contains the whole model; "
             "remove ['foundation', 'tokenizer', 'encoders', 'decoders']",
         ),
         (

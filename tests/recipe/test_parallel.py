@@ -7,6 +7,7 @@ from torch.distributed.tensor import Shard
 import omnitrain as ot
 from omnitrain.errors import RecipeError
 from omnitrain.recipe import Recipe, save_recipe
+from omnitrain.recipe.parallel import raise_problems
 
 NAMES = {
     "foundation": ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.self_attn.q_proj"],
@@ -104,16 +105,16 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
         ep_plan={"mlp.experts.*": 0},
     )
     with pytest.raises(RecipeError) as refusal:
-        plan.check(NAMES, frozen={"image_encoder"}, degrees={"tp": 1, "ulysses": 4, "dp_shard": 4})
+        raise_problems(plan.problems(NAMES, frozen={"image_encoder"}, degrees={"tp": 1, "ulysses": 4, "dp_shard": 4}))
     lines = [line.strip() for line in str(refusal.value).splitlines()]
     assert lines == [
         "parallel plan: 6 problems",
         "components.imgae_encoder: unknown component; did you mean `image_encoder`?",
-        "components.image_encoder.optimizer_offload: found true, but what is frozen has no optimizer state",
+        "components.image_encoder.optimizer_offload: found true, but a frozen component has no optimizer state",
         "components.foundation.place: the foundation encodes no media; set it on an encoder, or remove it",
-        "default.tp: found 2, but the parallel state has 1; init_parallel_state(tp_size=2) sets it, or remove it here",
-        "components.foundation.ulysses: found 2, but the parallel state has 4; init_parallel_state(ulysses_size=2) "
-        "sets it, or remove it here",
+        "default.tp: found 2, but the parallel state has 1; call init_parallel_state(tp_size=2), or remove it here",
+        "components.foundation.ulysses: found 2, but the parallel state has 4; call "
+        "init_parallel_state(ulysses_size=2), or remove it here",
         "tp_plan: `layers.*.self_attn.q_porj` matches no name; did you mean `layers.*.self_attn.q_proj`?",
     ]
 
@@ -123,4 +124,4 @@ def test_a_plan_that_fits_passes_and_towers_may_have_degrees_of_their_own() -> N
         components={"foundation": ot.ComponentPlan(tp=2), "image_encoder": ot.ComponentPlan(tp=1, place="world")},
         ep_plan={"layers.*.mlp.experts.*": Shard(0)},
     )
-    plan.check(NAMES, degrees={"tp": 2})
+    assert plan.problems(NAMES, degrees={"tp": 2}) == []

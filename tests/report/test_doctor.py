@@ -46,4 +46,4 @@ def test_torch_with_slow_conv3d_is_flagged(version: str, num_findings: int) -> N
 def test_torch_that_does_not_import_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert [finding.ok for finding in doctor._devices()] == [True, False]
-    assert "1 to look at" in doctor.render(doctor._devices())
+    assert "problems: 1, marked !!" in doctor.render(doctor._devices())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.recipe import ExpertsBalance, Ops, Optimizer
+from omnitrain.recipe import ExpertsBalance, Ops, Optimizer, Recipe
 from omnitrain.train.build_from_recipe import use_ops
 from omnitrain.train.metrics.meter import LossMeter
+from omnitrain.train.trainer import Trainer
 from tests.parallel import factories
-from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_samples
+from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_recipe, tiny_samples
 from tests.waits import DEVICE, Device
 
 ON_CPU_ALONE = "omnitrain.ops.cpu.short_attention"
@@ -64,25 +66,39 @@ def device_after_a_step(model: OmniModel, samples: list[Sample], monkeypatch: py
         accumulate_gradients(model, batch, on_output=meter.add, routers=routers)
         clip_gradients(model.parameters(), 1.0)
         optimizer.step()
-    for places in (device.waits, device.mixes):
-        places -= {place for place in places if place.startswith(ON_CPU_ALONE)}
+    device.mixes -= {mix for mix in device.mixes if mix.startswith(ON_CPU_ALONE)}
     return device
+
+
+def waits_of(device: Device) -> dict[str, int]:
+    """Without those of code that never runs on a GPU."""
+    return {place: times for place, times in device.waits.items() if not place.startswith(ON_CPU_ALONE)}
 
 
 @pytest.mark.parametrize("case", [text, any_to_any, experts])
 def test_a_step_waits_for_nothing(
     case: Callable[[], tuple[OmniModel, list[Sample]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert device_after_a_step(*case(), monkeypatch).waits == set()
+    assert waits_of(device_after_a_step(*case(), monkeypatch)) == {}
 
 
 def test_with_a_tower_of_its_own_a_model_waits_only_where_its_own_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = device_after_a_step(*vision_language(), monkeypatch).waits
+    waits = waits_of(device_after_a_step(*vision_language(), monkeypatch))
     assert {place for place in waits if place.startswith("omnitrain.")} == {
         "omnitrain.ops.attention.entry _read",  # of the tower's borders, which its code makes on the device
         "omnitrain.parallel.step.accumulate accumulate_gradients",  # backward of the model's own indexing with masks
     }
     assert not any("masking_utils" in place for place in waits)
+
+
+def test_the_host_waits_once_in_a_step_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(Recipe.load(str(tiny_recipe(tmp_path))))
+    batch = next(iter(trainer.loader))
+    monkeypatch.setattr(OmniModel, "device", DEVICE)
+    device = Device(chain(trainer.model.parameters(), trainer.model.buffers()))
+    with device.watched():
+        trainer.train_step(batch)
+    assert waits_of(device) == {"omnitrain.train.trainer train_step": 1}
 
 
 @pytest.mark.parametrize("case", [text, any_to_any, experts, vision_language])
@@ -114,10 +130,10 @@ def test_a_wait_is_seen(waits: Callable[[Tensor], object]) -> None:
         x * 2 + x.index_select(0, torch.tensor([0, 1]))
         torch.ones(2).tolist()
         torch.ones(2).to(DEVICE, non_blocking=True)
-    assert device.waits == set()
+    assert device.waits == {}
     with device.watched():
         waits(x)
-    assert device.waits == {"elsewhere"}
+    assert device.waits.keys() == {"elsewhere"}
 
 
 @pytest.mark.parametrize(

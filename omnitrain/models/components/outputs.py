@@ -1,12 +1,26 @@
-"""What models return."""
+"""The results of a model's forward, and of its steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from omnitrain.ops.loss.cross_entropy import LossTerm
+
+
+class FoundationOutput(NamedTuple):
+    """Output of the foundation over one pack.
+
+    Attributes:
+        text: the language model's loss.
+        hidden: ``[1, T, hidden]``, the last hidden states, with gradient; None for a model that does not call its head
+            as a module. Of a pack that several ranks share, each rank has its own tokens.
+    """
+
+    text: LossTerm
+    hidden: torch.Tensor | None
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ sample does not reach gets a gradient of zeros: all ranks then reduce the same g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from omnitrain.data.pack import Pack
@@ -91,6 +92,10 @@ class ForwardReader:
                 "and ranks share its sequence; set ulysses and cp to 1, or leave such samples out"
             )
 
+    def reaches_alone(self, name: str) -> bool:
+        """Whether only samples that nothing else reads reach a module or parameter of this name."""
+        return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))
+
     def with_zero_gradients(self, loss: Tensor) -> Tensor:
         """``loss``, with a gradient of zeros for every trainable parameter that only some samples reach."""
         live = [parameter for parameter in self.parameters if parameter.requires_grad]
@@ -129,9 +134,20 @@ class _ZeroGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *others: Tensor) -> Tensor:
-        ctx.shapes = [(other.shape, other.dtype) for other in others]
+        ctx.zeros = [_zeros_for(other) for other in others]
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(gradient.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.shapes)
+        return gradient, *(zeros(gradient) for zeros in ctx.zeros)
+
+
+def _zeros_for(other: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes zeros beside a tensor, cut over ranks as ``other`` is; it does not keep ``other``."""
+    shape, dtype = other.shape, other.dtype
+    if not isinstance(other, DTensor):
+        return lambda near: near.new_zeros(shape, dtype=dtype)
+    mesh, placements, stride, own = other.device_mesh, other.placements, other.stride(), other.to_local().shape
+    return lambda near: DTensor.from_local(
+        near.new_zeros(own, dtype=dtype), mesh, placements, run_check=False, shape=shape, stride=stride
+    )

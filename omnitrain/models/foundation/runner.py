@@ -20,6 +20,7 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.media_calls import Apart, MediaCall, media_calls
+from omnitrain.models.components.outputs import FoundationOutput
 from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
 from omnitrain.models.discovery.text_run import StopRunError, first_block
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
@@ -167,13 +168,10 @@ class FoundationRunner:
             by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
 
-    def text_loss(
-        self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None
-    ) -> tuple[LossTerm, Tensor | None]:
-        """The language-model loss of a pack and the last hidden states ``[1, T, hidden]``.
+    def text_loss(self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None) -> FoundationOutput:
+        """The language-model loss of a pack and the last hidden states.
 
-        Hidden states are None for a model that does not call its head as a module. After :meth:`skip_unread_rows`,
-        those of rows that no head of this pack reads are not the model's.
+        After :meth:`skip_unread_rows`, the hidden states of tokens that no head of this pack reads are not the model's.
 
         Args:
             pack: the micro-batch.
@@ -195,7 +193,7 @@ class FoundationRunner:
         read = to_device(local_positions(part, pack.read_rows)[1], own.input_ids.device)
         with reading(None if pack.forward_inputs else ReadRows(read, own.num_tokens)):
             term, hidden = run(own, media or EncodedMedia(), row)
-        return replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden
+        return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
     def _loss_in_head(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor]:
         """Logits of the supervised rows only, chunk by chunk."""

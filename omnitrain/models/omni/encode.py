@@ -1,8 +1,8 @@
-"""The media of a micro-batch as rows: what this rank encodes, what it does so that all ranks do alike, what it gets.
+"""The media of a micro-batch: this rank's calls of the encoders, and the exchange of features between ranks.
 
 A sharded module gathers its weights when it is called and scatters gradients in its backward. A rank that called it
-less often than the others would leave them waiting: it makes the missing calls with the component's smallest input, and
-their results enter its loss with a factor of zero.
+less often than the others would leave them waiting. So it makes the missing calls with the component's smallest input,
+and their results enter its loss with a factor of zero.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ Exchange = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class MicroBatchWork:
-    """What a rank does in a micro-batch beside running the foundation over its own pack. Empty: a rank alone.
+    """This rank's work in one micro-batch: media calls, exchanges, its slice of the sequence. Empty in one process.
 
     Names are those of :attr:`Pack.inputs` and :attr:`Pack.targets`.
 
     Attributes:
-        calls: name -> how often every rank calls it; absent: as often as this rank needs.
+        calls: name -> number of calls on every rank. Without an entry, a rank makes the calls that its pack needs.
         heads: decoders whose head every rank calls, with targets or without.
-        media_calls: name -> calls that this rank makes; absent: the items of its own pack.
-        exchanges: component -> moves the rows that this rank made to the ranks that need them, and returns those that
-            its own pack needs, name by name in the order of their items; absent: a rank encodes for itself.
-        part: the tokens of the pack that this rank runs the foundation over; None: all of them.
-        cut: components whose exchange returns only the rows for these tokens.
-        together: component -> makes the context in which all ranks that share the pack make its calls together.
+        media_calls: name -> the calls of this rank. Without an entry, it encodes the items of its own pack.
+        exchanges: component -> sends the features that this rank encoded to the ranks that need them, and returns
+            those that its own pack needs, name by name in the order of their items. Without an entry, every rank
+            encodes for itself.
+        part: the tokens of the pack over which this rank runs the foundation; None: all of them.
+        cut: components whose exchange returns only the features for these tokens.
+        together: component -> a context in which all ranks that share the pack make its calls together.
     """
 
     calls: Mapping[str, int] = field(default_factory=dict)
@@ -54,27 +55,31 @@ class MicroBatchWork:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """What :func:`encode` made of a pack.
+class EncodedPack:
+    """A micro-batch whose media are encoded: all that the foundation and the heads need.
 
     Attributes:
-        media: rows for the foundation's input: for the tokens that are on this rank.
+        pack: the samples, long enough for all ranks that share them.
+        work: of this rank.
+        media: features for the foundation's input, for the tokens that are on this rank.
         labels: decoder name -> ``[n]`` int64, of the whole pack.
-        idle: results of calls without data, and tensors without rows.
+        idle: results of calls without data, and tensors of length 0. They enter the loss with a factor of zero.
     """
 
+    pack: Pack
+    work: MicroBatchWork
     media: EncodedMedia
     labels: dict[str, Tensor]
     idle: list[Tensor]
 
 
-def encode(model: Any, pack: Pack, work: MicroBatchWork) -> Encoded:
-    """All media of a pack as rows of the foundation's input.
+def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
+    """Encode all media of a pack, and make the exchanges and the calls without data of ``work``.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
         pack: the micro-batch.
-        work: of this rank.
+        work: of this rank in this micro-batch.
     """
     inserted: list[InsertedEmbeddings] = []
     native: dict[str, MediaFeatures] = {}
@@ -114,7 +119,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> Encoded:
                 native[name] = rows
             else:
                 inserted.append(InsertedEmbeddings(where[name], rows))
-    return Encoded(EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
+    return EncodedPack(pack, work, EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
 
 
 def num_calls(model: Any, pack: Pack) -> dict[str, int]:

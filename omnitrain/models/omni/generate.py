@@ -25,7 +25,6 @@ from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings
-from omnitrain.models.omni.encode import encode
 from omnitrain.models.omni.lockstep import idle_prompt, in_step
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.peers import SINGLE_PROCESS, Peers
@@ -241,7 +240,7 @@ class _Foundation:
         native: list[dict[str, MediaFeatures]] = []
         first = 0  # prompt of the pack
         for number, (pack, work) in enumerate(in_step(self.model, packs, peers)):
-            media = encode(self.model, pack.to(self.model.device), work).media
+            media = self.model.encode_media(pack.to(self.model.device), work).media
             if number < len(packs):
                 native.append(media.native)
                 lengths = torch.tensor(pack.info.lengths)

@@ -17,7 +17,7 @@ from omnitrain.data.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters, remove_adapters, save_adapters, split_weights
 from omnitrain.models.components.model import ComponentModel
-from omnitrain.models.components.outputs import OmniOutput
+from omnitrain.models.components.outputs import FoundationOutput, OmniOutput
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.decoders.tokens import TokenDecoder
@@ -28,7 +28,7 @@ from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
 from omnitrain.models.hf.config_copies import take_own_configs
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
-from omnitrain.models.omni.encode import MicroBatchWork, encode, idle_head, tied
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, tied
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.save import save_whole
@@ -220,39 +220,70 @@ class OmniModel(ComponentModel):
         return self
 
     def forward(self, pack: Pack, work: MicroBatchWork | None = None) -> OmniOutput:
-        """Losses of one packed micro-batch.
+        """Losses of one packed micro-batch: encode the media, run the foundation, run the heads.
 
         Args:
             pack: samples end to end; see :class:`Pack` for shapes.
-            work: what this rank does beside what the pack needs, so that all ranks call every component equally often;
-                None: nothing.
+            work: of this rank in this micro-batch, so that all ranks call every component equally often; None: this
+                rank does what the pack needs.
 
         Returns:
             One :class:`LossTerm` per head with a target in the pack (``text`` always).
+
+        Raises:
+            UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads.
+        """
+        encoded = self.encode_media(pack, work)
+        return self.run_heads(encoded, self.run_foundation(encoded))
+
+    def encode_media(self, pack: Pack, work: MicroBatchWork | None = None) -> EncodedPack:
+        """First step of :meth:`forward`: encode the media, and exchange features with other ranks.
+
+        FSDP gathers parameters for a whole ``forward``. Of a sharded model, call the three steps inside one.
+
+        Args:
+            pack: as of :meth:`forward`.
+            work: as of :meth:`forward`.
         """
         work = work or MicroBatchWork()
-        pack, part = self._filled_up(pack, work.part), work.part
-        encoded = encode(self, pack, work)
-        labels, idle = encoded.labels, encoded.idle
-        text, hidden = self.runner.text_loss(pack, encoded.media, part)
+        return encode(self, self._filled_up(pack, work.part), work)
+
+    def run_foundation(self, encoded: EncodedPack) -> FoundationOutput:
+        """Second step of :meth:`forward`: run the foundation over text and media.
+
+        Args:
+            encoded: the result of :meth:`encode_media`.
+        """
+        return self.runner.text_loss(encoded.pack, encoded.media, encoded.work.part)
+
+    def run_heads(self, encoded: EncodedPack, output: FoundationOutput) -> OmniOutput:
+        """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states.
+
+        Args:
+            encoded: the result of :meth:`encode_media`.
+            output: the result of :meth:`run_foundation`.
+        """
+        pack, part, hidden = encoded.pack, encoded.work.part, output.hidden
+        idle = list(encoded.idle)
         losses, read = {}, {"text": pack.text_rows[local_positions(part, pack.text_rows)[0]]}
-        for name in sorted({*labels, *work.heads}):
+        for name in sorted({*encoded.labels, *encoded.work.heads}):
             if hidden is None:
-                hidden_by = type(self.foundation).__name__
-                raise UserError(f"{hidden_by} hides its last hidden states; no decoder can read them")
+                foundation = type(self.foundation).__name__
+                raise UserError(f"{foundation} hides its last hidden states; no decoder can read them")
             decoder = self.decoders[name]
-            before = pack.targets[name].positions - 1 if name in labels else pack.text_rows[:0]
-            index, rows = local_positions(part, before)
-            if len(rows):
-                states, own = hidden[0, to_device(rows, hidden.device)], labels[name][to_device(index, hidden.device)]
-                losses[name], read[name] = decoder.lm_head(states, own), before[index]
+            predicted_from = pack.targets[name].positions - 1 if name in encoded.labels else pack.text_rows[:0]
+            index, positions = local_positions(part, predicted_from)
+            if len(positions):
+                labels = encoded.labels[name][to_device(index, hidden.device)]
+                losses[name] = decoder.lm_head(hidden[0, to_device(positions, hidden.device)], labels)
+                read[name] = predicted_from[index]
             else:
                 idle.append(idle_head(decoder, hidden))
-        losses = {"text": replace(text, sum=tied(text.sum, idle))} | losses
+        losses = {"text": replace(output.text, sum=tied(output.text.sum, idle))} | losses
         return OmniOutput(losses, read, None if hidden is None else hidden.detach())
 
     def _filled_up(self, pack: Pack, part: RowPart | None) -> Pack:
-        """A row that is too short for the ranks that share it gets one more sample."""
+        """Add a sample to a pack that has fewer tokens than ranks that share it."""
         missing = 0 if part is None else part.num_tokens - pack.num_tokens
         if not missing:
             return pack

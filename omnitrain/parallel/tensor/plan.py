@@ -36,8 +36,9 @@ class TensorPlan:
 def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
     """Return the styles of a model on ``tp`` ranks.
 
-    Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers. A glob that matches a name
-    of the foundation applies only to the foundation; another glob to all components that it matches.
+    Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers, and for modules that the
+    foundation's forward uses only for some samples, because no plan can be tried on these. A glob that matches another
+    name of the foundation applies only to the foundation; another glob to all components that it matches.
 
     Args:
         model: not parallelized yet.
@@ -106,7 +107,7 @@ class _Planning:
         styles = {}
         for name in (*self._modules, *self._parameters):
             style = planned.get(any_layer(name))
-            if style is not None and self.component_of(name) == FOUNDATION:
+            if style is not None and self.component_of(name) == FOUNDATION and not self._is_untried(name):
                 styles[name] = style
         for name in [name for name in styles if self._is_vocabulary(name) and self._rest(name, styles[name])]:
             del styles[name]  # replicating an indivisible vocabulary is always correct
@@ -125,7 +126,7 @@ class _Planning:
         glob_of: dict[str, str] = {}
         for glob, style in plan.items():
             matched = [name for name in components if matches(glob, name)]
-            in_foundation = [name for name in matched if components[name] == FOUNDATION]
+            in_foundation = [name for name in matched if components[name] == FOUNDATION and not self._is_untried(name)]
             for name in in_foundation or matched:
                 other = glob_of.setdefault(name, glob)
                 if plan[other] != style:
@@ -172,6 +173,11 @@ class _Planning:
             yield f"tp_plan: {shown}: {style} is for embeddings, found {type(target).__name__}"
         elif target is None and (kind.of == "embedding" or kind.forward not in (None, *_OF_PARAMETERS)):
             yield f"tp_plan: {shown}: {style} is for modules, found a parameter"
+        elif (kind.cut or kind.forward) and self._is_untried(name):
+            yield (
+                f"tp_plan: {shown}: only samples that the foundation's own forward reads reach it, and on these no "
+                "plan can be tried; leave it out, so that it is whole on every rank"
+            )
         elif rest := self._rest(name, style):
             what = "rows" if isinstance(target, nn.Embedding) else f"{kind.cut}put features"
             yield self._indivisible(rest, what, name, rest)
@@ -184,6 +190,10 @@ class _Planning:
             if dim is not None and parameter.size(dim) % self._tp:
                 return parameter.size(dim)
         return 0
+
+    def _is_untried(self, name: str) -> bool:
+        """Whether no sample of the twin on which a plan is tried shows what becomes of a module that is cut."""
+        return self._model.runner.in_forward.reaches_alone(name.removeprefix(f"{FOUNDATION}."))
 
     def _is_vocabulary(self, name: str) -> bool:
         module = self._modules.get(name)

@@ -111,6 +111,19 @@ def test_calls_without_data_change_no_loss_and_build_no_processor_again(
 
 
 @torch.no_grad()
+def test_a_forward_is_encode_media_then_run_foundation_then_run_heads(model: OmniModel, samples: list[Sample]) -> None:
+    model.eval()
+    pack = Pack.from_samples(samples)
+    whole = model(pack)
+    encoded = model.encode_media(pack)
+    output = model.run_foundation(encoded)
+    heads = model.run_heads(encoded, output)
+    assert encoded.labels.keys() == pack.targets.keys() == whole.losses.keys() - {"text"}
+    assert torch.equal(output.hidden, whole.hidden)
+    assert {n: t.sum.item() for n, t in heads.losses.items()} == {n: t.sum.item() for n, t in whole.losses.items()}
+
+
+@torch.no_grad()
 def test_changing_one_sample_leaves_the_others_bitwise_unchanged(model: OmniModel, samples: list[Sample]) -> None:
     model.eval()
     for changed in range(len(samples)):

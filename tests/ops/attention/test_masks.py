@@ -252,7 +252,7 @@ def test_what_follows_from_borders_comes_to_the_device_without_a_wait(make: Call
     device = Device()
     with device.watched():
         make(MaskSpec((0, 8, 17), causal=True))
-    assert device.waits == set()
+    assert device.waits == {}
 
 
 class Keeps(torch.nn.Module):

@@ -129,9 +129,9 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
         (
             {"default": {"ep": 4}},
             2,
-            r"default.ep: found 4, but the parallel state has 2; init_parallel_state\(ep_size=4\)",
+            r"default.ep: found 4, but the parallel state has 2; call init_parallel_state\(ep_size=4\)",
         ),
-        ({"default": {"ep": 4}}, 1, r": 1 problem\n  default.ep: found 4, .* has 1; init_parallel_state\(ep_size=4\)"),
+        ({"default": {"ep": 4}}, 1, r": 1 problem\n  default.ep: found 4, .* has 1; call .*\(ep_size=4\)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"matches only some weights of {EXPERTS}; add .*down_proj"),
         (
@@ -262,7 +262,7 @@ def test_what_a_plan_and_the_call_say_differently_is_refused(
 def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
     model = any_to_any()
     model.image_encoder.requires_grad_(False)
-    with pytest.raises(UserError, match=r"image_encoder.optimizer_offload: found true, but what is frozen"):
+    with pytest.raises(UserError, match=r"image_encoder.optimizer_offload: found true, but a frozen component"):
         resolve(model, plan(optimizer_offload=True))
     assert not resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(optimizer_offload=True)))[
         "image_encoder"

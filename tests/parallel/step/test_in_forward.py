@@ -7,10 +7,14 @@ import torch
 
 from omnitrain.data.pack import Pack
 from omnitrain.data.sample import Sample
+from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.foundation.in_forward import ForwardReader
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.fsdp.units import find_units
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
 from tests.in_forward import omni, phi4_model, qwen2_audio_model, row
+from tests.parallel import factories
 from tests.parallel.laid_out import gradients, laid_out
 
 
@@ -45,6 +49,27 @@ def test_towers_are_gathered_with_the_foundation() -> None:
         "foundation.model.language_model.layers.1",
         "foundation",
     )
+
+
+def zeros_beside_cut_matrices(norms: str) -> dict[str, torch.Tensor]:
+    """Gradients of a cut model, in layers of which text reaches all; ``norms``: all but these, by what a check said."""
+    model = build_omni_model(foundation=factories.qwen3()).train()
+    if norms:
+        model.runner.in_forward = ForwardReader(model.foundation, ("image",), (norms,))
+    laid_out(model=model, state={"tp_size": 2})
+    before = Pack.from_samples([probe.sample for probe in probe_samples(model.foundation, model.runner.native)])
+    model(before).losses["text"].sum.backward()
+    return gradients(model)
+
+
+def test_zeros_for_a_matrix_that_ranks_share_are_cut_as_it_is(ranks: RankPool) -> None:
+    found, expected = (
+        ranks.run(zeros_beside_cut_matrices, norms, world=2, timeout_s=120)[0]
+        for norms in ("model.layers.*.self_attn.q_norm", "")
+    )
+    assert found.keys() == expected.keys() and all(found[name].any() for name in found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
 
 
 def in_half_precision(kind: str) -> tuple[float, bool]:

@@ -177,7 +177,7 @@ def test_nothing_goes_back_to_what_is_not_trained(ranks: RankPool) -> None:
     assert [(arrived, gradient) for _, arrived, gradient in results] == [([7.0, 7.0], [])] * 4
 
 
-def waits_of_an_exchange() -> set[str]:
+def waits_of_an_exchange() -> dict[str, int]:
     rank = dist.get_rank()
     exchange = Exchange(routes_of([(0, 0, 1, 2), (1, 1, 0, 3)]), is_differentiable=False)
     rows = torch.ones(2 + rank, 4)
@@ -188,7 +188,7 @@ def waits_of_an_exchange() -> set[str]:
 
 
 def test_rows_move_without_a_wait_for_the_device(ranks: RankPool) -> None:
-    assert ranks.run(waits_of_an_exchange, timeout_s=60, world=2) == [set(), set()]
+    assert ranks.run(waits_of_an_exchange, timeout_s=60, world=2) == [{}, {}]
 
 
 def exchange_in_pairs() -> list[float]:

@@ -11,6 +11,7 @@ import omnitrain as ot
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.tensor.plan import tensor_plan
 from omnitrain.parallel.tensor.styles import STYLES
+from tests.in_forward import qwen2_audio_model
 from tests.parallel import factories
 
 
@@ -58,6 +59,17 @@ def test_a_glob_that_fits_the_foundation_leaves_its_tower_alone(qwen3_vl: ot.Omn
         "language_model"
     }
     assert {name.split(".")[2] for name, style in styles.items() if style == "colwise_rep"} == {"visual"}
+
+
+def test_what_only_samples_reach_on_which_no_plan_can_be_tried_stays_whole() -> None:
+    model = build_omni_model(foundation=qwen2_audio_model())
+    model.foundation._tp_plan = {"model.audio_tower.layers.*.fc1": "colwise", **model.foundation.tp_plan}
+    assert {name.split(".")[2] for name in planned(model) if "layers" in name} == {"language_model"}
+    both = {"layers.*.self_attn.q_proj": "colwise_gather_output"}
+    assert {name.split(".")[2] for name in planned(model, tp_plan=both)} == {"language_model"}
+    assert "audio_tower.layers.*.fc1: only samples that the foundation's own forward reads reach it" in problems(
+        model, tp_plan={"audio_tower.layers.*.fc1": "colwise"}
+    )
 
 
 def test_a_weight_that_is_tied_to_a_cut_one_is_cut_with_it() -> None:
