@@ -1,4 +1,4 @@
-"""LoRA of a parallel plan: which adapters it asks for, and what it cannot be used with."""
+"""The LoRA adapters that a parallel plan asks for, and the settings that exclude them."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 def adapters_for(
     model: OmniModel, plan: ParallelPlan, present: Mapping[str, Adapters] | None = None
 ) -> tuple[dict[str, Adapters], list[str]]:
-    """Component -> adapters, and what is wrong with the plan, a line each that begins with its key.
+    """Return component -> planned adapters, and the plan's problems, one line each that begins with the plan's key.
 
-    The default plan's ``lora`` is for the components that have what it names. Those that a model has already are
-    taken for a plan that asks for the same ones.
+    The default plan's ``lora`` applies to the components that have its target modules. A model may have the planned
+    adapters already, if they are the same.
 
     Args:
-        model: with adapters or without.
-        plan: of its components.
-        present: component -> the adapters that it has, or gets with its weights; None: those that it has.
+        model: with or without adapters.
+        plan: the plans of its components.
+        present: component -> the adapters that it has, or that its checkpoint adds. None: those that it has.
     """
-    found, problems = {}, []
+    adapters, problems = {}, []
     present = adapters_of(model) if present is None else present
-    inheriting = [name for name in model.components if _is_default(plan, name)]
-    asked: dict[str, tuple[str, Lora]] = {
-        name: (f"components.{name}.lora", own.lora)
-        for name, own in plan.components.items()
-        if own.lora is not None and name in model.components
+    explicit: dict[str, tuple[str, Lora]] = {
+        name: (f"components.{name}.lora", component.lora)
+        for name, component in plan.components.items()
+        if component.lora is not None and name in model.components
     }
-    for name, (path, lora) in asked.items():
+    frozen = {name for name, component in plan.components.items() if component.freeze}
+    inheriting = [name for name in model.components if name not in explicit and name not in frozen]
+    for name, (path, lora) in explicit.items():
         if name in model.decoder_names:
-            problems.append(f"{path}: decoders take no adapters; remove it, or train {name} whole")
+            problems.append(f"{path}: decoders cannot have adapters; remove it to train all weights of {name}")
             continue
         try:
-            found[name] = find_adapters(model, name, lora)
+            adapters[name] = find_adapters(model, name, lora)
         except UserError as error:
             problems += [f"{path}.targets: {line}" for line in str(error).splitlines()]
     if plan.default.lora is not None and inheriting:
         try:
-            found |= find_in_all(model, inheriting, plan.default.lora)
+            adapters |= find_in_all(model, inheriting, plan.default.lora)
         except UserError as error:
             problems += [f"default.lora.targets: {line}" for line in str(error).splitlines()]
-    for name in found.keys() & present.keys():
-        if found[name] != present[name]:
+    for name in adapters.keys() & present.keys():
+        if adapters[name] != present[name]:
             problems.append(
-                f"{plan.path_of(name, 'lora')}.lora: {name} has other adapters already ({present[name].summary}, and "
-                f"the plan asks for {found[name].summary}); use the same, or a model without adapters"
+                f"{plan.path_of(name, 'lora')}.lora: {name} already has other adapters ({present[name].summary}) than "
+                f"the plan asks for ({adapters[name].summary}); use the same, or a model without adapters"
             )
-    return found, problems
+    return adapters, problems
 
 
 def lora_problems(
@@ -61,15 +62,10 @@ def lora_problems(
     layers: Mapping[str, Sequence[ExpertLayer]],
     plan: ParallelPlan,
 ) -> Iterator[str]:
-    """What ``adapters`` cannot be used with; ``layers``: of each component, those with experts."""
-    for name, own in adapters.items():
+    """Yield the settings that exclude ``adapters``; ``layers``: component -> its MoE layers."""
+    for name, of_component in adapters.items():
         path = plan.path_of(name, "lora")
-        for backend in sorted({layer.backend for layer in layers[name] if own.experts} - {AUTO, "torch"}):
-            yield f"{path}.lora: found with experts backend {backend}, which knows no adapters; use auto or torch"
+        for backend in sorted({layer.backend for layer in layers[name] if of_component.experts} - {AUTO, "torch"}):
+            yield f"{path}.lora: experts backend {backend} does not support adapters; use the backend auto or torch"
         if name == FOUNDATION and plan.of(FOUNDATION).async_ulysses:
-            yield f"{path}.lora: found with async_ulysses, which drives projections without adapters; use one of them"
-
-
-def _is_default(plan: ParallelPlan, component: str) -> bool:
-    own = plan.components.get(component)
-    return own is None or (own.lora is None and not own.freeze)
+            yield f"{path}.lora: async_ulysses does not support adapters; use only one of the two"

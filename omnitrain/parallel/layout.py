@@ -1,4 +1,4 @@
-"""What :func:`build_parallelize_model` did to a model: kept with it, shown at the start, asked during training."""
+"""The layout that :func:`build_parallelize_model` applied to a model: stored on it, printed at start-up."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _ATTRIBUTE = "_applied_layout"
 
 @dataclass(frozen=True, eq=False)
 class ComponentLayout:
-    """One component as it lies on the ranks.
+    """The layout of one component.
 
     Attributes:
-        name: of the component.
-        plan: its plan, every field set.
-        mesh: of its parameters.
-        units: names of the modules that gather and reduce together; the empty name is the root.
+        name: name of the component.
+        plan: its plan with every field set.
+        mesh: mesh of its parameters.
+        units: names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root.
         parameters: names of its parameters.
-        is_trained: it has parameters that get a gradient.
+        is_trained: whether some of its parameters get a gradient.
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
-        driven: its attention modules, where projections shall overlap all-to-alls.
-        tokens: whether tensor parallel ranks have some of its tokens between blocks, where they shall.
-        tower: its blocks, where ranks that share a sequence make its calls together.
+        driven: its attention modules with async Ulysses, if the plan asks for it.
+        tokens: whether sequence parallelism was applied, if the plan asks for it.
+        tower: its shared blocks, if the ranks of a sequence group make its calls together.
     """
 
     name: str
@@ -54,12 +54,12 @@ class ComponentLayout:
 
     @property
     def num_replicas(self) -> int:
-        """Copies of its parameters."""
+        """The number of copies of its parameters."""
         return self.plan.dp_replicate or 1
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one copy."""
+        """The number of ranks that share one copy."""
         return self.plan.dp_shard or 1
 
 
@@ -68,59 +68,57 @@ class ModelLayout:
     """The layout of a model.
 
     Attributes:
-        state: the foundation's factorisation of the ranks.
-        components: component -> how it lies on them.
+        state: the factorisation of the ranks that the foundation uses.
+        components: component -> its layout.
     """
 
     state: ParallelState
     components: Mapping[str, ComponentLayout]
 
     def table(self, model: OmniModel) -> LayoutTable:
-        """One row per component, to be printed."""
-        own = dict(model.named_parameters())
+        """Return a printable table with one row per component."""
+        parameters = dict(model.named_parameters())
         return LayoutTable(
-            _row(component, [own[name] for name in component.parameters]) for component in self.components.values()
+            _row(component, [parameters[name] for name in component.parameters])
+            for component in self.components.values()
         )
 
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
-        """Trained parameters whose optimizer state lives in host memory."""
-        own = dict(model.named_parameters())
+        """Return the trained parameters whose optimizer state lives in host memory."""
+        parameters = dict(model.named_parameters())
         names = [n for c in self.components.values() if c.plan.optimizer_offload for n in c.parameters]
-        return [own[name] for name in names if own[name].requires_grad]
+        return [parameters[name] for name in names if parameters[name].requires_grad]
 
 
 def layout_of(model: OmniModel) -> ModelLayout | None:
-    """What was applied to ``model``; None: nothing yet."""
+    """Return the layout applied to ``model``; None if it is not parallelized."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def remember_layout(model: OmniModel, layout: ModelLayout) -> None:
-    """Keep ``layout`` with the model it was applied to."""
+    """Store ``layout`` on the model."""
     setattr(model, _ATTRIBUTE, layout)
 
 
 def reduce_replicas(model: OmniModel, active_last: Mapping[str, bool]) -> None:
-    """Say which components add their gradients across replicas in the backward of this micro-batch.
+    """Set which components all-reduce their gradients across replicas in the backward of this micro-batch.
 
-    Within a copy, gradients are reduced in every micro-batch; across copies once per step is enough: in the last one
-    in which the component runs on any rank. A later one would not run its units at all, and their sums would be lost.
+    FSDP reduce-scatters within a replica in every micro-batch. One all-reduce across replicas per step is enough. It
+    happens in the last micro-batch in which the component runs on any rank: in a later one its units do not run, and
+    their gradient sums would be lost.
 
     Args:
         model: parallelized.
-        active_last: component -> whether this is that micro-batch. Components left out stay as they were.
+        active_last: component -> whether this is its last active micro-batch. Other components keep their setting.
     """
     layout = layout_of(model)
     assert layout is not None, "build_parallelize_model was not called"
     for name, is_last in active_last.items():
         for unit in layout.components[name].units:
-            # Bare parameters at the root may belong to other components: what it reduces varies between micro-batches.
-            _unit(model, unit).set_requires_all_reduce(is_last or unit == "", recurse=False)
-
-
-def _unit(model: OmniModel, name: str) -> FSDPModule:
-    module = model.get_submodule(name)
-    assert isinstance(module, FSDPModule)
-    return module
+            module = model.get_submodule(unit)
+            assert isinstance(module, FSDPModule)
+            # Root parameters belong to several components, so the root all-reduces in every micro-batch.
+            module.set_requires_all_reduce(is_last or unit == "", recurse=False)
 
 
 def _row(component: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRow:
@@ -132,7 +130,7 @@ def _row(component: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRo
         "parameters": plan.parameter_offload,
         "optimizer": plan.optimizer_offload,
     }
-    found = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+    stored = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
     ops = f" ({len(plan.saved_ops)} ops kept)" if plan.saved_ops is not None else ""
     ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
     return LayoutRow(
@@ -142,9 +140,9 @@ def _row(component: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRo
         units=len(component.units),
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        dtypes=f"{found} / {plan.precision.compute or found} / {plan.precision.reduce}",
+        dtypes=f"{stored} / {plan.precision.compute or stored} / {plan.precision.reduce}",
         recompute=f"{plan.recompute}{ops}",
-        offload=", ".join(what for what, is_there in offload.items() if is_there) or "none",
+        offload=", ".join(name for name, is_offloaded in offload.items() if is_offloaded) or "none",
         sequence=_sequence(component),
     )
 

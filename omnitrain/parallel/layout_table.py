@@ -1,4 +1,4 @@
-"""What was applied to each component of a model, to be printed."""
+"""The printed table of a model's layout, one row per component."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-_HEADS = (
+_COLUMNS = (
     "component",
     "mode",
     "mesh",
@@ -24,19 +24,18 @@ _TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / sums)"
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """A component in the table that start-up prints.
+    """One component in the table that is printed at start-up.
 
     Attributes:
-        name: of the component.
+        name: name of the component.
         mode: ``fsdp2``, ``hsdp`` or ``replicate``.
-        mesh: copies x ranks of each, those that share its matrices, and those that share its experts, where there are
-            some.
-        units: number of modules that gather and reduce together.
-        parameters: elements, of which ``trainable`` train.
-        trainable: elements.
-        dtypes: of parameters, computation and gradient sums.
-        recompute: what is computed again.
-        offload: what lives in host memory.
+        mesh: copies x shards, then the tensor parallel and expert parallel degrees above 1.
+        units: number of FSDP units.
+        parameters: number of elements of all parameters.
+        trainable: number of elements of trained parameters.
+        dtypes: dtypes of parameters, computation and gradient sums.
+        recompute: the recompute mode, with saved ops or recomputed parts.
+        offload: the tensors kept in host memory.
         sequence: how ranks share a sequence.
     """
 
@@ -53,12 +52,12 @@ class LayoutRow:
 
 
 class LayoutTable(tuple[LayoutRow, ...]):
-    """Rows, which ``print``, a notebook and rich's console show as a table."""
+    """Rows that ``print``, a notebook and rich's console show as a table."""
 
     __slots__ = ()
 
     def __rich__(self) -> Table:
-        table = Table(*_HEADS, title=_TITLE, title_justify="left")
+        table = Table(*_COLUMNS, title=_TITLE, title_justify="left")
         for row in self:
             trainable = f"{row.trainable:,}" if row.trainable else "frozen"
             sizes = (str(row.units), f"{row.parameters:,}", trainable)

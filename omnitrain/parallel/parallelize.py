@@ -1,4 +1,4 @@
-"""``build_parallelize_model``: the plan of every component, applied in one order."""
+"""``build_parallelize_model``: resolve the plan of every component, then apply each feature in a fixed order."""
 
 from __future__ import annotations
 
@@ -60,50 +60,56 @@ def build_parallelize_model(
     init_device: str | None = None,
     enable_fsdp_offload: bool = False,
 ) -> OmniModel:
-    """Lay a model out over the ranks, in place, each component as its plan says.
+    """Parallelize a model in place: apply to each component what its plan sets.
 
-    A field that a component's plan leaves unset comes from the default plan, then from the state, then from this call.
-    Set in two places and different, it is an error. Every rank must call this, with the same arguments.
+    If a component's plan leaves a field unset, the default plan sets it, then the parallel state, then the arguments
+    of this call. Two different explicit values are an error. Every rank must call this with the same arguments.
 
     Args:
-        model: an :class:`OmniModel`, or a HF model, which becomes the foundation of one.
-        weights_path: folder or Hub id of a checkpoint of ``model`` and of its LoRA adapters, all or error, which rank 0
-            reads; None: the model has its weights, on rank 0 at least. Ranks on which it is on the meta device get
-            theirs from rank 0, unit by unit.
-        parallel_state: None: that of :func:`init_parallel_state`.
-        parallel_plan: None: every component lies as the state says.
-        enable_full_shard: parameters are sharded again between forward and backward; False: kept, for less
-            communication and more memory.
-        enable_mixed_precision: compute in bf16, unless a plan says otherwise; False: no plan may say so; None: where a
-            plan says so.
-        enable_gradient_checkpointing: recompute all blocks in the backward, unless a plan says otherwise.
-        init_device: where weights are before they are sharded, ``cpu`` or ``cuda``; None: where they are. Sharding
-            moves them to the state's device, unit by unit.
-        enable_fsdp_offload: parameter shards live in host memory, unless a plan says otherwise.
+        model: an :class:`OmniModel`, or a HF model, which becomes the foundation of a new one.
+        weights_path: folder or Hub id of a complete checkpoint of ``model`` and its LoRA adapters. Only rank 0 reads
+            it. None: the model has its weights already, at least on rank 0. Ranks that hold the model on the meta
+            device receive the weights from rank 0, one FSDP unit at a time.
+        parallel_state: None: the state of the last :func:`init_parallel_state`.
+        parallel_plan: None: every component follows the parallel state.
+        enable_full_shard: reshard the parameters after the forward. False: keep them unsharded until the backward,
+            which needs less communication and more memory.
+        enable_mixed_precision: compute in bf16 unless a plan sets another dtype. False: a plan with another compute
+            dtype is an error. None: only the plans set the compute dtype.
+        enable_gradient_checkpointing: recompute all blocks in the backward, unless a plan sets ``recompute``.
+        init_device: move the weights to ``cpu`` or ``cuda`` before sharding. None: leave them. Sharding moves them to
+            the state's device, one FSDP unit at a time.
+        enable_fsdp_offload: keep parameter shards in host memory, unless a plan sets ``parameter_offload``.
 
     Returns:
-        The omni model: its forward and backward are those of one process on the samples of all ranks, gradients are
-        sums over them. :func:`layout_of` tells what was done.
+        The omni model. Its forward and backward compute the same as one process with the samples of all ranks, and
+        gradients are sums over the ranks. :func:`layout_of` returns the applied layout.
 
     Raises:
-        UserError: the plan, the state, the flags and the model contradict one another; all contradictions are listed,
-            and the model is as it was.
-        WeightsError: the checkpoint does not fit; nothing is loaded.
+        UserError: the plan, the state, the arguments and the model contradict each other. The message lists all
+            contradictions, and the model is unchanged.
+        WeightsError: the checkpoint does not match the model; no weight is loaded.
     """
-    _require_kinds(
-        model=(model, PreTrainedModel, "an OmniModel or a model of transformers"),
+    _require_types(
+        model=(model, PreTrainedModel, "an OmniModel or a transformers model"),
         weights_path=(weights_path, str | Path | None, "a folder or a Hub id"),
-        parallel_state=(parallel_state, ParallelState | None, "what init_parallel_state returns"),
+        parallel_state=(parallel_state, ParallelState | None, "the state that init_parallel_state returns"),
         parallel_plan=(parallel_plan, ParallelPlan | None, "a ParallelPlan"),
         enable_full_shard=(enable_full_shard, bool, "True or False"),
-        enable_mixed_precision=(enable_mixed_precision, bool | None, "True (bf16), False or None; a plan names others"),
+        enable_mixed_precision=(
+            enable_mixed_precision,
+            bool | None,
+            "True (bf16), False or None; set other dtypes in a plan",
+        ),
         enable_gradient_checkpointing=(enable_gradient_checkpointing, bool, "True or False"),
         enable_fsdp_offload=(enable_fsdp_offload, bool, "True or False"),
     )
     require_device(init_device or "cpu")
     weights_path = None if weights_path is None else str(weights_path)
     state = parallel_state or get_parallel_state()
-    omni = _as_omni(model)
+    if is_spread(model):
+        raise UserError("the model is parallelized already; build a new one to use another layout")
+    omni = model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
     flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
     plan = parallel_plan or ParallelPlan()
     tensors = tensor_plan(omni, plan, state.size("tp"))
@@ -112,24 +118,24 @@ def build_parallelize_model(
     if state.world_size > 1:
         require_same_adapters(present)
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
-    bare = ranks_without_weights(omni)
-    require_one_source(omni, weights_path, is_bare=bare[SOURCE])
+    lacks_weights = ranks_without_weights(omni)
+    require_one_source(omni, weights_path, is_bare=lacks_weights[SOURCE])
     require_same_math(omni.foundation, tensors.styles, state)
-    tokens = _divided_tokens(omni, plans[FOUNDATION], tensors, state)
+    tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
 
     if weights_path is not None:
         rank0_first(partial(load_weights, model, weights_path))
         add_lora(omni, stored)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
-    hands_out = state.world_size > 1 and (weights_path is not None or any(bare))
-    (require_same_parameters if hands_out else require_equal_weights)(omni)
+    broadcasts = state.world_size > 1 and (weights_path is not None or any(lacks_weights))
+    (require_same_parameters if broadcasts else require_equal_weights)(omni)
 
     _freeze(omni, plans)
     add_lora(omni, adapters)
     rest_frozen_statistics(omni)
-    handed_out = BroadcastLoader(omni, device_of(state.fsdp_mesh)) if hands_out else None
-    _set_precision(omni, plans)  # what is handed out is cast on its way, tensor by tensor
+    loader = BroadcastLoader(omni, device_of(state.fsdp_mesh)) if broadcasts else None
+    _set_precision(omni, plans)  # the broadcast casts each tensor to the dtype set here
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
     cut_tensors(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
@@ -138,41 +144,35 @@ def build_parallelize_model(
     driven = drive_foundation(omni, state.size("sp")) if plans[FOUNDATION].async_ulysses else None
     towers = _share_towers(omni, plans, state)
     units = find_units(omni, experts)
-    activations = _keep_activations(omni, plans, units, state)
+    activations = _apply_recompute_and_offload(omni, plans, units, state)
     compiled = compile_blocks(omni.foundation, device_of(state.fsdp_mesh)) if plans[FOUNDATION].compile else None
     meshes = _meshes(plans, state)
-    how = {name: _sharding(plan, meshes[name], state.ep_fsdp_mesh, enable_full_shard) for name, plan in plans.items()}
-    shard(omni, units, how, fill=None if handed_out is None else handed_out.fill)
-    done = {"compiled": compiled, "driven": driven, "tokens": tokens}
-    components = _applied(omni, plans, meshes, units, activations, towers, done)
+    sharding = {name: _sharding(plan, meshes[name], state, enable_full_shard) for name, plan in plans.items()}
+    shard(omni, units, sharding, fill=None if loader is None else loader.fill)
+    of_foundation = {"compiled": compiled, "driven": driven, "tokens": tokens}
+    components = _layouts(omni, plans, meshes, units, activations, towers, of_foundation)
     remember_layout(omni, ModelLayout(state, components))
     return omni
 
 
-def _require_kinds(**arguments: tuple[object, Any, str]) -> None:
-    """Name -> value, the types it may have, and what they are."""
-    for name, (value, kinds, expected) in arguments.items():
-        if not isinstance(value, kinds):
-            what = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-            raise UserError(f"{name}: found {what}; expected {expected}")
+def _require_types(**arguments: tuple[object, Any, str]) -> None:
+    """Name -> value, the types it may have, and their description."""
+    for name, (value, types, expected) in arguments.items():
+        if not isinstance(value, types):
+            shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+            raise UserError(f"{name}: found {shown}; expected {expected}")
 
 
-def _as_omni(model: PreTrainedModel) -> OmniModel:
-    if is_spread(model):
-        raise UserError("the model is parallelized already; build a new one for another layout")
-    return model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
-
-
-def _divided_tokens(
+def _token_sharding(
     model: OmniModel, plan: ComponentPlan, tensors: TensorPlan, state: ParallelState
 ) -> TokenSharding | None:
-    """What becomes of the tokens between blocks; None: nobody wants them divided."""
+    """Whether Megatron's sequence parallelism applies, or why not; None: the plan does not ask for it."""
     if not plan.sequence_parallel:
         return None
     if plan.compile:
         return TokenSharding("its blocks are compiled")
-    if drawn := drawn_in_training(model.foundation.config):  # ranks would draw apart, which must draw alike
-        return TokenSharding(f"it draws at random in training ({', '.join(drawn)})")
+    if drawn := drawn_in_training(model.foundation.config):  # tensor parallel ranks must draw the same numbers
+        return TokenSharding(f"it draws random numbers in training ({', '.join(drawn)})")
     return try_tokens(model.foundation, tensors.styles, state)
 
 
@@ -184,13 +184,13 @@ def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
 
 
 def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
-    """The dtype of the parameters; adapters, and what its model keeps in fp32, are fp32 whatever the plan says."""
-    keep, adapters = stays_fp32(model), model.adapter_names
+    """Cast the parameters as planned; adapters, and modules that transformers keeps in fp32, stay fp32."""
+    must_stay_fp32, adapters = stays_fp32(model), model.adapter_names
     for name, parameters in model.components.items():
         precision = plans[name].precision
         dtype = dtype_of(precision.param if precision else None)
         for path, parameter in parameters.items():
-            if keep(path):
+            if must_stay_fp32(path):
                 parameter.data = parameter.data.float()
             elif dtype is not None and parameter.is_floating_point() and path not in adapters:
                 parameter.data = parameter.data.to(dtype)
@@ -199,7 +199,7 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
 def _spread_experts(
     model: OmniModel, plans: dict[str, ComponentPlan], plan: ParallelPlan, state: ParallelState
 ) -> dict[str, tuple[str, ...]]:
-    """Component -> names of its modules of experts that are now spread over ranks; plans say what moves their rows."""
+    """Apply expert parallelism; return component -> names of its sharded experts. Updates the plans' dispatcher."""
     spread = {}
     for name, layers in expert_layers(model).items():
         chosen = chosen_layers(model, layers, plan.ep_plan)
@@ -214,7 +214,7 @@ def _spread_experts(
 
 
 def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
-    """The components whose calls are made by all ranks of a sequence together."""
+    """The components whose calls all ranks of a sequence group make together."""
     return {
         name: SharedTower(model, parameters.values(), partial(part_of_call, state))
         for name, parameters in model.components.items()
@@ -222,10 +222,10 @@ def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: P
     }
 
 
-def _keep_activations(
+def _apply_recompute_and_offload(
     model: OmniModel, plans: Mapping[str, ComponentPlan], units: Mapping[str, ComponentUnits], state: ParallelState
 ) -> dict[str, ActivationOffload]:
-    """What of a forward waits for its backward, and where: recompute and offload, of blocks."""
+    """Apply recompute and activation offload to the blocks; return component -> its offload."""
     offloads: dict[str, ActivationOffload] = {}
     for name, plan in plans.items():
         blocks = [model.get_submodule(block) for block in units[name].blocks]
@@ -245,26 +245,26 @@ def _keep_activations(
 
 
 def _meshes(plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, DeviceMesh]:
-    """Component -> mesh; components with the same degrees share one, the foundation's is the state's.
+    """Component -> mesh; components with the same degrees share one, and the foundation uses the state's.
 
-    Parameters lie in the same way on the ranks of each place on the axis of tensor parallelism.
+    ``tp`` is an axis of every mesh's root, so each tensor parallel rank shards its parameters over the same ranks.
     """
-    made = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
+    meshes = {(state.shape.dp_replicate, state.size("fsdp")): state.fsdp_mesh}
     for plan in plans.values():
         degrees = (plan.dp_replicate or 1, plan.dp_shard or 1)
-        if degrees not in made:
+        if degrees not in meshes:
             shape, names = (degrees, ("dp_replicate", "fsdp")) if degrees[0] > 1 else (degrees[1:], ("fsdp",))
             root = init_device_mesh(state.device_type, (*shape, state.size("tp")), mesh_dim_names=(*names, "tp"))
-            made[degrees] = root[names]
-    return {name: made[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
+            meshes[degrees] = root[names]
+    return {name: meshes[plan.dp_replicate or 1, plan.dp_shard or 1] for name, plan in plans.items()}
 
 
-def _sharding(plan: ComponentPlan, mesh: DeviceMesh, expert_mesh: DeviceMesh, full_shard: bool) -> Sharding:
+def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_shard: bool) -> Sharding:
     assert plan.precision is not None
     compute = None if plan.precision.compute == plan.precision.param else plan.precision.compute
     return Sharding(
         mesh=mesh,
-        expert_mesh=expert_mesh,
+        expert_mesh=state.ep_fsdp_mesh,
         compute_dtype=dtype_of(compute),
         reduce_dtype=dtype_of(plan.precision.reduce),
         keep_unsharded=not full_shard,
@@ -272,7 +272,7 @@ def _sharding(plan: ComponentPlan, mesh: DeviceMesh, expert_mesh: DeviceMesh, fu
     )
 
 
-def _applied(
+def _layouts(
     model: OmniModel,
     plans: Mapping[str, ComponentPlan],
     meshes: Mapping[str, DeviceMesh],
@@ -281,22 +281,20 @@ def _applied(
     towers: Mapping[str, SharedTower],
     of_foundation: Mapping[str, Any],
 ) -> dict[str, ComponentLayout]:
-    return {
-        name: ComponentLayout(
+    layouts = {}
+    for name, parameters in model.components.items():
+        names = units[name].all
+        if name == FOUNDATION and FOUNDATION not in names:  # then the omni model itself is the root unit
+            names = (*names, "")
+        layouts[name] = ComponentLayout(
             name=name,
             plan=plans[name],
             mesh=meshes[name],
-            units=_with_root(units[name].all) if name == FOUNDATION else units[name].all,
-            parameters=tuple(own),
-            is_trained=any(parameter.requires_grad for parameter in own.values()),
+            units=names,
+            parameters=tuple(parameters),
+            is_trained=any(parameter.requires_grad for parameter in parameters.values()),
             activations=activations.get(name),
             tower=towers.get(name),
             **(of_foundation if name == FOUNDATION else {}),
         )
-        for name, own in model.components.items()
-    }
-
-
-def _with_root(units: tuple[str, ...]) -> tuple[str, ...]:
-    """The foundation's units; the root is one where the foundation as a whole is none."""
-    return units if FOUNDATION in units else (*units, "")
+    return layouts

@@ -135,7 +135,7 @@ def test_a_decoder_takes_no_adapters_by_name_and_none_from_the_default() -> None
     assert found.keys() == {"foundation", "image_encoder", "audio_encoder"} and problems == []
     own = ParallelPlan(components={"image_decoder": ComponentPlan(lora=Lora(targets=["q_proj"]))})
     (problem,) = adapters_for(model, own)[1]
-    assert problem.startswith("components.image_decoder.lora: decoders take no adapters")
+    assert problem.startswith("components.image_decoder.lora: decoders cannot have adapters")
 
 
 def test_frozen_components_take_no_adapters_from_the_default() -> None:
@@ -161,8 +161,7 @@ def test_layouts_that_adapters_cannot_be_on_are_refused_in_a_line(ranks: RankPoo
     factory = "tests.parallel.factories:qwen3_moe_with_adapters"
     (row,) = verify(factory, text_samples(), [plan], pool=ranks, timeout_s=60).rows
     assert row.status == "refused" and row.reason == (
-        "parallel plan: 1 problem\n  default.lora: found with async_ulysses, which drives projections without "
-        "adapters; use one of them"
+        "parallel plan: 1 problem\n  default.lora: async_ulysses does not support adapters; use only one of the two"
     )
 
 
@@ -170,4 +169,6 @@ def test_experts_backends_without_adapters_are_refused_with_those_that_have_them
     model = factories.qwen3_moe_with_adapters()
     use_omnitrain_experts(model, "grouped_mm")
     (problem,) = lora_problems(adapters_of(model), expert_layers(model), ParallelPlan())
-    assert problem == "default.lora: found with experts backend grouped_mm, which knows no adapters; use auto or torch"
+    assert (
+        problem == "default.lora: experts backend grouped_mm does not support adapters; use the backend auto or torch"
+    )

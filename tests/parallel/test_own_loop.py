@@ -106,7 +106,7 @@ def test_the_weight_of_a_loss_that_is_not_there_is_told() -> None:
 
 
 def test_what_is_no_pack_and_no_omni_model_is_told() -> None:
-    with pytest.raises(UserError, match="model: found a Qwen3ForCausalLM; expected what build_omni_model or"):
+    with pytest.raises(UserError, match="found a Qwen3ForCausalLM; expected the OmniModel that build_omni_model or"):
         ot.step_planner(qwen3_of_four_heads())
     plan_step = ot.step_planner(build_omni_model(foundation=qwen3_of_four_heads()))
     for given, found in ((packs()[0], "a Pack"), (samples_of(qwen3_of_four_heads())[:2], "a list of Sample")):
@@ -172,7 +172,7 @@ def test_adapters_of_a_checkpoint_come_with_weights_path_as_in_one_process(ranks
         broken, other, both = refused
         assert "cannot read the adapters" in broken
         assert "found none; expected foundation (rank 3, alpha 32, 8 matrices)" in other
-        assert "its weights, and weights_path would replace both" in both
+        assert "LoRA adapters, and weights_path would replace both" in both
 
 
 def refused_for_adapters(folders: list[Path]) -> str:

@@ -12,7 +12,7 @@ from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import forget_parallel_state
 from omnitrain.plan.mesh import MeshShape
 
-MESHES = ("dp", "loss", "fsdp", "ep_fsdp", "ep", "tp", "pp")
+MESHES = ("dp", "fsdp", "ep_fsdp", "ep", "tp", "pp")
 GROUPS = ("sp", "cp", "loss")
 
 
@@ -141,7 +141,7 @@ def test_the_default_is_asked_for_too_early() -> None:
         ),
         ({"dp_mode": "fsdp1"}, "dp_mode is 'fsdp1'; expected one of fsdp2, hsdp, replicate"),
         ({"dp_mode": "replicate", "dp_shard_size": 2}, "dp_shard_size is 2, expected 1"),
-        ({"dp_mode": "hsdp"}, "expected dp_replicate_size above 1 or dp_shard_size"),
+        ({"dp_mode": "hsdp"}, "set dp_replicate_size above 1, or dp_shard_size"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_on_every_rank(

@@ -171,7 +171,7 @@ STANDS: dict[str, Always | Idle] = {
     "Compile.enabled": idle("torch compiles nothing", "parallel.default.recompute=full", "train.compile.enabled=true"),
     "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
     "ParallelPlan.tp_plan": idle(
-        "tp 1, which cuts nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
+        "tp 1, where it does nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
     ),
     "ParallelPlan.ep_plan": idle(
         "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
@@ -183,11 +183,11 @@ STANDS: dict[str, Always | Idle] = {
         "sequence_parallel=true", "tp 1, where it does nothing", "foundation", base="text"
     ),
     "ComponentPlan.ulysses": plan("ulysses=2", "no ranks share a sequence of the foundation"),
-    "ComponentPlan.cp": plan("cp=2", "only the foundation has a ring"),
+    "ComponentPlan.cp": plan("cp=2", "only the foundation supports ring attention"),
     "ComponentPlan.async_ulysses": plan(
         "async_ulysses=true", "ulysses 1, where it does nothing", "foundation", base="text"
     ),
-    "ComponentPlan.ep": plan("ep=2", "no part of the model has experts", "foundation", base="text"),
+    "ComponentPlan.ep": plan("ep=2", "no component has experts", "foundation", base="text"),
     "ComponentPlan.pp": plan("pp=2", "not available yet", "foundation", base="text"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
     "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),
@@ -211,11 +211,11 @@ STANDS: dict[str, Always | Idle] = {
     "ComponentPlan.compile": plan("compile=true", "only the foundation can be compiled"),
     "ComponentPlan.place": plan("place=world", "encodes no media", "foundation", base="text"),
     "ComponentPlan.expert_rows": plan("expert_rows=8", "has no experts", "foundation", base="text"),
-    "ComponentPlan.expert_chunks": plan("expert_chunks=2", "ep 1, where no row travels", "foundation", base="text"),
+    "ComponentPlan.expert_chunks": plan("expert_chunks=2", "ep 1, where it does nothing", "foundation", base="text"),
     "ComponentPlan.expert_dispatcher": plan(
-        "expert_dispatcher=auto", "ep 1, where no row travels", "foundation", base="text"
+        "expert_dispatcher=auto", "ep 1, where it does nothing", "foundation", base="text"
     ),
-    "ComponentPlan.delay_wgrad": plan("delay_wgrad=true", "ep 1, where no row travels", "foundation", base="text"),
+    "ComponentPlan.delay_wgrad": plan("delay_wgrad=true", "ep 1, where it does nothing", "foundation", base="text"),
     "Lora.targets": plan("lora.targets=[q_prj]", "did you mean", "foundation", base="text"),
     "Lora.rank": SIZE,
     "Lora.alpha": SIZE,

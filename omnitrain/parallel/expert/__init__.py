@@ -1,1 +1,1 @@
-"""Expert parallelism: dispatch of tokens to experts, its overlap, load balance, recorded routing."""
+"""Expert parallelism: token dispatch and its overlap, load balancing, recorded routing."""

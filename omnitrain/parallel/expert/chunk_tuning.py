@@ -1,7 +1,7 @@
-"""The number of chunks of a model's experts, where its plan leaves that to measurement.
+"""Measure the best number of chunks of a model's experts, for ``expert_chunks: auto``.
 
-Any number gives the same bits, so the first steps of a run are the measurement: each takes another number, in turn, and
-the number whose steps took the least time stays. Components are measured one after the other.
+Any number gives the same bits, so the first steps of a run try the numbers in turn, and the fastest one stays.
+Components are measured one after the other.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ _WARM_UP = 1  # steps in which memory is allocated and kernels are loaded
 
 
 def candidates(fewest: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to the fewest experts that a rank has of a layer."""
+    """Return 1, 2, 4, ... up to the smallest number of experts that a rank has of a layer."""
     return tuple(2**power for power in range(fewest.bit_length()))
 
 
 def fastest(numbers: Sequence[int], seconds: Sequence[Sequence[float]]) -> int:
-    """The number whose steps took the least time.
+    """Return the number of chunks with the fastest steps.
 
     Args:
-        numbers: of chunks, that were taken in turn.
-        seconds: of each rank, those of each step per token. A step takes as long as its slowest rank.
+        numbers: numbers of chunks, used in turn.
+        seconds: per rank, the seconds per token of each step. The slowest rank determines the time of a step.
 
     Returns:
-        That with the least median; of several, the smallest.
+        The number with the smallest median; of several, the smallest number.
     """
     slowest = [max(of_ranks) for of_ranks in zip(*seconds, strict=True)]
     return min(numbers, key=lambda number: (median(slowest[numbers.index(number) :: len(numbers)]), number))
 
 
 class ExpertChunks:
-    """Measures, and then leaves it at the number that was found.
+    """Measure the number of chunks during the first steps, then keep the fastest.
 
     Args:
-        model: laid out, or on one process.
-        settled: what an earlier start of the run found. A component is measured again where ranks have fewer of its
-            experts now.
+        model: parallelized, or on one process.
+        settled: component -> the result of an earlier start of the run. A component is measured again if ranks have
+            fewer of its experts now.
     """
 
     def __init__(self, model: OmniModel, settled: Mapping[str, int] | None = None) -> None:
@@ -68,12 +68,12 @@ class ExpertChunks:
 
     @property
     def settled(self) -> dict[str, int] | None:
-        """Component -> the number that was found, when all are; None: none, or not yet."""
+        """Component -> its number of chunks; None: the measurement has not finished, or no component needs it."""
         return None if self._open else dict(self._found) or None
 
     @contextmanager
     def measured(self, tokens: int, peers: Peers) -> Iterator[None]:
-        """A step over so many tokens of all ranks; each of them calls this, and what one raises ends the run."""
+        """Wrap a step with ``tokens`` tokens on all ranks; all ranks must call it."""
         if not self._open:
             yield
             return
@@ -97,7 +97,7 @@ class ExpertChunks:
 
 
 def _measured_layers(model: OmniModel) -> Iterator[tuple[str, RankDispatcher, int]]:
-    """Components whose plan says so, with the dispatcher of each layer, and how many experts that has on a rank."""
+    """Component, dispatcher and number of experts per rank, for each layer with ``expert_chunks: auto``."""
     layout = layout_of(model)
     if layout is None:
         return

@@ -1,8 +1,8 @@
-"""Rows of experts by DeepEP (github.com/deepseek-ai/DeepEP, its `Buffer`), where that is installed and works.
+"""Dispatch tokens through DeepEP (the `Buffer` of github.com/deepseek-ai/DeepEP), if it is installed and works.
 
-DeepEP sends a token once to each rank that has some of its experts, with its weights, and adds up on the way back what
-these ranks make of it. So each rank weighs the results of its own experts. Both ways are each other's backward. It
-moves bf16 rows on CUDA, waits for the device in every dispatch, also in a recompute, and overlaps nothing by itself.
+DeepEP sends a token with its weights once to each rank that has some of its experts, and sums the ranks' results in the
+combine. So each rank multiplies the results of its experts with their weights. Dispatch and combine are each other's
+backward. DeepEP needs bf16 rows on CUDA, synchronizes in every dispatch, also in recompute, and overlaps nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from omnitrain.ops.experts import (
 
 
 def deepep_problem(device_type: str, compute: str | None) -> str:
-    """Why DeepEP cannot be used; empty: it can be tried.
+    """Return why DeepEP cannot be used; empty if it can be tried.
 
     Args:
-        device_type: of the ranks.
+        device_type: device type of the ranks.
         compute: dtype of the rows.
     """
     if find_spec("deep_ep") is None:
@@ -40,15 +40,15 @@ def deepep_problem(device_type: str, compute: str | None) -> str:
     if device_type != "cuda":
         return f"DeepEP runs on CUDA, not on {device_type}"
     if compute != "bfloat16":
-        return f"DeepEP moves rows of bfloat16, and the component computes in {compute}"
+        return f"DeepEP needs bfloat16, and the component computes in {compute}"
     return ""
 
 
 def open_deepep(group: dist.ProcessGroup, hidden: int, device: torch.device) -> tuple[Any, str]:
-    """A buffer for rows of ``hidden`` numbers through which a real exchange went; every rank calls this.
+    """Create a buffer for rows of width ``hidden``, and test it with a real exchange; all ranks must call this.
 
     Returns:
-        The buffer, and why there is none on some rank; empty: there is one on all.
+        The buffer and an empty text; or None and the reason, if it failed on some rank.
     """
     buffer: Any = None
     problem = ""
@@ -60,7 +60,7 @@ def open_deepep(group: dist.ProcessGroup, hidden: int, device: torch.device) -> 
             rdma = max(rdma, config.get_rdma_buffer_size_hint(size, group.size()))
         buffer = kind(group, nvlink, rdma)
         problem = _probe(buffer, group, hidden, device)
-    except Exception as error:  # of code that is not ours
+    except Exception as error:  # DeepEP can raise any type
         problem = f"{type(error).__name__}: {error}"
     works = torch.tensor(float(not problem), device=device)
     dist.all_reduce(works, dist.ReduceOp.MIN, group=group)
@@ -70,22 +70,22 @@ def open_deepep(group: dist.ProcessGroup, hidden: int, device: torch.device) -> 
 
 
 def _probe(buffer: Any, group: dist.ProcessGroup, hidden: int, device: torch.device) -> str:
-    """Each rank sends a token to the experts of all; what comes back must be as many times as large."""
+    """Send each token to one expert on every rank, without computing; return the problem, or an empty text."""
     ranks = group.size()
     index = torch.arange(ranks, device=device).expand(4, -1)
     tokens = torch.full((4, hidden), float(group.rank() + 1), device=device, dtype=torch.bfloat16)
     handle = _DeepEPDispatch(buffer, tokens, torch.ones(index.shape, device=device), index, ranks)
     rows, _ = handle.wait_chunk(0)
     handle.return_chunk(0, rows)
-    found = handle.combine()
-    return "" if torch.equal(found, ranks * tokens) else "what came back from its exchange is not what was sent"
+    combined = handle.combine()
+    return "" if torch.equal(combined, ranks * tokens) else "its exchange returned wrong values"
 
 
 class DeepEpDispatcher:
     """A :class:`omnitrain.ops.experts.Dispatcher` over a DeepEP buffer.
 
     Args:
-        buffer: of the ranks among which the experts are spread, in order.
+        buffer: the buffer of the ranks that share the experts, in order.
     """
 
     def __init__(self, buffer: Any) -> None:
@@ -107,13 +107,13 @@ class _DeepEPDispatch:
     """A :class:`omnitrain.ops.experts.DispatchHandle`; all experts of a rank are one chunk.
 
     Attributes:
-        rows_to_others: that this rank sends, of tokens, and gets back.
+        rows_to_others: number of rows that this rank sends to other ranks and receives back.
     """
 
     def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
         self._call = _Call(buffer, index, num_experts)
         self._dtype = weights.dtype
-        self._tokens, self._weights = with_backward(self._call.there, self._call.back, tokens, weights.float())
+        self._tokens, self._weights = with_backward(self._call.dispatch, self._call.combine, tokens, weights.float())
         self._routes = self._call.routes()
         self.rows_to_others = self._call.rows_to_others
         self.ranges: Sequence[Sequence[ExpertRange]] = [
@@ -125,15 +125,15 @@ class _DeepEPDispatch:
 
     def return_chunk(self, chunk: int, results: Tensor) -> None:
         padded = torch.nn.functional.pad(results, (0, 0, 0, len(self._routes.token_of_row) - len(results)))
-        weighed = combine_rows(padded, self._weights.to(self._dtype), self._routes)
-        self._results: Tensor = with_backward(self._call.added_up, self._call.there_again, weighed)
+        weighted = combine_rows(padded, self._weights.to(self._dtype), self._routes)
+        self._results: Tensor = with_backward(self._call.combine_rows, self._call.dispatch_again, weighted)
 
     def combine(self) -> Tensor:
         return self._results
 
 
 class _Call:
-    """One dispatch of DeepEP, and what its way back needs."""
+    """One dispatch of DeepEP, with its handle for the combine."""
 
     def __init__(self, buffer: Any, index: Tensor, num_experts: int) -> None:
         self.buffer, self.index, self.num_experts = buffer, index, num_experts
@@ -141,12 +141,12 @@ class _Call:
         self._handle: Any = None
         self._received = index
 
-    def there(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens ``[n, H]`` that have experts here, and their weights ``[n, k]``, 0 for experts elsewhere."""
+    def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Receive tokens ``[n, H]`` for this rank's experts, and weights ``[n, k]``, 0 for experts of other ranks."""
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(
             self.index, self.num_experts
         )
-        received, self._received, its_weights, counts, self._handle, _ = self.buffer.dispatch(
+        received, self._received, received_weights, counts, self._handle, _ = self.buffer.dispatch(
             tokens,
             topk_idx=self.index,
             topk_weights=weights,
@@ -158,29 +158,29 @@ class _Call:
         self.num_rows = sum(counts)
         sent = per_rank.tolist()
         self.rows_to_others = 2 * (sum(sent) - sent[self.buffer.rank])
-        return received, its_weights
+        return received, received_weights
 
-    def there_again(self, tokens: Tensor) -> Tensor:
-        """The same way for other numbers of the same tokens."""
+    def dispatch_again(self, tokens: Tensor) -> Tensor:
+        """Dispatch other values of the same tokens."""
         received: Tensor = self.buffer.dispatch(tokens.contiguous(), handle=self._handle)[0]
         return received
 
-    def back(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over the ranks that a token was sent to, of what they have of it."""
-        combined, its_weights, _ = self.buffer.combine(
+    def combine(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum each token's rows and weights over the ranks that it was sent to."""
+        combined, combined_weights, _ = self.buffer.combine(
             rows.contiguous(), self._handle, topk_weights=weights.contiguous()
         )
-        return combined, its_weights
+        return combined, combined_weights
 
-    def added_up(self, rows: Tensor) -> Tensor:
-        """:meth:`back`, of rows alone."""
+    def combine_rows(self, rows: Tensor) -> Tensor:
+        """Like :meth:`combine`, only for rows."""
         combined: Tensor = self.buffer.combine(rows.contiguous(), self._handle, topk_weights=None)[0]
         return combined
 
     def routes(self) -> TokenPermutation:
-        """Received tokens to rows of experts here. One more row stands for the experts elsewhere, and is nobody's."""
-        own = self.num_experts // self.buffer.group_size
-        routes = sort_by_expert(self._received.where(self._received >= 0, own), own + 1)
+        """Sort received tokens into rows of this rank's experts; one extra row stands for experts of other ranks."""
+        local = self.num_experts // self.buffer.group_size
+        routes = sort_by_expert(self._received.where(self._received >= 0, local), local + 1)
         if not len(self._received):
             return TokenPermutation(routes.token_of_row, routes.row_of_slot, routes.ends[:-1])
         token = torch.cat([routes.token_of_row[: self.num_rows], routes.token_of_row.new_zeros(1)])

@@ -1,18 +1,17 @@
-"""Rows of tokens on their way to the ranks of their experts and back, while these compute.
+"""Dispatch token rows to the ranks of their experts and combine the results, overlapped with the experts.
 
-A rank's experts compute in chunks, one after the other, and each chunk's rows travel by themselves. All leave at once;
-while the experts of one chunk compute, rows of the next ones arrive and results of those before go back::
+A rank's experts compute in chunks, one after the other, and each chunk has its own all-to-alls. All dispatches start at
+once; while the experts of one chunk compute, rows of later chunks arrive and results of earlier chunks return::
 
-    on the way   rows 0 | rows 1    | rows 2    | results 0 | results 1 | results 2
+    in flight    rows 0 | rows 1    | rows 2    | results 0 | results 1 | results 2
     experts               chunk 0   | chunk 1   | chunk 2   |
 
-Chunks are of experts, not of tokens: an expert computes all of its rows at once whatever the number of chunks, so
-nothing changes with it, not even in the last bit. The order of a backward is what autograd makes of that of the
-forward: what was begun last is asked first. So each exchange is two nodes, one of which starts it in the forward and
-ends its transpose in the backward, the other the reverse.
+Chunks divide experts, not tokens: an expert computes all of its rows at once, so the number of chunks does not change
+a bit of the result. Autograd runs the last node of the forward first. So each exchange has two autograd nodes: the
+first starts it in the forward and waits for its transpose in the backward; the second does the reverse.
 
-Gradients of weights are those of all chunks put together, and what is put into its place is there twice. So they are
-computed in pieces that stay small where there are few chunks; their rows are counted with those that travel.
+Concatenating the chunks' weight gradients would hold them twice. So they are computed in ranges of experts, which stay
+small with few chunks; the rows of the ranges are counted together with the splits of the exchange.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from omnitrain.ops.experts import (
 
 Wait = Callable[[], Any]
 
-_PIECES = 16  # of a rank's experts
+_RANGES = 16  # of a rank's experts, for weight gradients
 
 
 class Link(Protocol):
-    """All-to-alls of rows among ranks; keeps what is under way until somebody waited for it.
+    """All-to-alls of rows among ranks; keeps the buffers of an exchange alive until it is waited for.
 
     Attributes:
-        rank: this one's place.
+        rank: rank of this process.
         size: number of ranks.
     """
 
@@ -58,20 +57,20 @@ class Link(Protocol):
     size: int
 
     def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Wait:
-        """Send ``rows`` ``[sum of sent, H]`` to the ranks in order, and get theirs into ``out``.
+        """Send ``rows`` ``[sum of sent, H]`` to the ranks in order, and receive into ``out``.
 
-        Neither may be touched before what this returns is called: behind that, ``out`` is there for whatever the
-        device is told next. All ranks start the same exchanges in the same order.
+        Do not read or write either tensor before calling the returned wait function; later work on the device may then
+        use ``out``. All ranks must start the same exchanges in the same order.
         """
         ...
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        """``[size, n]``: row ``r`` goes to rank ``r``, row ``s`` of the result comes from rank ``s``."""
+        """Exchange ``[size, n]``: row ``r`` goes to rank ``r``, row ``s`` of the result comes from rank ``s``."""
         ...
 
 
 class GroupLink:
-    """The link of a process group: gloo moves rows in threads of its own, NCCL on a stream of its own."""
+    """The link of a process group; gloo exchanges rows in separate threads, NCCL on a separate stream."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -82,22 +81,22 @@ class GroupLink:
         return work.wait
 
     def exchange_counts(self, counts: Tensor) -> Tensor:  # noqa: D102
-        found = torch.empty_like(counts)
-        dist.all_to_all_single(found, counts, group=self._group)
-        return found
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self._group)
+        return received
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkSplits:
-    """What travels for one chunk of experts.
+    """The exchange of one chunk of experts.
 
     Attributes:
-        sent: rows that go to each rank.
-        received: rows that come from each rank.
-        by_expert: ``[R]`` int64: the rows as they come, by sender, in order of this rank's experts.
-        by_sender: the inverse.
-        ends: ``[E]`` int32: of each expert's rows in that order.
-        ranges: of the chunk.
+        sent: number of rows sent to each rank.
+        received: number of rows received from each rank.
+        by_expert: ``[R]`` int64: sorts received rows, which come by sender, by this rank's experts.
+        by_sender: ``[R]`` int64: the inverse.
+        ends: ``[E]`` int32: end of each expert's rows after sorting.
+        ranges: ranges of the chunk's experts, for weight gradients.
     """
 
     sent: list[int]
@@ -110,10 +109,10 @@ class ChunkSplits:
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """The ways of one layer's rows.
+    """The exchange of one layer.
 
     Attributes:
-        routes: this rank's tokens to rows sorted by the chunk of their experts, then by rank, then by expert.
+        routes: sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
         chunks: the splits of each chunk of experts.
     """
 
@@ -121,20 +120,21 @@ class DispatchPlan:
     chunks: tuple[ChunkSplits, ...]
 
     def rows_to_others(self, rank: int) -> int:
-        """That ``rank`` sends them in a forward: tokens' and results'."""
-        ways = (way for splits in self.chunks for way in (splits.sent, splits.received))
-        return sum(sum(way) - way[rank] for way in ways)
+        """Return the number of rows that ``rank`` sends to other ranks in a forward: tokens and results."""
+        counts = (count for splits in self.chunks for count in (splits.sent, splits.received))
+        return sum(sum(count) - count[rank] for count in counts)
 
 
 class RankDispatcher:
-    """Brings rows over a link, each of whose ranks has an equal part of the experts, in order.
+    """Dispatch rows over a link whose ranks have equally many experts, in order.
 
-    Every rank takes part in every call, with any number of tokens. Planning waits for the device once; the other steps
-    do not.
+    All ranks must take part in every call, with any number of tokens. Only planning synchronizes with the device,
+    once per call.
 
     Args:
-        link: of the experts.
-        chunks: of experts on each rank, at most as many as there are. May change between steps, on all ranks alike.
+        link: the link of the ranks.
+        chunks: number of chunks of a rank's experts, at most their number. May change between steps, equally on all
+            ranks.
     """
 
     def __init__(self, link: Link, chunks: int = 1) -> None:
@@ -144,11 +144,11 @@ class RankDispatcher:
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> DispatchPlan:
         """Exchange counts; see :class:`omnitrain.ops.experts.Dispatcher`."""
         order = _Order.of(num_experts, self.link.size, self.chunks, top_k_index.device)
-        routes = sort_by_expert(order.number[top_k_index], num_experts)
-        to_send = routes.counts[order.number].view(self.link.size, -1)
+        routes = sort_by_expert(order.position[top_k_index], num_experts)
+        to_send = routes.counts[order.position].view(self.link.size, -1)
         with spans.waiting("counts"):
-            to_get = self.link.exchange_counts(to_send)
-        return DispatchPlan(routes, _chunk_splits(to_send, to_get, order))
+            to_receive = self.link.exchange_counts(to_send)
+        return DispatchPlan(routes, _chunk_splits(to_send, to_receive, order))
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: DispatchPlan, spans: LayerSpans) -> ChunkedDispatch:
         """See :class:`omnitrain.ops.experts.Dispatcher`."""
@@ -159,16 +159,16 @@ class RankDispatcher:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """Experts by chunk, then by rank, then by number.
+    """The order of experts by chunk, then by rank, then by index.
 
     Attributes:
-        sizes: of the chunks, in experts of a rank.
-        ranges: of each chunk: borders in its experts.
-        piece_borders: ``[all of these]`` int64: the same among a rank's experts.
-        borders: ``[chunks + 1]`` int64: of these, among a rank's experts.
-        experts: ``[E]`` int64 in that order.
-        number: the inverse: each expert's place in it.
-        chunk_start: ``[experts of a rank]`` int64: where the chunk of each begins.
+        sizes: number of a rank's experts in each chunk.
+        ranges: borders of the ranges in each chunk, counted in the chunk's experts.
+        range_borders: ``[total borders]`` int64: the same borders, counted in a rank's experts.
+        borders: ``[chunks + 1]`` int64: borders of the chunks, counted in a rank's experts.
+        experts: ``[E]`` int64: the experts in this order.
+        position: ``[E]`` int64: the inverse, each expert's position in this order.
+        chunk_start: ``[experts of a rank]`` int64: the first expert of each expert's chunk.
     """
 
     sizes: list[int]
@@ -176,52 +176,53 @@ class _Order:
     range_borders: Tensor
     borders: Tensor
     experts: Tensor
-    number: Tensor
+    position: Tensor
     chunk_start: Tensor
 
     @classmethod
-    @cache  # a device that gets numbers of the host is waited for
+    @cache  # because copies from the host to the device synchronize
     def of(cls, num_experts: int, ranks: int, chunks: int, device: torch.device) -> _Order:
         by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
-        at = chunk_borders(by_rank.size(1), chunks)
-        sizes, borders = [stop - start for start, stop in pairwise(at)], torch.tensor(at, device=device)
-        # A single chunk's gradients are those of all experts: nothing is put together.
-        ranges = [chunk_borders(size, min(size, -(-_PIECES // chunks)) if chunks > 1 else 1) for size in sizes]
-        range_borders = torch.tensor([start + border for start, own in zip(at, ranges, strict=False) for border in own])
-        experts = torch.cat([part.flatten() for part in by_rank.split(sizes, dim=1)])
+        starts = chunk_borders(by_rank.size(1), chunks)
+        sizes, borders = [stop - start for start, stop in pairwise(starts)], torch.tensor(starts, device=device)
+        # A single chunk's weight gradients are those of all experts, so there is nothing to concatenate.
+        ranges = [chunk_borders(size, min(size, -(-_RANGES // chunks)) if chunks > 1 else 1) for size in sizes]
+        range_borders = torch.tensor(
+            [start + border for start, in_chunk in zip(starts, ranges, strict=False) for border in in_chunk]
+        )
+        experts = torch.cat([of_chunk.flatten() for of_chunk in by_rank.split(sizes, dim=1)])
         chunk_start = borders[:-1].repeat_interleave(borders.diff(), output_size=by_rank.size(1))
         return cls(sizes, ranges, range_borders.to(device), borders, experts, experts.argsort(), chunk_start)
 
 
-def _chunk_splits(to_send: Tensor, to_get: Tensor, order: _Order) -> tuple[ChunkSplits, ...]:
-    """From the rows ``[ranks, experts of a rank]`` that go to each rank's experts, and come to this rank's."""
-    up_to = F.pad(torch.stack([to_send, to_get]).cumsum(-1), (1, 0))[..., order.borders]
-    own_rows = F.pad(to_get.sum(0).cumsum(0), (1, 0))
-    of_ranks, of_ranges = up_to.diff(dim=-1).transpose(1, 2), own_rows[order.range_borders]
-    numbers = iter(torch.cat([of_ranks.flatten(), of_ranges]).tolist())  # the one wait for the device
-    sent, received = ([list(islice(numbers, len(to_get))) for _ in order.sizes] for _ in range(2))
-    ranges = [_ranges(borders, list(islice(numbers, len(borders)))) for borders in order.ranges]
-    # Blocks of rows of one sender for one expert. They come by chunk, sender, expert, and are wanted by expert, sender.
-    of_block = to_get.flatten().long()
-    comes_at = torch.empty_like(of_block).scatter_(0, order.experts, _starts(of_block[order.experts]))
-    wanted_at = _starts(to_get.t().flatten().long()).view(to_get.size(1), -1)
-    chunk_at = wanted_at[order.chunk_start, 0]  # [experts of a rank]
+def _chunk_splits(to_send: Tensor, to_receive: Tensor, order: _Order) -> tuple[ChunkSplits, ...]:
+    """The splits of all chunks, from row counts ``[ranks, experts of a rank]`` to send and to receive."""
+    up_to = F.pad(torch.stack([to_send, to_receive]).cumsum(-1), (1, 0))[..., order.borders]
+    rows_before = F.pad(to_receive.sum(0).cumsum(0), (1, 0))
+    of_ranks, of_ranges = up_to.diff(dim=-1).transpose(1, 2), rows_before[order.range_borders]
+    counts = iter(torch.cat([of_ranks.flatten(), of_ranges]).tolist())  # the only synchronization with the device
+    sent, received = ([list(islice(counts, len(to_receive))) for _ in order.sizes] for _ in range(2))
+    ranges = []
+    for borders in order.ranges:
+        rows = list(islice(counts, len(borders)))
+        of_chunk = zip(pairwise(borders), pairwise(rows), strict=True)
+        ranges.append([ExpertRange(*experts, first - rows[0], end - rows[0]) for experts, (first, end) in of_chunk])
+    # A block is the rows of one sender for one expert. Blocks arrive by chunk, sender, expert; sort by expert, sender.
+    of_block = to_receive.flatten().long()
+    arrives_at = torch.empty_like(of_block).scatter_(0, order.experts, _starts(of_block[order.experts]))
+    sorted_at = _starts(to_receive.t().flatten().long()).view(to_receive.size(1), -1)
+    chunk_at = sorted_at[order.chunk_start, 0]  # [experts of a rank]
     total = sum(map(sum, received))
-    row = torch.arange(total, device=to_get.device)
-    ahead = comes_at.view_as(to_get).t() - wanted_at
-    by_expert = row + (ahead - chunk_at[:, None]).flatten().repeat_interleave(to_get.t().flatten(), output_size=total)
-    behind = (-ahead - chunk_at[:, None]).t().flatten()[order.experts]
-    by_sender = row + behind.repeat_interleave(of_block[order.experts], output_size=total)
-    ends = (own_rows[1:] - chunk_at).to(torch.int32)
+    row = torch.arange(total, device=to_receive.device)
+    shift = arrives_at.view_as(to_receive).t() - sorted_at
+    to_expert = (shift - chunk_at[:, None]).flatten()
+    by_expert = row + to_expert.repeat_interleave(to_receive.t().flatten(), output_size=total)
+    to_sender = (-shift - chunk_at[:, None]).t().flatten()[order.experts]
+    by_sender = row + to_sender.repeat_interleave(of_block[order.experts], output_size=total)
+    ends = (rows_before[1:] - chunk_at).to(torch.int32)
     sizes = [sum(rows) for rows in received]
     split = by_expert.split(sizes), by_sender.split(sizes), ends.split(order.sizes)
     return tuple(ChunkSplits(*splits) for splits in zip(sent, received, *split, ranges, strict=True))
-
-
-def _ranges(borders: Sequence[int], rows: Sequence[int]) -> list[ExpertRange]:
-    """Of a chunk, from borders among its experts, and rows of this rank before each of these."""
-    of_ranges = zip(pairwise(borders), pairwise(rows), strict=True)
-    return [ExpertRange(*own, first - rows[0], end - rows[0]) for own, (first, end) in of_ranges]
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -231,20 +232,20 @@ def _starts(lengths: Tensor) -> Tensor:
 class ChunkedDispatch:
     """A :class:`omnitrain.ops.experts.DispatchHandle` between ranks.
 
-    What is on its way hangs here, not on the layer: forwards of several micro-batches may wait for their backwards.
+    It holds the exchanges in flight, instead of the layer: several forwards may run before their backwards.
     """
 
     def __init__(self, link: Link, plan: DispatchPlan, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
         self.ranges: Sequence[Sequence[ExpertRange]] = [splits.ranges for splits in plan.chunks]
         self._plan, self._in_flight, self._weights = plan, _InFlight(link, plan, spans), weights
-        self._rows: tuple[Tensor, ...] = _Depart.apply(self._in_flight, tokens)
+        self._rows: tuple[Tensor, ...] = _Dispatch.apply(self._in_flight, tokens)
         self._results: list[Tensor] = []
 
     def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return _Arrive.apply(self._in_flight, chunk, self._rows[chunk]), self._plan.chunks[chunk].ends
+        return _WaitChunk.apply(self._in_flight, chunk, self._rows[chunk]), self._plan.chunks[chunk].ends
 
     def return_chunk(self, chunk: int, results: Tensor) -> None:  # noqa: D102
-        self._results.append(_SendBack.apply(self._in_flight, chunk, results))
+        self._results.append(_ReturnChunk.apply(self._in_flight, chunk, results))
 
     def combine(self) -> Tensor:  # noqa: D102
         combined: Tensor = _Combine.apply(self._in_flight, self._weights, *self._results)
@@ -252,85 +253,85 @@ class ChunkedDispatch:
 
 
 class _InFlight:
-    """What is on its way, in a forward and then in its backward: of each chunk at most one exchange at a time."""
+    """The exchanges in flight of a forward, later of its backward; at most one per chunk at a time."""
 
     def __init__(self, link: Link, plan: DispatchPlan, spans: LayerSpans) -> None:
         self.plan = plan
         self._link, self._spans = link, spans
         stops = list(accumulate((sum(splits.sent) for splits in plan.chunks), initial=0))
-        self._places = [slice(start, stop) for start, stop in pairwise(stops)]
+        self._slices = [slice(start, stop) for start, stop in pairwise(stops)]
         self._of_tokens: Tensor | None = None
-        self._coming: dict[int, tuple[Tensor, Wait]] = {}
+        self._receiving: dict[int, tuple[Tensor, Wait]] = {}
 
     def tokens_of(self, chunk: int) -> Tensor:
-        """``[rows sent]`` int64: the token of each."""
-        return self.plan.routes.token_of_row[self._places[chunk]]
+        """``[rows sent]`` int64: the token of each row."""
+        return self.plan.routes.token_of_row[self._slices[chunk]]
 
     def of_chunk(self, chunk: int, rows: Tensor) -> Tensor:
-        """``[rows sent, H]`` of the rows of all tokens ``[S, H]``."""
-        return rows[self._places[chunk]]
+        """The chunk's ``[rows sent, H]`` of all rows ``[S, H]``."""
+        return rows[self._slices[chunk]]
 
     def to_experts(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
-        """Send ``[rows sent, H]``; what comes is ``[rows received, H]``."""
+        """Start to send ``[rows sent, H]`` and to receive ``[rows received, H]``."""
         splits = self.plan.chunks[chunk]
         out = rows.new_empty(sum(splits.received), rows.size(1))
         wait = self._link.start(out, rows, splits.received, splits.sent)
         name = "combine" if backward else "dispatch"
-        self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
+        self._receiving[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
 
     def to_tokens(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
-        """Send ``[rows received, H]``; what comes is ``[rows sent, H]``, the chunk's part of the rows of all tokens."""
+        """Start to send ``[rows received, H]`` and to receive ``[rows sent, H]`` into the chunk's slice of all rows."""
         splits = self.plan.chunks[chunk]
         if self._of_tokens is None:
-            self._of_tokens = rows.new_empty(self._places[-1].stop, rows.size(1))
-        out = self._of_tokens[self._places[chunk]]
+            self._of_tokens = rows.new_empty(self._slices[-1].stop, rows.size(1))
+        out = self._of_tokens[self._slices[chunk]]
         wait = self._link.start(out, rows, splits.sent, splits.received)
         name = "dispatch" if backward else "combine"
-        self._coming[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
+        self._receiving[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
 
-    def landed(self, chunk: int) -> Tensor:
-        """What comes for a chunk, there."""
-        out, wait = self._coming.pop(chunk)
+    def wait(self, chunk: int) -> Tensor:
+        """Wait for the rows of a chunk."""
+        out, wait = self._receiving.pop(chunk)
         wait()
         return out
 
-    def all_landed(self) -> Tensor:
-        """The rows of all tokens ``[S, H]``, there."""
-        for chunk in list(self._coming):  # in the order in which they were started
-            self.landed(chunk)
+    def wait_all(self) -> Tensor:
+        """Wait for the rows of all tokens ``[S, H]``."""
+        for chunk in list(self._receiving):  # in the order in which they were started
+            self.wait(chunk)
         of_tokens, self._of_tokens = self._of_tokens, None
         assert of_tokens is not None
         return of_tokens
 
 
-def _under_way(rows: int, like: Tensor) -> Tensor:
-    """``[rows, H]`` in place of rows that come: ties nodes of autograd together. The cargo has them behind the wait."""
+def _placeholder(rows: int, like: Tensor) -> Tensor:
+    """``[rows, H]`` that connects autograd nodes; :class:`_InFlight` has the rows themselves."""
     return like.new_zeros(()).expand(rows, like.size(1))
 
 
-class _Depart(torch.autograd.Function):
-    """Tokens to rows of all chunks, under way. The gradient is summed per token when those of all chunks are back."""
+class _Dispatch(torch.autograd.Function):
+    """Start to dispatch the rows of all chunks; the backward waits for all chunks and sums gradients per token."""
 
     @staticmethod
     def forward(ctx: Any, in_flight: _InFlight, tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.in_flight = in_flight
         for chunk in range(len(in_flight.plan.chunks)):
             in_flight.to_experts(chunk, tokens.index_select(0, in_flight.tokens_of(chunk)))
-        return tuple(_under_way(sum(splits.received), tokens) for splits in in_flight.plan.chunks)
+        return tuple(_placeholder(sum(splits.received), tokens) for splits in in_flight.plan.chunks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, token_gradients(ctx.in_flight.all_landed(), ctx.in_flight.plan.routes)
+        return None, token_gradients(ctx.in_flight.wait_all(), ctx.in_flight.plan.routes)
 
 
-class _Arrive(torch.autograd.Function):
-    """The rows of a chunk, sorted by expert."""
+class _WaitChunk(torch.autograd.Function):
+    """Wait for the rows of a chunk, and sort them by expert."""
 
     @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, chunk: int, coming: Tensor) -> Tensor:
+    def forward(ctx: Any, in_flight: _InFlight, chunk: int, placeholder: Tensor) -> Tensor:
         ctx.in_flight, ctx.chunk = in_flight, chunk
-        return in_flight.landed(chunk).index_select(0, in_flight.plan.chunks[chunk].by_expert)
+        return in_flight.wait(chunk).index_select(0, in_flight.plan.chunks[chunk].by_expert)
 
     @staticmethod
     @once_differentiable
@@ -339,18 +340,18 @@ class _Arrive(torch.autograd.Function):
         in_flight.to_tokens(
             ctx.chunk, gradient.index_select(0, in_flight.plan.chunks[ctx.chunk].by_sender), backward=True
         )
-        return None, None, _under_way(len(gradient), gradient)
+        return None, None, _placeholder(len(gradient), gradient)
 
 
-class _SendBack(torch.autograd.Function):
-    """Results of a chunk, under way."""
+class _ReturnChunk(torch.autograd.Function):
+    """Start to return the results of a chunk."""
 
     @staticmethod
     def forward(ctx: Any, in_flight: _InFlight, chunk: int, results: Tensor) -> Tensor:
         ctx.in_flight, ctx.chunk = in_flight, chunk
         splits = in_flight.plan.chunks[chunk]
         in_flight.to_tokens(chunk, results.index_select(0, splits.by_sender))
-        return _under_way(sum(splits.sent), results)
+        return _placeholder(sum(splits.sent), results)
 
     @staticmethod
     @once_differentiable
@@ -358,16 +359,16 @@ class _SendBack(torch.autograd.Function):
         return (
             None,
             None,
-            ctx.in_flight.landed(ctx.chunk).index_select(0, ctx.in_flight.plan.chunks[ctx.chunk].by_expert),
+            ctx.in_flight.wait(ctx.chunk).index_select(0, ctx.in_flight.plan.chunks[ctx.chunk].by_expert),
         )
 
 
 class _Combine(torch.autograd.Function):
-    """Results of all chunks to the weighted sum of each token's."""
+    """Wait for the results of all chunks, and sum each token's results with its weights."""
 
     @staticmethod
     def forward(ctx: Any, in_flight: _InFlight, weights: Tensor, *results: Tensor) -> Tensor:
-        rows = in_flight.all_landed()
+        rows = in_flight.wait_all()
         ctx.in_flight = in_flight
         ctx.save_for_backward(rows, weights)
         return weighted_sums(rows, weights, in_flight.plan.routes)
@@ -380,6 +381,6 @@ class _Combine(torch.autograd.Function):
         of_rows, of_weights = weighted_sum_gradients(gradient, rows, weights, in_flight.plan.routes)
         chunks = in_flight.plan.chunks
         if any(ctx.needs_input_grad[2:]):
-            for chunk in reversed(range(len(chunks))):  # the last one is asked first
+            for chunk in reversed(range(len(chunks))):  # autograd waits for the last chunk first
                 in_flight.to_experts(chunk, in_flight.of_chunk(chunk, of_rows), backward=True)
-        return None, of_weights, *(_under_way(sum(splits.sent), of_rows) for splits in chunks)
+        return None, of_weights, *(_placeholder(sum(splits.sent), of_rows) for splits in chunks)

@@ -1,4 +1,4 @@
-"""The routers of a model in training: what keeps them balanced, and what is measured of them."""
+"""Load balancing of routers in training: losses, biases, and the measured load."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass
 class _Layer:
-    """One layer with experts.
+    """One MoE layer.
 
     Attributes:
-        name: of the experts.
+        name: name of the experts module.
         experts: the module.
-        num_experts: of the layer.
-        bias: of ``E`` numbers, added to the scores for the choice alone; None: the router has none.
-        scores: of the running forward, ``[t, E]`` before the softmax.
-        index: of the running forward, ``[t, k]``.
-        counts: ``[E]``: choices of the running step on this rank; None: it was not called yet.
-        fractions: ``[E]``: shares of all choices of the step before.
+        num_experts: number of experts.
+        bias: ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias.
+        scores: ``[t, E]`` router scores of the current forward, before the softmax.
+        index: ``[t, k]`` chosen experts of the current forward.
+        counts: ``[E]`` choices of the current step on this rank; None: the layer was not called yet.
+        fractions: ``[E]`` fractions of all choices in the previous step.
     """
 
     name: str
@@ -60,36 +60,35 @@ class _Layer:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The tokens of this rank in the running forward that belong to samples.
+class _SampleTokens:
+    """The tokens of the current forward on this rank that belong to samples.
 
     Attributes:
-        valid: ``[v]`` int64, rows.
-        sample: ``[v]`` int64, of each.
-        num_samples: of the pack.
-        num_here: tokens of the row that are here, those of no sample too.
-        is_part: other ranks have the other tokens of these samples.
+        valid: ``[v]`` int64: their positions on this rank.
+        sample: ``[v]`` int64: the sample of each.
+        num_samples: number of samples in the pack.
+        num_local: number of tokens on this rank, with those of no sample.
+        is_slice: whether other ranks have the other tokens of the pack.
     """
 
     valid: Tensor
     sample: Tensor
     num_samples: int
-    num_here: int
-    is_part: bool
+    num_local: int
+    is_slice: bool
 
 
 class RouterMonitor:
-    """Losses and biases of a model's routers over one optimizer step at a time, and their load.
+    """Balance a model's routers by losses and biases, and measure the load of the experts, per optimizer step.
 
-    Only tokens of samples count, each once: not those that stand in for a rank without data, and none when a layer is
-    computed again.
+    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation.
 
     Args:
-        model: laid out, or on one process.
-        balance: what keeps the routers balanced.
+        model: parallelized, or on one process.
+        balance: the settings for balance.
 
     Raises:
-        UserError: the model has no experts, or its routers lack what ``balance`` asks for.
+        UserError: the model has no experts, or its routers do not support ``balance``.
     """
 
     def __init__(self, model: OmniModel, balance: ExpertsBalance) -> None:
@@ -99,97 +98,98 @@ class RouterMonitor:
         self._group = state.loss_group if state is not None else None
         self._sequence = state.sequence_group if state is not None else None
         self._counts_tokens = state is None or state.place("sequence") == 0  # ranks of a sequence have the same packs
-        own = expert_layers(model)[FOUNDATION]  # what other components take are no tokens of samples
-        self._layers = [self._watched(layer.name, model.get_submodule(layer.name)) for layer in own]
-        self._rows: _Rows | None = None  # in a forward
-        self._watched_rows: _Rows | None = None  # in or behind one
+        layers = expert_layers(model)[FOUNDATION]  # the inputs of other components are not tokens of samples
+        self._layers = [self._watched(layer.name, model.get_submodule(layer.name)) for layer in layers]
+        self._rows: _SampleTokens | None = None  # set during a forward
+        self._watched_rows: _SampleTokens | None = None  # set during and after a forward
         self._num_tokens = 0.0
         self._num_micro_batches = 1.0
         self._load: dict[str, Tensor] = {}
         self._require()
 
     def _require(self) -> None:
-        asked = self._balance
-        if (asked.loss != "none" or asked.z_weight or asked.bias_rate) and not self._layers:
+        balance = self._balance
+        if (balance.loss != "none" or balance.z_weight or balance.bias_rate) and not self._layers:
             raise UserError(
                 f"train.experts: {type(self._model.foundation).__name__} has no experts to balance; remove it"
             )
-        if asked.bias_rate:
+        if balance.bias_rate:
             for layer in self._layers:
                 if layer.bias is None:
                     raise UserError(
-                        f"train.experts.bias_rate: found {asked.bias_rate}, but the router beside {layer.name} has no "
-                        "bias that is for the choice alone; use 0, and a loss"
+                        f"train.experts.bias_rate: found {balance.bias_rate}, but the router of {layer.name} has no "
+                        "bias that only affects the top-k choice; use 0, and a balance loss"
                     )
 
     def _watched(self, name: str, experts: nn.Module) -> _Layer:
         parent = name.rpartition(".")[0]
-        number = num_experts_of(experts)
-        layer = _Layer(name, experts, number, choice_bias(self._model.get_submodule(parent), number))
-        layer.fractions = torch.full((number,), 1 / number)
+        num_experts = num_experts_of(experts)
+        layer = _Layer(name, experts, num_experts, choice_bias(self._model.get_submodule(parent), num_experts))
+        layer.fractions = torch.full((num_experts,), 1 / num_experts)
         experts.register_forward_pre_hook(
             lambda _, arguments, kwargs: self._note_index(layer, arguments), with_kwargs=True
         )
         if self._balance.loss != "none" or self._balance.z_weight:
-            found = find_router(self._model, parent)
-            if found is None:
+            declared = find_router(self._model, parent)
+            if declared is None:
                 raise UserError(
-                    f"train.experts: the model declares no router scores beside the experts of {parent}; use loss: none"
+                    f"train.experts: the model declares no router scores for the experts of {parent}; use loss: none"
                 )
-            router, place = found
-            router.register_forward_hook(lambda _, arguments, output: self._note_scores(layer, output[place]))
+            router, index = declared
+
+            def note_scores(_: nn.Module, arguments: object, output: tuple[Tensor, ...]) -> None:
+                if self._rows is not None and not is_replaying():
+                    layer.scores = output[index].reshape(-1, output[index].size(-1))
+
+            router.register_forward_hook(note_scores)
         return layer
 
     def _note_index(self, layer: _Layer, arguments: tuple[Tensor, ...]) -> None:
-        if self._rows is None or is_replaying() or len(arguments[1]) != self._rows.num_here:
+        if self._rows is None or is_replaying() or len(arguments[1]) != self._rows.num_local:
             return
         layer.index = arguments[1].detach()
         chosen = layer.index[self._rows.valid]
         counts = counts_per_sample(chosen, torch.zeros_like(chosen[:, 0]), 1, layer.num_experts)[0]
         layer.counts = counts if layer.counts is None else layer.counts + counts
 
-    def _note_scores(self, layer: _Layer, scores: Tensor) -> None:
-        if self._rows is not None and not is_replaying():
-            layer.scores = scores.reshape(-1, scores.size(-1))
-
     def begin(self, packs: Sequence[Pack]) -> None:
-        """Before the first forward of a step; every rank calls it, with its packs."""
-        for layer in self._layers:  # of a step without an update
+        """Begin a step; all ranks must call it with their packs, before the first forward."""
+        for layer in self._layers:  # discard a step without an update
             layer.scores = layer.index = layer.counts = None
         tokens = sum(int(_is_real(pack).sum()) for pack in packs) if self._counts_tokens else 0
-        own = torch.tensor([float(tokens), float(len(packs))])
-        self._num_tokens, self._num_micro_batches = self._summed(own).clamp(min=1).tolist()
+        local = torch.tensor([float(tokens), float(len(packs))])
+        self._num_tokens, self._num_micro_batches = self._summed(local).clamp(min=1).tolist()
 
     @contextmanager
     def watched(self, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
-        """The forward of a micro-batch."""
-        self._rows = self._watched_rows = _rows(pack, work)
+        """Wrap the forward of a micro-batch."""
+        self._rows = self._watched_rows = _sample_tokens(pack, work)
         try:
             yield
         finally:
             self._rows = None
 
     def loss(self) -> Tensor | None:
-        """What a micro-batch adds to the total loss; None: nothing. Behind its forward, before its backward."""
-        asked, rows = self._balance, self._watched_rows
-        if rows is None or (asked.loss == "none" and not asked.z_weight):
+        """Return the balance loss of a micro-batch, between its forward and its backward; None: no such loss."""
+        balance, rows = self._balance, self._watched_rows
+        if rows is None or (balance.loss == "none" and not balance.z_weight):
             return None
         scores, index = self._taken(rows)
-        per_token = [asked.weight * own for own in self._balance_of(scores, index, rows)]
-        if asked.z_weight:
-            per_token += [asked.z_weight * z_loss(own) for own in scores]
+        per_token = [balance.weight * of_layer for of_layer in self._balance_of(scores, index, rows)]
+        if balance.z_weight:
+            per_token += [balance.z_weight * z_loss(of_layer) for of_layer in scores]
         terms = [torch.stack(per_token).sum() / (self._num_tokens * len(self._layers))] if per_token else []
-        if asked.loss == "micro_batch" and len(rows.valid):
-            terms.append(asked.weight * micro_batch_balance(scores, index) / self._num_micro_batches)
+        if balance.loss == "micro_batch" and len(rows.valid):
+            terms.append(balance.weight * micro_batch_balance(scores, index) / self._num_micro_batches)
         return torch.stack(terms).sum() if terms else None
 
-    def _taken(self, rows: _Rows) -> tuple[list[Tensor], list[Tensor]]:
-        """Per layer scores ``[v, E]`` and choices ``[v, k]`` of the tokens of samples, which it then forgets."""
+    def _taken(self, rows: _SampleTokens) -> tuple[list[Tensor], list[Tensor]]:
+        """Return and clear, per layer, scores ``[v, E]`` and choices ``[v, k]`` of the tokens of samples."""
         scores, index = [], []
         for layer in self._layers:
             if layer.scores is None or layer.index is None:
                 raise UserError(
-                    f"train.experts: {layer.name} did not get every token of a row, which its balance needs; use "
+                    f"train.experts: {layer.name} did not get every token of a pack, which balance losses need; use "
                     "loss: none and z_weight: 0"
                 )
             scores.append(layer.scores[rows.valid])
@@ -197,100 +197,98 @@ class RouterMonitor:
             layer.scores = layer.index = None
         return scores, index
 
-    def _balance_of(self, scores: list[Tensor], index: list[Tensor], rows: _Rows) -> Iterator[Tensor]:
-        """The sum over tokens of each layer's balance, where that is what was asked for."""
+    def _balance_of(self, scores: list[Tensor], index: list[Tensor], rows: _SampleTokens) -> Iterator[Tensor]:
+        """Yield each layer's balance loss, summed over tokens, for the losses that are per token."""
         if self._balance.loss == "previous_step":
-            for layer, own in zip(self._layers, scores, strict=True):
-                yield fraction_balance(own, layer.fractions.to(own.device))
+            for layer, of_layer in zip(self._layers, scores, strict=True):
+                yield fraction_balance(of_layer, layer.fractions.to(of_layer.device))
         elif self._balance.loss == "sample":
             per_layer = [
-                counts_per_sample(own, rows.sample, rows.num_samples, layer.num_experts)
-                for layer, own in zip(self._layers, index, strict=True)
+                counts_per_sample(of_layer, rows.sample, rows.num_samples, layer.num_experts)
+                for layer, of_layer in zip(self._layers, index, strict=True)
             ]
             counts = torch.cat(per_layer, dim=1)
-            if rows.is_part:
+            if rows.is_slice:
                 dist.all_reduce(counts, group=self._sequence)
-            for own, of_samples in zip(scores, counts.split([c.size(1) for c in per_layer], dim=1), strict=True):
-                yield sample_balance(own, of_samples, rows.sample)
+            for of_layer, of_samples in zip(scores, counts.split([c.size(1) for c in per_layer], dim=1), strict=True):
+                yield sample_balance(of_layer, of_samples, rows.sample)
 
     @torch.no_grad()
     def end(self) -> None:
-        """Behind the optimizer's update: biases move against the step's load, whose shares the next step may use."""
+        """End a step, after the optimizer's update: update the biases, and keep the load for the next step."""
         if not self._layers:
             return
-        none = partial(torch.zeros, device=self._model.device)
-        own = [none(layer.num_experts) if layer.counts is None else layer.counts for layer in self._layers]
-        every_layer = self._summed(torch.cat(own)).split([layer.num_experts for layer in self._layers])
+        zeros = partial(torch.zeros, device=self._model.device)
+        local = [zeros(layer.num_experts) if layer.counts is None else layer.counts for layer in self._layers]
+        every_layer = self._summed(torch.cat(local)).split([layer.num_experts for layer in self._layers])
         for layer, counts in zip(self._layers, every_layer, strict=True):
             layer.counts = None
             self._load[layer.name] = counts
-            shares = counts / counts.sum().clamp(min=1)
-            layer.fractions = shares.where(counts.sum() > 0, layer.fractions.to(shares))
+            fractions = counts / counts.sum().clamp(min=1)
+            layer.fractions = fractions.where(counts.sum() > 0, layer.fractions.to(fractions))
             if layer.bias is not None and self._balance.bias_rate:
-                layer.bias += _lying_as(layer.bias, self._balance.bias_rate * (counts.mean() - counts).sign())
+                layer.bias += _sharded_like(layer.bias, self._balance.bias_rate * (counts.mean() - counts).sign())
 
     def expert_shares(self) -> dict[str, list[float]]:
-        """Layer -> each expert's share of the choices of the last step: what a continued run needs."""
+        """Return layer -> each expert's fraction of the choices in the last step, for a resumed run."""
         return {layer.name: layer.fractions.tolist() for layer in self._layers}
 
     def continue_from(self, shares: Mapping[str, list[float]]) -> None:
-        """Take the shares of the step before from an earlier run."""
+        """Restore the fractions that :meth:`expert_shares` returned in an earlier run."""
         for layer in self._layers:
             if layer.name in shares:
                 layer.fractions = torch.tensor(shares[layer.name])
 
     def read(self) -> dict[str, dict[str, float]]:
-        """Per layer, of the last step: how evenly its experts were taken.
+        """Return the load of each layer's experts in the last step.
 
         Returns:
-            Name of the experts -> ``load``: the most rows of an expert over the mean; ``entropy`` of the shares, 1
-            where they are equal; ``bytes`` that this rank sent to others in forwards since the last reading.
+            Name of the experts -> ``load``: tokens of the busiest expert over the mean; ``entropy``: entropy of the
+            fractions, relative to equal fractions; ``bytes``: bytes that this rank sent to other ranks in forwards
+            since the last reading.
         """
-        return {
-            layer.name: {
-                "load": float(counts.max() / counts.mean().clamp(min=1e-9)),
-                "entropy": _entropy(counts),
-                "bytes": float(bytes_sent(layer.experts)),
-            }
-            for layer in self._layers
-            if (counts := self._load.get(layer.name)) is not None
-        }
+        readings = {}
+        for layer in self._layers:
+            if (counts := self._load.get(layer.name)) is not None:
+                entropy = torch.special.entr(counts / counts.sum().clamp(min=1)).sum()
+                most = torch.tensor(float(len(counts))).log()
+                readings[layer.name] = {
+                    "load": float(counts.max() / counts.mean().clamp(min=1e-9)),
+                    "entropy": float(entropy / most) if len(counts) > 1 else 1.0,
+                    "bytes": float(bytes_sent(layer.experts)),
+                }
+        return readings
 
-    def _summed(self, own: Tensor) -> Tensor:
+    def _summed(self, local: Tensor) -> Tensor:
         if self._group is not None:
-            dist.all_reduce(own, group=self._group)
-        return own
+            dist.all_reduce(local, group=self._group)
+        return local
 
 
-def _lying_as(bias: Tensor, change: Tensor) -> Tensor:
-    """``change``, which every rank has, as ``bias`` lies: some models keep theirs as a frozen parameter."""
+def _sharded_like(bias: Tensor, change: Tensor) -> Tensor:
+    """``change``, which every rank has, sharded like ``bias``, which some models keep as a frozen parameter."""
     whole = change.view(bias.shape).to(bias.device, bias.dtype)
     if not isinstance(bias, DTensor):
         return whole
     return distribute_tensor(whole, bias.device_mesh, bias.placements, src_data_rank=None)
 
 
-def _entropy(counts: Tensor) -> float:
-    shares = counts / counts.sum().clamp(min=1)
-    return float(torch.special.entr(shares).sum() / torch.tensor(float(len(counts))).log()) if len(counts) > 1 else 1.0
-
-
-def _sample_of_row(pack: Pack) -> Tensor:
+def _sample_of_token(pack: Pack) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(pack.info.ids)), torch.tensor(pack.info.lengths))
 
 
 def _is_real(pack: Pack) -> Tensor:
-    """``[T]`` bool: tokens of samples, not those that stand in for none."""
-    return torch.tensor([index >= 0 for index in pack.info.indices])[_sample_of_row(pack)]
+    """``[T]`` bool: whether a token belongs to a sample; tokens of idle prompts do not."""
+    return torch.tensor([index >= 0 for index in pack.info.indices])[_sample_of_token(pack)]
 
 
-def _rows(pack: Pack, work: MicroBatchWork) -> _Rows:
-    sample, part = _sample_of_row(pack), work.part
+def _sample_tokens(pack: Pack, work: MicroBatchWork) -> _SampleTokens:
+    sample, part = _sample_of_token(pack), work.part
     assert part is None or isinstance(part, SequencePart)
-    # On the host, which knows all of it: no device is waited for.
-    here = torch.arange(len(sample)) if part is None else torch.from_numpy(part.split.rows[part.place])
-    valid = here < len(sample)  # a row that was filled up has more
-    valid[valid.clone()] = _is_real(pack)[here[valid]]
+    # The host knows all positions, so this needs no synchronization with the device.
+    positions = torch.arange(len(sample)) if part is None else torch.from_numpy(part.split.rows[part.place])
+    valid = positions < len(sample)  # False for padding
+    valid[valid.clone()] = _is_real(pack)[positions[valid]]
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
-    on_device = to_device(rows, device), to_device(sample[here[rows]], device)
-    return _Rows(*on_device, len(pack.info.ids), len(here), part is not None)
+    on_device = to_device(rows, device), to_device(sample[positions[rows]], device)
+    return _SampleTokens(*on_device, len(pack.info.ids), len(positions), part is not None)

@@ -1,8 +1,8 @@
-"""Routers' decisions on disk: written in one run, taken in another one.
+"""Record the routers' decisions of one run on disk, and replay them in another run.
 
-A folder has a file per step and rank, with one tensor per layer and ``topk`` over the tokens of that rank's samples,
-end to end. Where ranks share a row, each has -1 for the tokens of the others, so that files of a step are put together
-by taking the larger number. Any number of ranks reads what any number has written.
+A folder has a file per step and rank, with one tensor per layer and ``topk`` over the concatenated tokens of the rank's
+samples. If ranks share a sequence, each file has -1 for the tokens of other ranks, so an element-wise maximum merges
+the files of a step. Any number of ranks can replay the files of any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ _SAMPLES = "samples"
 
 
 class RoutingOfRun:
-    """Records the decisions of a run's routers, or takes those of an earlier one, or does nothing.
+    """Record the decisions of a run's routers, or replay those of an earlier run, or do nothing.
 
     Args:
-        model: laid out, or on one process.
-        record: folder to write to.
-        replay: folder to read from.
-        rank: of this process.
+        model: parallelized, or on one process.
+        record: folder to write to, if any.
+        replay: folder to read from, if any.
+        rank: rank of this process.
 
     Raises:
-        UserError: the model has no experts, or the folder no decisions.
+        UserError: the model has no experts, or the folder has no recorded decisions.
     """
 
     def __init__(self, model: OmniModel, record: str | None, replay: str | None, rank: int) -> None:
         for key, folder in (("record", record), ("replay", replay)):
             if folder is not None and not any(True for _ in experts_in(model)):
                 kind = type(model.foundation).__name__
-                raise UserError(f"train.experts.{key}: {kind} has no experts whose routing could be kept; remove it")
+                raise UserError(f"train.experts.{key}: {kind} has no experts; remove it")
         layout = layout_of(model)
-        writes = record is not None and (layout is None or layout.state.tp_rank == 0)  # the others decide the same
+        # Tensor parallel ranks make the same decisions, so one of them writes.
+        writes = record is not None and (layout is None or layout.state.tp_rank == 0)
         self._model, self._rank = model, rank
-        self._taken = RoutingFiles(Path(replay)) if replay is not None else None
+        self._replayed = RoutingFiles(Path(replay)) if replay is not None else None
         self._folder = Path(record) if record is not None and writes else None
         self._recording = Recording()
         self._lengths: dict[str, int] = {}
@@ -57,48 +58,48 @@ class RoutingOfRun:
 
     @contextmanager
     def forward_context(self, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
-        """The forward of a micro-batch."""
+        """Wrap the forward of a micro-batch."""
         info, rows = pack.info, work.part.rows if work.part is not None else None
-        if self._taken is not None:
-            taken = self._taken.of_samples(info.ids, info.lengths)
-            with taken.replayed(self._model, info.ids, info.lengths, rows) as changed:
+        if self._replayed is not None:
+            recording = self._replayed.of_samples(info.ids, info.lengths)
+            with recording.replayed(self._model, info.ids, info.lengths, rows) as changed:
                 yield
             self._changed.near_ties += changed.near_ties
             self._changed.others += changed.others
         elif self._folder is not None:
             with self._recording.recorded(self._model, info.ids, info.lengths, rows):
                 yield
-            found = zip(info.ids, info.lengths, info.indices, strict=True)
-            self._lengths |= {name: length for name, length, index in found if index >= 0}
+            samples = zip(info.ids, info.lengths, info.indices, strict=True)
+            self._lengths |= {name: length for name, length, index in samples if index >= 0}
         else:
             yield
 
     def end(self, step: int) -> None:
-        """Behind a step: what was recorded in it is written."""
+        """Write the decisions that were recorded in a step; call it after the step."""
         if self._folder is not None and self._lengths:
             write_routing(self._folder / f"step-{step:08d}.rank-{self._rank}", self._recording, self._lengths)
         self._recording, self._lengths = Recording(), {}
 
     def read(self) -> tuple[int, int]:
-        """Tokens of a layer, on this rank since the last reading, that would have gone elsewhere.
+        """Return how many decisions the replay changed on this rank since the last reading.
 
         Returns:
-            To experts of nearly the same score; to others.
+            The number of (token, layer) pairs whose experts had nearly the same score, and the number of others.
         """
         changed, self._changed = self._changed, Replayed()
         return int(changed.near_ties), int(changed.others)
 
 
 def write_routing(path: Path, recording: Recording, lengths: dict[str, int]) -> None:
-    """Write the decisions about samples of these lengths to ``path``, with an ending; at once or not at all."""
-    width = {(layer, number): own.size(1) for (layer, number, _), own in recording.decisions.items()}
+    """Write the decisions for the samples in ``lengths`` to ``path`` + ``.safetensors``, atomically."""
+    top_k = {(layer, call): decisions.size(1) for (layer, call, _), decisions in recording.decisions.items()}
     tensors = {}
-    for (layer, number), slots in width.items():
+    for (layer, call), slots in top_k.items():
         unknown = (torch.full((tokens, slots), -1) for tokens in lengths.values())
-        own = [
-            recording.decisions.get((layer, number, name), none) for name, none in zip(lengths, unknown, strict=True)
+        of_samples = [
+            recording.decisions.get((layer, call, name), none) for name, none in zip(lengths, unknown, strict=True)
         ]
-        tensors[f"{layer}/{number}"] = torch.cat(own).to(torch.int16)
+        tensors[f"{layer}/{call}"] = torch.cat(of_samples).to(torch.int16)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     save_file(tensors, partial, metadata={_SAMPLES: json.dumps(list(lengths.items()))})
@@ -106,54 +107,54 @@ def write_routing(path: Path, recording: Recording, lengths: dict[str, int]) -> 
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the tokens of a sample are in a file."""
+class _FileSlice:
+    """The tokens of a sample in a file."""
 
     file: Path
     rows: slice
 
 
 class RoutingFiles:
-    """The decisions in a folder, read when a sample asks for them. Of a sample that came in several steps, the last.
+    """The decisions in a folder, read lazily. For a sample in several steps, those of the last step count.
 
     Raises:
-        UserError: the folder has none.
+        UserError: the folder has no recorded decisions.
     """
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("step-*.safetensors"))
         if not files:
             raise UserError(f"train.experts.replay: no decisions in {folder}; expected files of an earlier `record`")
-        self._places: dict[str, list[_Place]] = {}
+        self._slices: dict[str, list[_FileSlice]] = {}
         for file in files:
             start = 0
             for name, length in _samples_in(file):
-                places = self._places.setdefault(name, [])
-                if places and _step(places[0].file) != _step(file):
-                    places.clear()
-                places.append(_Place(file, slice(start, start + length)))
+                slices = self._slices.setdefault(name, [])
+                if slices and _step(slices[0].file) != _step(file):
+                    slices.clear()
+                slices.append(_FileSlice(file, slice(start, start + length)))
                 start += length
 
     def of_samples(self, ids: Sequence[str], lengths: Sequence[int]) -> Recording:
-        """Their decisions; samples that were not recorded have none.
+        """Return the decisions for these samples; samples that were not recorded have none.
 
         Raises:
-            UserError: a sample has another number of tokens than when it was recorded.
+            UserError: a sample has another number of tokens than in the recording.
         """
-        found = Recording()
+        recording = Recording()
         for name, length in zip(ids, lengths, strict=True):
-            for place in self._places.get(name, ()):
-                recorded = place.rows.stop - place.rows.start
+            for in_file in self._slices.get(name, ()):
+                recorded = in_file.rows.stop - in_file.rows.start
                 if recorded != length:
                     raise UserError(
-                        f"train.experts.replay: sample {name} has {length} tokens, but {recorded} in {place.file}; "
+                        f"train.experts.replay: sample {name} has {length} tokens, but {recorded} in {in_file.file}; "
                         "record it again"
                     )
-                for (layer, number), own in _decisions(place):
-                    key = (layer, number, name)
-                    others = found.decisions.get(key)
-                    found.decisions[key] = own if others is None else torch.maximum(own, others)
-        return found
+                for (layer, call), decisions in _decisions(in_file):
+                    key = (layer, call, name)
+                    others = recording.decisions.get(key)
+                    recording.decisions[key] = decisions if others is None else torch.maximum(decisions, others)
+        return recording
 
 
 def _samples_in(file: Path) -> list[tuple[str, int]]:
@@ -161,14 +162,14 @@ def _samples_in(file: Path) -> list[tuple[str, int]]:
         with safe_open(file, "pt") as opened:
             return [(name, length) for name, length in json.loads(opened.metadata()[_SAMPLES])]
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"train.experts.replay: {file} is no file of decisions: {error}") from None
+        raise UserError(f"train.experts.replay: {file} is not a file of recorded decisions: {error}") from None
 
 
-def _decisions(place: _Place) -> Iterator[tuple[tuple[str, int], Tensor]]:
-    with safe_open(place.file, "pt") as opened:
+def _decisions(in_file: _FileSlice) -> Iterator[tuple[tuple[str, int], Tensor]]:
+    with safe_open(in_file.file, "pt") as opened:
         for name in opened.keys():  # noqa: SIM118 - no mapping
-            layer, _, number = name.rpartition("/")
-            yield (layer, int(number)), opened.get_slice(name)[place.rows].long()
+            layer, _, call = name.rpartition("/")
+            yield (layer, int(call)), opened.get_slice(name)[in_file.rows].long()
 
 
 def _step(file: Path) -> str:

@@ -1,8 +1,8 @@
-"""Experts that every token has, computed while the others' last results are on their way.
+"""Compute shared experts while the last results of the routed experts are in flight.
 
-A layer's forward calls them behind those that tokens choose, with the layer's own input, and then adds. Nothing keeps
-them from being computed earlier: the experts' function does it when it would wait, and the layer's own call gets the
-result. In the backward they fill, in the same way, the wait for the first gradients.
+A layer's forward calls its shared experts after the routed ones, with the layer's input, and adds the results. They can
+run earlier: the routed experts' function computes them while it would wait, and the layer's call gets the stored
+result. In the backward they overlap in the same way with the wait for the first gradients.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _TRIAL_TOKENS = 4
 
 
 def shared_experts(layer: nn.Module, experts: nn.Module, device: torch.device) -> nn.Module | None:
-    """The child of ``layer`` that is called once, behind ``experts``, with the layer's input alone.
+    """Return the child of ``layer`` that is called once, after ``experts``, with only the layer's input.
 
-    Found by a forward of the layer on zeros, also in the place of its weights, whose ``experts`` compute nothing.
+    A forward of the layer with zeros as input and weights, whose ``experts`` compute nothing, shows the calls.
 
     Args:
-        layer: of which ``experts`` is a child. Its weights may be on the meta device, and its buffers elsewhere.
-        experts: that tokens choose.
-        device: on which the forward runs.
+        layer: the parent of ``experts``. Its weights may be on the meta device, and its buffers elsewhere.
+        experts: the routed experts.
+        device: device of the forward.
 
     Returns:
-        None: there is none, or the layer wants more than hidden states.
+        The shared experts. None: the layer has none, or needs more arguments than hidden states.
     """
     inner: Any = experts
     weight = inner.down_proj
     width = weight.size(-1) if inner.is_transposed else weight.size(-2)
-    for dtype in dict.fromkeys(parameter.dtype for parameter in layer.parameters()):  # what is frozen keeps its own
+    for dtype in dict.fromkeys(parameter.dtype for parameter in layer.parameters()):  # frozen weights keep their dtype
         hidden = torch.zeros(1, _TRIAL_TOKENS, width, dtype=dtype, device=device)
-        if (found := _called_behind(layer, experts, hidden)) is not None:
-            return found
+        if (shared := _called_after(layer, experts, hidden)) is not None:
+            return shared
     return None
 
 
-def _called_behind(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.Module | None:
-    """The one child that is called behind ``experts`` and with ``hidden`` alone, where ``layer`` takes that."""
-    calls: list[tuple[nn.Module, bool]] = []  # behind the experts: who, and whether with the hidden states alone
+def _called_after(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.Module | None:
+    """The only child that ``layer(hidden)`` calls after ``experts``, if it gets only ``hidden``."""
+    calls: list[tuple[nn.Module, bool]] = []  # after the experts: the child, and whether it gets only `hidden`
 
-    def note(module: nn.Module, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
-        calls.append((module, not given and len(arguments) == 1 and arguments[0] is hidden))
+    def note(module: nn.Module, arguments: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((module, not kwargs and len(arguments) == 1 and arguments[0] is hidden))
 
     def compute_nothing(rows: Tensor, *_: Any, **__: Any) -> Tensor:
         calls.clear()
@@ -58,23 +58,24 @@ def _called_behind(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.M
     of_experts = {*experts.parameters(), *experts.buffers()}
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     zeros = {n: torch.zeros_like(value, device=hidden.device) for n, value in tensors if value not in of_experts}
-    drawn_on = [hidden.device] if hidden.device.type == "cuda" else []
-    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(drawn_on):  # some routers draw in training
+    rng_devices = [hidden.device] if hidden.device.type == "cuda" else []
+    # Some routers draw random numbers in training.
+    with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(rng_devices):
         for child in layer.children():
             if child is not experts:
                 stack.callback(child.register_forward_pre_hook(note, with_kwargs=True).remove)
         stack.callback(delattr, experts, "forward")
         experts.forward = compute_nothing
         if isinstance(attempt(lambda: functional_call(layer, zeros, (hidden,))), Failure):
-            return None  # it wants something else than in training
-    return calls[0][0] if [is_alike for _, is_alike in calls] == [True] else None
+            return None  # the layer needs other arguments
+    return calls[0][0] if [gets_hidden for _, gets_hidden in calls] == [True] else None
 
 
 class SharedExpertOverlap:
-    """Lets ``shared`` be computed before ``layer`` calls it.
+    """Compute ``shared`` before ``layer`` calls it.
 
     Args:
-        layer: gets the hidden states as its first argument.
+        layer: a layer with the hidden states as first argument.
         shared: see :func:`shared_experts`.
     """
 
@@ -83,23 +84,24 @@ class SharedExpertOverlap:
         self._shared = shared
         self._hidden: Tensor | None = None
         self._result: Tensor | None = None
-        layer.register_forward_pre_hook(self._enter, prepend=True)
-        layer.register_forward_hook(self._leave, always_call=True)
-        shared.forward = self._given
+
+        def enter(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            self._hidden = arguments[0] if arguments else None
+
+        def leave(*_: Any) -> None:
+            self._hidden = self._result = None
+
+        layer.register_forward_pre_hook(enter, prepend=True)
+        layer.register_forward_hook(leave, always_call=True)
+        shared.forward = self._stored_or_computed
 
     def compute(self, spans: LayerSpans) -> None:
-        """Of the forward of the layer that goes on."""
+        """Compute the shared experts for the current forward of the layer."""
         hooks = (*self._shared._forward_pre_hooks, *self._shared._forward_hooks)
-        if self._hidden is not None and not hooks:  # those of others expect to run around it
+        if self._hidden is not None and not hooks:  # hooks of other code expect to run around the forward
             self._result = spans.shared_experts(self._hidden, self._forward)
 
-    def _enter(self, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        self._hidden = arguments[0] if arguments else None
-
-    def _leave(self, *_: Any) -> None:
-        self._hidden = self._result = None
-
-    def _given(self, hidden: Tensor) -> Tensor:
+    def _stored_or_computed(self, hidden: Tensor) -> Tensor:
         if self._result is None or hidden is not self._hidden:
             return self._forward(hidden)
         return self._result

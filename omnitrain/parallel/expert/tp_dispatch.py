@@ -1,4 +1,4 @@
-"""Experts of tokens that several ranks hold alike: each computes its share of them, and all get all results."""
+"""Experts under tensor parallelism: divide tokens that several ranks hold, then all-gather the results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from omnitrain.ops.experts import Dispatcher, DispatchHandle, LayerSpans
 
 
 class TPTokenDispatcher:
-    """A :class:`omnitrain.ops.experts.Dispatcher` that hands another one this rank's run of the tokens.
+    """A :class:`omnitrain.ops.experts.Dispatcher` that passes this rank's slice of the tokens to another dispatcher.
 
-    A rank's gradients of what the ranks hold alike are its own part of it, as everywhere in tensor parallelism: they
-    add up over these ranks.
+    The gradients of replicated tensors are partial on each rank and sum over ``group``, as everywhere in tensor
+    parallelism.
 
     Args:
-        inner: brings rows to their experts.
-        alike: ranks that hold the same tokens.
+        inner: the dispatcher of the slice.
+        group: the ranks that hold the same tokens.
     """
 
-    def __init__(self, inner: Dispatcher, alike: dist.ProcessGroup) -> None:
-        self.inner, self._alike = inner, alike
+    def __init__(self, inner: Dispatcher, group: dist.ProcessGroup) -> None:
+        self.inner, self._group = inner, group
 
     @property
     def bytes_sent(self) -> int:  # noqa: D102
@@ -35,29 +35,28 @@ class TPTokenDispatcher:
         self.inner.bytes_sent = number
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:  # noqa: D102
-        return self.inner.plan(top_k_index[self._own(len(top_k_index))], num_experts, spans)
+        return self.inner.plan(top_k_index[self._local_slice(len(top_k_index))], num_experts, spans)
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:  # noqa: D102
-        own = self._own(len(tokens))
-        handle = self.inner.dispatch(tokens[own], weights[own], plan, spans)
-        return _TokenSliceHandle(handle, self._shares(len(tokens)), self._alike)
+        local = self._local_slice(len(tokens))
+        handle = self.inner.dispatch(tokens[local], weights[local], plan, spans)
+        return _TokenSliceHandle(handle, self._lengths(len(tokens)), self._group)
 
-    def _shares(self, num_tokens: int) -> list[int]:
-        """How many of the tokens each rank takes."""
-        each, left = divmod(num_tokens, self._alike.size())
-        return [each + (rank < left) for rank in range(self._alike.size())]
+    def _lengths(self, num_tokens: int) -> list[int]:
+        """The number of tokens of each rank."""
+        each, left = divmod(num_tokens, self._group.size())
+        return [each + (rank < left) for rank in range(self._group.size())]
 
-    def _own(self, num_tokens: int) -> slice:
-        """This rank's."""
-        stops = list(accumulate(self._shares(num_tokens), initial=0))
-        return slice(*stops[self._alike.rank() :][:2])
+    def _local_slice(self, num_tokens: int) -> slice:
+        stops = list(accumulate(self._lengths(num_tokens), initial=0))
+        return slice(*stops[self._group.rank() :][:2])
 
 
 class _TokenSliceHandle:
-    def __init__(self, handle: DispatchHandle, shares: list[int], alike: dist.ProcessGroup) -> None:
+    def __init__(self, handle: DispatchHandle, lengths: list[int], group: dist.ProcessGroup) -> None:
         self.ranges = handle.ranges
         self.wait_chunk, self.return_chunk = handle.wait_chunk, handle.return_chunk
-        self._handle, self._shares, self._alike = handle, shares, alike
+        self._handle, self._lengths, self._group = handle, lengths, group
 
     def combine(self) -> Tensor:
-        return gather_rows(self._handle.combine(), self._shares, self._alike)
+        return gather_rows(self._handle.combine(), self._lengths, self._group)

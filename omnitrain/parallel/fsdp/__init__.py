@@ -1,1 +1,1 @@
-"""FSDP2: what is sharded, how weights come in, and how they are gathered for a while."""
+"""FSDP2: choose and shard units, load weights, and gather them temporarily."""

@@ -1,4 +1,4 @@
-"""Putting a checkpoint's weights into a model that is built already, on the meta device or not."""
+"""Load the weights of a checkpoint into an existing model, on the meta device or not."""
 
 from __future__ import annotations
 
@@ -24,107 +24,107 @@ _SHOWN = 3
 
 
 def load_weights(model: PreTrainedModel, path: str) -> None:
-    """Fill ``model`` in place: all tensors of the checkpoint and of the model, or an error.
+    """Load all tensors of a checkpoint into ``model``, in place.
 
-    A twin is loaded, and its tensors are taken over: buffers that no checkpoint has are those of a normal
-    construction, tied weights are one parameter, and what is frozen stays frozen. LoRA adapters beside the checkpoint
-    are put in, too, unless the model has them already.
+    This loads a second model and takes its tensors, so buffers that are in no checkpoint get the values of a normal
+    construction. Tied weights stay one parameter, and frozen parameters stay frozen. LoRA adapters of the checkpoint
+    are added, unless the model has them already.
 
     Args:
-        model: on any device, ``meta`` too.
+        model: on any device, also ``meta``.
         path: folder or Hub id.
 
     Raises:
-        UserError: no such folder, or no weights in it, or other adapters than the model's.
+        UserError: the folder does not exist, has no weights, or has other adapters than the model.
         WeightsError: names every missing, unexpected or misshapen tensor.
     """
     config = copy.deepcopy(model.config)
-    config._attn_implementation = None  # the model has its own already
-    twin = load_strictly(type(model), path, config=config)
+    config._attn_implementation = None  # the model has chosen its attention already
+    loaded = load_strictly(type(model), path, config=config)
     if isinstance(model, OmniModel):
-        load_adapters(cast(OmniModel, twin), path)
+        load_adapters(cast(OmniModel, loaded), path)
         add_lora(model, adapters_at(path, model))
-    taken: dict[nn.Parameter, nn.Parameter] = {}
-    for name, source in twin.named_modules(remove_duplicate=False):
+    copies: dict[nn.Parameter, nn.Parameter] = {}
+    for name, source in loaded.named_modules(remove_duplicate=False):
         target = model.get_submodule(name)
         for key, value in source._parameters.items():
             if value is not None:
                 trains = target._parameters[key].requires_grad
-                target._parameters[key] = taken.setdefault(value, nn.Parameter(value.data, requires_grad=trains))
+                target._parameters[key] = copies.setdefault(value, nn.Parameter(value.data, requires_grad=trains))
         target._buffers.update(source._buffers)
         for key, value in vars(source).items():
-            if isinstance(value, Tensor):  # a buffer in all but registration
+            if isinstance(value, Tensor):  # a buffer that the module keeps as a plain attribute
                 setattr(target, key, value)
 
 
 def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
-    """Component of ``model`` -> the LoRA adapters that a checkpoint has for it.
+    """Return component -> its LoRA adapters in the checkpoint at ``path``.
 
     Raises:
-        UserError: the model has others already.
+        UserError: the model has other adapters already.
     """
-    found, expected = stored_adapters(model, path), adapters_of(model)
-    if expected and found != expected:
+    stored, expected = stored_adapters(model, path), adapters_of(model)
+    if expected and stored != expected:
         raise UserError(
-            f"the checkpoint at {path!r} has other LoRA adapters than the model: found {_shown(found)}; expected "
+            f"the checkpoint at {path!r} has other LoRA adapters than the model: found {_shown(stored)}; expected "
             f"{_shown(expected)}; build the model with weights_path of this checkpoint, or without adapters "
             "(config_path, on the meta device)"
         )
-    return found
+    return stored
 
 
 def require_same_adapters(adapters: dict[str, Adapters]) -> None:
-    """What follows from adapters, refusals too, is then the same on all ranks, which all call this.
+    """Require the same adapters on all ranks; all ranks must call this.
 
     Args:
-        adapters: component -> those that it has, or gets with its weights.
+        adapters: component -> the adapters that it has, or that its checkpoint adds.
 
     Raises:
-        UserError: on all ranks, where one has others than rank 0.
+        UserError: a rank has other adapters than rank 0; raised on all ranks.
     """
-    everywhere = gathered_objects(adapters)
-    for rank, found in enumerate(everywhere):
-        if found != everywhere[0]:
+    by_rank = gathered_objects(adapters)
+    for rank, of_rank in enumerate(by_rank):
+        if of_rank != by_rank[0]:
             raise UserError(
-                f"rank {rank} has other LoRA adapters than rank 0: found {_shown(found)}; expected "
-                f"{_shown(everywhere[0])}; build the same model on every rank"
+                f"rank {rank} has other LoRA adapters than rank 0: found {_shown(of_rank)}; expected "
+                f"{_shown(by_rank[0])}; build the same model on every rank"
             )
 
 
 def _shown(adapters: Mapping[str, Adapters]) -> str:
-    return ", ".join(f"{name} ({own.summary})" for name, own in adapters.items()) or "none"
+    return ", ".join(f"{name} ({of_component.summary})" for name, of_component in adapters.items()) or "none"
 
 
 def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> None:
-    """A model has its weights, or gets them.
+    """Require one source of weights: the model on rank 0, or a checkpoint.
 
     Args:
-        model: with adapters or without.
-        path: of the checkpoint, if any.
-        is_bare: it is on the meta device on the rank that has them, or reads them.
+        model: with or without adapters.
+        path: path of the checkpoint, if any.
+        is_bare: whether the model of rank 0 is on the meta device.
 
     Raises:
-        UserError: neither; or it has trained adapters, which the checkpoint would replace.
+        UserError: no source exists, or the checkpoint would replace trained adapters.
     """
     if path is None and is_bare:
         raise UserError(
-            "the model is on the meta device on rank 0 and weights_path is not given; pass weights_path, or build the "
-            "model with init_device='cpu' there"
+            "the model on rank 0 is on the meta device, but weights_path is not set; pass weights_path, or build the "
+            "model with init_device='cpu' on rank 0"
         )
     if path is not None and adapters_of(model) and not is_bare:
         raise UserError(
-            "the model has LoRA adapters and its weights, and weights_path would replace both; leave out weights_path, "
+            "the model already has weights and LoRA adapters, and weights_path would replace both; omit weights_path, "
             "or build the model with init_device='meta'"
         )
 
 
 def require_equal_weights(model: nn.Module) -> None:
-    """Before they are sharded, parameters are the same on all ranks.
+    """Require equal parameters on all ranks before sharding; all ranks must call this.
 
     Raises:
-        UserError: on all ranks, with the names of some that differ.
+        UserError: names some parameters that differ; raised on all ranks.
     """
-    _require_alike(
+    _require_equal(
         {name: _fingerprint(parameter) for name, parameter in model.named_parameters()},
         "differ between ranks",
         "build the model from the same weights, or with the same seed, on every rank",
@@ -132,59 +132,60 @@ def require_equal_weights(model: nn.Module) -> None:
 
 
 def require_same_parameters(model: nn.Module) -> None:
-    """Before rank 0 hands them out; all ranks call this.
+    """Require parameters with equal names, shapes and ``requires_grad`` on all ranks, before rank 0 broadcasts them.
+
+    All ranks must call this.
 
     Raises:
-        UserError: on all ranks, with the names of some that differ from those of rank 0: by name, shape or whether they
-            train.
+        UserError: names some parameters that differ from rank 0; raised on all ranks.
     """
-    _require_alike(
+    _require_equal(
         {name: (tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()},
-        "are not those of rank 0",
+        "differ from rank 0",
         "build the same model on every rank",
     )
 
 
-def _require_alike(parameters: dict[str, Hashable], problem: str, advice: str) -> None:
-    """By what is said of each; all ranks call this."""
-    everywhere = gathered_objects(parameters)
-    if different := sorted({name for found in everywhere for name, _ in found.items() ^ everywhere[0].items()}):
+def _require_equal(parameters: dict[str, Hashable], problem: str, advice: str) -> None:
+    """Compare name -> description between ranks; all ranks must call this."""
+    by_rank = gathered_objects(parameters)
+    if different := sorted({name for of_rank in by_rank for name, _ in of_rank.items() ^ by_rank[0].items()}):
         raise UserError(f"{len(different)} parameters {problem}, such as {', '.join(different[:_SHOWN])}; {advice}")
 
 
 @torch.no_grad()
 def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
-    """Sums that differ, but for a coincidence, where tensors do; comparable between ranks of equal machines."""
+    """Sums that almost certainly differ if tensors differ; comparable between ranks on equal machines."""
     total = parameter.sum(dtype=torch.float64)
     size = torch.linalg.vector_norm(parameter, 1, dtype=torch.float64)
     return (float(total), float(size), *map(float, parameter.shape))
 
 
 def rank0_first(work: Callable[[], T]) -> T:
-    """Let the first rank do ``work``; no rank goes on before. All of them call this.
+    """Run ``work`` on rank 0 while the other ranks wait; all ranks must call this.
 
     Returns:
-        What ``work`` returned, on all ranks; it must pickle.
+        The return value of ``work``, on all ranks; it must be picklable.
 
     Raises:
-        UserError: on all ranks, where the first one raised it.
-        TrainingError: on the other ranks, where it raised something else; the first one raises that itself.
+        UserError: rank 0 raised it; raised on all ranks.
+        TrainingError: rank 0 raised another error; raised on the other ranks, while rank 0 raises its error.
     """
-    done: T | None = None
+    result: T | None = None
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            done = work()
-        except Exception as error:  # raised again below, when the others know
+            result = work()
+        except Exception as error:  # raised below, after the broadcast
             failed = error
-    told = failed
+    reported = failed
     if failed is not None and not isinstance(failed, UserError):
-        told = TrainingError(f"rank 0 failed: {type(failed).__name__}: {failed}")
-    for_all = [told, done]
+        reported = TrainingError(f"rank 0 failed: {type(failed).__name__}: {failed}")
+    for_all = [reported, result]
     dist.broadcast_object_list(for_all, src=0)
     if failed is not None:
         raise failed
-    told, done = cast("tuple[Exception | None, T]", for_all)
-    if told is not None:
-        raise told
-    return done
+    reported, result = cast("tuple[Exception | None, T]", for_all)
+    if reported is not None:
+        raise reported
+    return result

@@ -1,4 +1,4 @@
-"""FSDP2, HSDP and plain replication of an omni model: one root, units per component, gradients that are sums."""
+"""Apply FSDP2, HSDP or replication to an omni model: one root, units per component, gradients summed over ranks."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from omnitrain.parallel.fsdp.single_rank import skip_copy_in_out
 from omnitrain.parallel.fsdp.units import ComponentUnits, ignored_params
 from omnitrain.recipe.parallel import FOUNDATION
 
-# How the trainer calls a component, and whether floats among the arguments are cast: a decoder's features are for its
-# media tokenizer, which keeps its own precision.
+# Methods of a component -> whether FSDP casts their floating-point arguments. A decoder's media tokenizer keeps its
+# precision, so the features for it are not cast.
 _ENCODER_CALLS = {"lm_encode": True}
 _DECODER_CALLS = {"lm_encode": False, "lm_head": True, "lm_embed": True}
-_RUN = "run_unsharded"
+_RUN_UNSHARDED = "run_unsharded"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the parameters of a component lie on a mesh.
+    """The sharding of a component's parameters.
 
     Attributes:
-        mesh: one dimension: shards over it (FSDP2); two: replicates over the first, shards over the second (HSDP).
-        expert_mesh: the same for experts that are spread over ranks; None: there are none.
-        compute_dtype: of parameters and activations in forward and backward; None: that of the parameters.
-        reduce_dtype: in which gradients are added across ranks.
-        keep_unsharded: keep gathered parameters from forward to backward (more memory, less communication).
-        offload: parameters and gradients live in host memory.
+        mesh: one axis: shard over it (FSDP2). Two axes: replicate over the first, shard over the second (HSDP).
+        expert_mesh: the same for experts under expert parallelism; None: no such experts.
+        compute_dtype: dtype of parameters and activations in forward and backward; None: that of the parameters.
+        reduce_dtype: dtype of gradient sums across ranks.
+        keep_unsharded: keep parameters gathered from forward to backward (more memory, less communication).
+        offload: keep parameters and gradients in host memory.
     """
 
     mesh: DeviceMesh
@@ -62,63 +62,66 @@ def shard(
     how: Mapping[str, Sharding],
     fill: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Shard every component's units over its own mesh, in place; the model is the only root.
+    """Shard every component's units over its mesh, in place; the model is the only root.
 
-    Gradients are added over all ranks of a mesh and divided by nothing: losses are divided by the count of the whole
-    global batch before. The root is initialised here, so that its components may run before its first forward.
+    FSDP sums gradients over all ranks of a mesh and does not divide them, because losses are already divided by the
+    token count of the global batch. This also initialises the root, so that components may run before its first
+    forward.
 
     Args:
-        model: its parameters equal on all ranks.
-        units: of each component.
-        how: of each component; the root's own parameters lie as the foundation's.
-        fill: called with each unit before it is sharded, and with the model at last: what is on the meta device is not
-            behind it. None: nothing is there.
+        model: its parameters are equal on all ranks.
+        units: component -> its units.
+        how: component -> its sharding; parameters of the root itself are sharded like the foundation's.
+        fill: called with each unit before it is sharded, and with the model at the end, to replace parameters on the
+            meta device by their weights. None: no parameter is on the meta device.
     """
-    # What the foundation returns (hidden states, a view in most models) is written to by nobody.
+    # No caller writes to the foundation's output, a view in most models.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    whole = ignored_params(model)
-    for component, found in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
-        for name in found.all:
+    ignored = ignored_params(model)
+    for component, of_component in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
+        for name in of_component.all:
             inner = how[component]
-            if name in found.fp32:
+            if name in of_component.fp32:
                 inner = replace(inner, compute_dtype=torch.float32)
-            if name in found.experts:
+            if name in of_component.experts:
                 assert inner.expert_mesh is not None
                 inner = replace(inner, mesh=inner.expert_mesh)
-            is_attached = name == component and component != FOUNDATION
+            module, is_attached = model.get_submodule(name), name == component and component != FOUNDATION
+            is_other = name in of_component.rest and name != FOUNDATION and not is_attached
             if fill is not None:
-                fill(model.get_submodule(name))
-            _unit(
-                model.get_submodule(name),
+                fill(module)
+            _shard_unit(
+                module,
                 inner,
-                whole,
-                casts_inputs=name in found.fp32 or (name in found.rest and name != FOUNDATION and not is_attached),
-                keeps_unsharded=name == FOUNDATION,  # its backward begins with what its forward ended with
+                ignored,
+                casts_inputs=name in of_component.fp32 or is_other,
+                keeps_unsharded=name == FOUNDATION,  # its backward starts right after its forward ends
             )
             if is_attached:
-                _call_as_one(model, component, inner.compute_dtype or _dtype(model.get_submodule(name), whole))
+                dtype = inner.compute_dtype or next(p.dtype for p in module.parameters() if p not in ignored)
+                _gather_in_methods(model, component, dtype)
     if fill is not None:
         fill(model)
-    root = _unit(model, how[FOUNDATION], whole, casts_inputs=False, keeps_unsharded=True)
+    root = _shard_unit(model, how[FOUNDATION], ignored, casts_inputs=False, keeps_unsharded=True)
     model.compute_device = device_of(how[FOUNDATION].mesh)
-    for parameter in whole:
+    for parameter in ignored:
         parameter.data = parameter.data.to(model.compute_device)
-    _give_gradients_a_way(model)
+    _require_embedding_grad(model)
     initialise_root(root)
 
 
 def initialise_root(root: FSDPModule) -> None:
-    """What FSDP would do at the root's first forward; a component that ran before would take itself for the root.
+    """Initialise FSDP's root before its first forward; otherwise the first component to run would become a root.
 
-    torch (2.11 to 2.13) offers no public call for it.
+    torch (2.11 to 2.13) has no public function for this.
     """
     root._get_fsdp_state()._lazy_init()
 
 
-def _unit(
-    module: nn.Module, how: Sharding, whole: set[nn.Parameter], *, casts_inputs: bool, keeps_unsharded: bool
+def _shard_unit(
+    module: nn.Module, how: Sharding, ignored: set[nn.Parameter], *, casts_inputs: bool, keeps_unsharded: bool
 ) -> FSDPModule:
-    """One unit. Blocks take their inputs as the modules before them made them: rotary tables stay fp32, as in HF."""
+    """Shard one unit. Inputs of blocks are not cast, so rotary tables stay fp32 as in transformers."""
     on_device = how.mesh.device_type != "cpu"
     unit = fully_shard(
         module,
@@ -128,58 +131,54 @@ def _unit(
         ),
         offload_policy=CPUOffloadPolicy(pin_memory=on_device) if how.offload else OffloadPolicy(),
         reshard_after_forward=not (how.keep_unsharded or keeps_unsharded),
-        ignored_params=whole,
+        ignored_params=ignored,
     )
     unit.set_force_sum_reduction_for_comms(True)
     if how.mesh.size() > 1:
         unit.set_gradient_divide_factor(1.0)
-    elif not how.offload:  # a rank alone divides by nothing, unless it is told to: then in a copy of all gradients
+    elif not how.offload:  # with one rank FSDP divides only if a factor is set, and copies all gradients to do so
         skip_copy_in_out(unit)
     if isinstance(module, PreTrainedModel):
-        # FSDP gives a unit a class of another name, under which transformers looks up what a model can record: towers
-        # of which intermediate layers are taken (LLaVA's) would return none.
+        # FSDP renames the class of a unit. transformers looks up by class name which outputs a model can record, so
+        # towers whose intermediate layers are used (LLaVA) would return none.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(module)), module._can_record_outputs)
     return unit
 
 
-def _dtype(module: nn.Module, whole: set[nn.Parameter]) -> torch.dtype:
-    """In which a unit computes that gathers its parameters as they are; what calls it may compute in another."""
-    return next(parameter.dtype for parameter in module.parameters() if parameter not in whole)
-
-
-def _call_as_one(model: OmniModel, component: str, dtype: torch.dtype) -> None:
+def _gather_in_methods(model: OmniModel, component: str, dtype: torch.dtype) -> None:
     """Gather an attached component's parameters whenever one of its methods is called.
 
-    FSDP sees no tensor among the arguments, so the component reduces once per micro-batch, at its end: its methods
-    use different parameters, and ranks that have nothing to encode call them with other inputs.
+    The FSDP method takes a closure without tensors, so the component reduces only once per micro-batch, at its end:
+    its methods use different parameters, and ranks without media call them with other inputs.
     """
+
+    def run(function: Callable[[], Any]) -> Any:
+        return function()
+
     module: Any = model.get_submodule(component)
     calls = _ENCODER_CALLS if component in model.encoder_names else _DECODER_CALLS
-    setattr(module, _RUN, _run)
-    register_fsdp_forward_method(module, _RUN)
+    setattr(module, _RUN_UNSHARDED, run)
+    register_fsdp_forward_method(module, _RUN_UNSHARDED)
     for method, casts in calls.items():
         setattr(module, method, partial(_call, module, getattr(module, method), dtype if casts else None))
 
 
-def _run(function: Callable[[], Any]) -> Any:
-    return function()
-
-
 def _call(module: Any, method: Callable[..., Any], dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    """The method, with floats among its arguments in ``dtype``; None: as they are."""
+    """Call the method, with floating-point arguments cast to ``dtype``; None: unchanged."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     if dtype is not None:
         args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-    return getattr(module, _RUN)(lambda: method(*args, **kwargs))
+    return getattr(module, _RUN_UNSHARDED)(lambda: method(*args, **kwargs))
 
 
-def _give_gradients_a_way(model: OmniModel) -> None:
-    """Where embeddings are frozen, only a rank with media would have a gradient at the foundation's blocks.
+def _require_embedding_grad(model: OmniModel) -> None:
+    """Make the embeddings' output require a gradient, so that all ranks run the same backward.
 
-    All ranks must run the same backward: its units gather, and reduce, in the order of that.
+    With frozen embeddings, ranks without media would skip the blocks' backward, and with it the collectives of their
+    FSDP units.
     """
 
     def with_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
@@ -191,5 +190,5 @@ def _give_gradients_a_way(model: OmniModel) -> None:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Where this rank has what lies on ``mesh``."""
+    """Return this rank's device for tensors on ``mesh``."""
     return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")

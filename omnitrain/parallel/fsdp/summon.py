@@ -1,10 +1,9 @@
-"""Sharded models used outside of their forward: all weights but those of blocks gathered for a while."""
+"""Use a sharded model outside of training: gather all weights except those of blocks temporarily."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -14,30 +13,31 @@ from omnitrain.parallel.fsdp.units import blocks_of
 
 @contextmanager
 def gathered(model: OmniModel) -> Iterator[None]:
-    """While open, embeddings, heads, norms and whole decoders are there on every rank, and may be used at any time.
+    """Gather embeddings, heads, norms and complete decoders on every rank while the context is open.
 
-    Every rank enters it at the same point. Inside, only blocks of the foundation and of encoders gather their weights
-    when they are called, and drop them afterwards: every rank must call each of them equally often. All else is free of
-    collectives. Decoders are gathered with their blocks, because ranks draw and decode media at different times.
-    On leaving, also by an error, all weights are sharded again.
+    All ranks must enter together. Inside, only blocks of the foundation and of encoders gather their weights for each
+    call, so all ranks must call each of these blocks equally often; nothing else issues collectives. Decoders are
+    gathered with their blocks, because ranks generate and decode media at different times. On exit, also after an
+    error, all weights are sharded again.
 
     Args:
-        model: sharded or not; nothing happens to one that is not.
+        model: sharded or not; without FSDP the context does nothing.
     """
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
     blocks = {
-        name for component, found in blocks_of(model).items() if component not in model.decoder_names for name in found
+        name for component, names in blocks_of(model).items() if component not in model.decoder_names for name in names
     }
-    kept = [unit for name, unit in units.items() if name not in blocks]
-    groups = [group for group in map(_parameter_group, kept) if group is not None]
+    summoned = [unit for name, unit in units.items() if name not in blocks]
+    # torch has a setter for resharding after the forward, but no getter; the parameter group has the state.
+    groups = [group for unit in summoned if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
     before = [group.post_forward_mesh_info for group in groups]
     try:
-        for unit in kept:
+        for unit in summoned:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
     except BaseException:
-        if hasattr(model, "reset_iter_state"):  # since torch 2.13: ends a forward that was cut short
+        if hasattr(model, "reset_iter_state"):  # since torch 2.13: cleans up after an interrupted forward
             model.reset_iter_state()
         raise
     finally:
@@ -45,8 +45,3 @@ def gathered(model: OmniModel) -> Iterator[None]:
             group.post_forward_mesh_info = info
         for unit in units.values():
             unit.reshard()
-
-
-def _parameter_group(unit: FSDPModule) -> Any:
-    """What holds whether a unit is sharded again after its forward; torch has a setter for that and no getter."""
-    return unit._get_fsdp_state()._fsdp_param_group

@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded as units, component by component. Modules only: no process group."""
+"""Choose the modules of each component to shard as FSDP units; needs no process group."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDic
 
 @dataclass(frozen=True)
 class ComponentUnits:
-    """Modules that gather and reduce their parameters together, by name.
+    """The FSDP units of a component, by module name.
 
     Attributes:
-        fp32: modules that stay fp32 whatever the component computes in, and train; blocks in them before these.
-        experts: the experts of layers that are spread over ranks.
-        in_experts: modules inside these that every rank has, such as a norm behind them.
+        fp32: trained modules that stay fp32 at any compute dtype; blocks inside them come first.
+        in_experts: modules inside ``experts`` that every rank has, such as a norm after the experts.
+        experts: modules of experts under expert parallelism.
         blocks: see :func:`~omnitrain.ops.compile.blocks.blocks_in`.
-        rest: what has the component's other parameters: an attached component itself, or those modules of the
-            foundation that have nothing of another component.
+        rest: modules with the other parameters: an attached component itself, or the modules of the foundation
+            without parameters of another component.
     """
 
     fp32: tuple[str, ...] = ()
@@ -38,64 +38,64 @@ class ComponentUnits:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Inner ones first: the order in which they are sharded."""
+        """All units in the order of sharding, inner ones first."""
         return (*self.fp32, *self.in_experts, *self.experts, *self.blocks, *self.rest)
 
 
 def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = None) -> dict[str, ComponentUnits]:
-    """The units of every component, the root's left out.
+    """Return component -> its FSDP units, without the root.
 
-    A unit has parameters of one component only, and all modules that use a parameter of it (tied weights), and none of
-    its parameters is read while it does not run. It is called as often whatever is encoded: no projector in a loop over
-    images, which ranks with more of them would gather more often, and no tower that the foundation's own forward calls
-    for some samples only. What is in no unit, such as a bare parameter beside the foundation's modules, is the root's.
-    Where the root has none of that, the foundation is a unit, too, so that it can be called by itself.
+    A unit has parameters of one component only, and contains all modules that use them (tied weights). Its parameters
+    are read only while it runs. All ranks call it equally often, whatever they encode: a projector in a loop over
+    images is no unit, because ranks with more images would gather it more often; neither is a tower that the
+    foundation's forward calls for some samples only. Other parameters belong to the root, for example bare parameters
+    of the foundation. If the root would have none, the foundation is a unit, too, so that it can be called by itself.
 
     Args:
         model: the model.
-        experts: component -> its modules of experts that are spread over ranks: they lie on a mesh of their own.
+        experts: component -> its modules of experts under expert parallelism, which have a different mesh.
     """
     parameters = _Parameters(model)
-    spread = experts or {}
-    units = {name: parameters.units_of(name, spread.get(name, ())) for name in model.components if name != FOUNDATION}
-    own = parameters.units_of(FOUNDATION, spread.get(FOUNDATION, ()))
-    inside = {path for found in (*units.values(), own) for path in found.all}
-    if parameters.only_own_left(model.get_submodule(FOUNDATION), FOUNDATION, inside):
-        own = replace(own, rest=(FOUNDATION,))
-    return {FOUNDATION: own, **units}
+    sharded = experts or {}
+    units = {name: parameters.units_of(name, sharded.get(name, ())) for name in model.components if name != FOUNDATION}
+    foundation = parameters.units_of(FOUNDATION, sharded.get(FOUNDATION, ()))
+    inside = {path for of_component in (*units.values(), foundation) for path in of_component.all}
+    if parameters.rest_is_of(FOUNDATION, model.get_submodule(FOUNDATION), inside):
+        foundation = replace(foundation, rest=(FOUNDATION,))
+    return {FOUNDATION: foundation, **units}
 
 
 def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
-    """Component -> names of its blocks (:func:`~omnitrain.ops.compile.blocks.blocks_in`)."""
+    """Return component -> names of its blocks (:func:`~omnitrain.ops.compile.blocks.blocks_in`)."""
     parameters = _Parameters(model)
     return {name: tuple(parameters.blocks(name)) for name in model.components}
 
 
 def stays_fp32(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether the parameter of this name is one that its model keeps in fp32 at any precision."""
+    """Return a function of a parameter's name: whether transformers keeps it in fp32 at any precision."""
     names = sorted(model._keep_in_fp32_modules_strict or ())
     pattern = re.compile("|".join(rf"(^|\.)({name})($|\.)" for name in names) or r"(?!)")
     return lambda path: pattern.search(path) is not None
 
 
 def ignored_params(model: OmniModel) -> set[nn.Parameter]:
-    """Parameters that are in no unit: frozen ones that stay fp32, such as a media tokenizer's."""
-    keep = stays_fp32(model)
-    return {parameter for name, parameter in model.named_parameters() if keep(name) and not parameter.requires_grad}
+    """Return the parameters that FSDP ignores: frozen ones that stay fp32, such as a media tokenizer's."""
+    is_fp32 = stays_fp32(model)
+    return {parameter for name, parameter in model.named_parameters() if is_fp32(name) and not parameter.requires_grad}
 
 
 class _Parameters:
-    """Whose each parameter is, and which modules hold it."""
+    """The component of each parameter, and the modules that hold it."""
 
     def __init__(self, model: OmniModel) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
-        whole = ignored_params(model)
+        ignored = ignored_params(model)
         self._owner: Mapping[nn.Parameter, str] = {
             parameter: name
             for name, parameters in model.components.items()
             for parameter in parameters.values()
-            if parameter not in whole
+            if parameter not in ignored
         }
         self._holders: dict[nn.Parameter, set[nn.Module]] = {}
         for module in model.modules():
@@ -108,12 +108,12 @@ class _Parameters:
         }
         outside = {f"{FOUNDATION}.{name}" for name in model.runner.contract.read_outside}
         self._outside = {module for name, module in self._modules.items() if any_layer(name) in outside}
-        keep = stays_fp32(model)
+        is_fp32 = stays_fp32(model)
         self._beyond_text = set(model.runner.in_forward.parameters)
-        self._fp32 = {parameter for name, parameter in model.named_parameters() if keep(name)}
+        self._fp32 = {parameter for name, parameter in model.named_parameters() if is_fp32(name)}
 
     def units_of(self, component: str, experts: Sequence[str]) -> ComponentUnits:
-        """The component's units; the foundation's without what is beside its blocks."""
+        """The component's units; for the foundation without ``rest``."""
         shared = [f"{name}.{child}" for name in experts for child, _ in self._modules[name].named_children()]
         whole = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
         inside = [name for name in self.blocks(component) if any(name.startswith(f"{outer}.") for outer in whole)]
@@ -132,12 +132,12 @@ class _Parameters:
     def blocks(self, component: str) -> list[str]:
         return [name for name, block in blocks_in(self._model) if self._is_unit(block, component)]
 
-    def only_own_left(self, module: nn.Module, component: str, units: set[str]) -> bool:
-        """Whether what is beside ``units`` belongs to the component, and no module elsewhere ties it."""
+    def rest_is_of(self, component: str, module: nn.Module, units: set[str]) -> bool:
+        """Whether all parameters of ``module`` outside of ``units`` belong to the component and to no other module."""
         inside = {m for name in units for m in self._modules[name].modules()}
         below = set(module.modules())
-        left = [p for p in self._managed(module) if not self._holders[p] <= inside]
-        return all(self._owner[p] == component and self._holders[p] <= below for p in left)
+        rest = [p for p in self._managed(module) if not self._holders[p] <= inside]
+        return all(self._owner[p] == component and self._holders[p] <= below for p in rest)
 
     def _largest(self, component: str, condition: Callable[[nn.Module], bool]) -> Iterator[str]:
         """Names of the largest modules that can be units of the component and meet ``condition``."""
@@ -145,7 +145,7 @@ class _Parameters:
         while waiting:
             name = waiting.pop()
             module = self._modules.get(name)
-            if module is None:  # known by another name
+            if module is None:  # shared with a module of another name
                 continue
             callable_ = not isinstance(module, _NEVER_CALLED) and name != FOUNDATION
             if callable_ and self._is_unit(module, component) and condition(module):

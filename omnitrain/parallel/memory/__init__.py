@@ -1,1 +1,1 @@
-"""Recompute, offload of activations, and the allocator's settings."""
+"""Activation recompute, activation offload, and available memory."""

@@ -1,4 +1,4 @@
-"""Activations that wait for the backward in host memory, copied beside the computation."""
+"""Offload activations to host memory until the backward; the copies overlap with computation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALL = 4096  # bytes; a copy of less costs more than it frees
 def around_calls(
     module: nn.Module, make: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
 ) -> None:
-    """Run each call of ``module`` inside the context that ``make`` makes of its arguments."""
+    """Run each call of ``module`` inside the context that ``make`` returns for its arguments."""
     entered: list[ExitStack] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -31,14 +31,14 @@ def around_calls(
 
 
 class ActivationOffload:
-    """Tensors that autograd saves in some blocks go to host memory, and come back before the backward needs them.
+    """Copy tensors that autograd saves in blocks to host memory, and back before the backward needs them.
 
-    On CUDA, copies run on a stream of their own, from and to pinned memory: out while the following blocks compute; in
-    while the backward of the following block runs. Elsewhere the copy is a plain one. Parameters stay where they are:
-    a sharded model gathers them again.
+    On CUDA the copies run on a separate stream with pinned memory: out while later blocks compute, in while the
+    backward of the next block runs. Other devices copy synchronously. Parameters are not offloaded, because a sharded
+    model gathers them again.
 
     Attributes:
-        num_bytes: copied out so far.
+        num_bytes: number of bytes copied to the host so far.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,14 +48,14 @@ class ActivationOffload:
         self._last: weakref.ref[_Call] | None = None
 
     def attach(self, block: nn.Module) -> None:
-        """Offload what each call of ``block`` saves. For one that is checkpointed, use :meth:`saving` instead."""
+        """Offload the tensors that each call of ``block`` saves; for a checkpointed block use :meth:`saving`."""
         around_calls(block, lambda args, kwargs: self.saving(block))
 
     @contextmanager
     def saving(self, block: nn.Module) -> Iterator[None]:
-        """What is saved inside goes to host memory; parameters of ``block`` do not."""
+        """Offload tensors that autograd saves inside the context, except parameters of ``block``."""
 
-        def is_activation(storage: int) -> bool:  # a part that is sharded by itself is gathered when it is called
+        def is_activation(storage: int) -> bool:  # read at each call: an inner FSDP unit gathers its parameters late
             return all(_storage(parameter) != storage for parameter in block.parameters())
 
         with self._saved(is_activation):
@@ -63,7 +63,7 @@ class ActivationOffload:
 
     @contextmanager
     def saving_only(self, tensor: Tensor) -> Iterator[None]:
-        """Of what is saved inside, what has the memory of ``tensor`` goes to host memory."""
+        """Offload only saved tensors that share the storage of ``tensor``."""
         wanted = _storage(tensor)
         with self._saved(lambda storage: storage == wanted):
             yield
@@ -77,11 +77,11 @@ class ActivationOffload:
         call.close()
 
     def is_taken(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is worth it, and on the device."""
+        """Return whether a saved tensor is on the device and large enough to offload."""
         return tensor.device.type == self._device.type and tensor.nbytes >= _SMALL
 
     def out(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory; on CUDA it is complete when the side stream comes to what is queued next."""
+        """Copy to host memory; on CUDA the copy is queued on the offload stream."""
         self.num_bytes += tensor.nbytes
         if self._stream is None:
             return tensor.detach().clone()
@@ -89,15 +89,15 @@ class ActivationOffload:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor.detach(), non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is not given away before it is copied
+        tensor.record_stream(self._stream)  # the allocator must not reuse its memory before the copy
         return host
 
     def back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The tensor on the device again, and the event after which it is complete."""
+        """Copy back to the device; return the tensor and the CUDA event of its completion."""
         if self._stream is None:
             return host, None
         tensor = torch.empty_like(host, device=self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # whose memory it may have been
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use the new memory
         with torch.cuda.stream(self._stream):
             tensor.copy_(host, non_blocking=True)
             event = self._stream.record_event()
@@ -106,7 +106,7 @@ class ActivationOffload:
 
 
 class _Call:
-    """One call of something: the tensors it saved, and the call before it."""
+    """The saved tensors of one call, and a reference to the previous call."""
 
     def __init__(
         self, offload: ActivationOffload, is_wanted: Callable[[int], bool], previous: weakref.ref[_Call] | None
@@ -115,19 +115,20 @@ class _Call:
         self._is_wanted = is_wanted
         self._previous = previous
         self._saved: list[weakref.ref[_Saved]] = []
-        self._seen: dict[tuple[Any, ...], tuple[Tensor, _Saved]] = {}  # keeps tensors alive, so that places are theirs
+        # Keeps the tensors alive, so that no other tensor can get the same key.
+        self._seen: dict[tuple[Any, ...], tuple[Tensor, _Saved]] = {}
         self._is_fetched = False
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         storage = _storage(tensor)
         if not self.offload.is_taken(tensor) or not self._is_wanted(storage):
             return tensor
-        place = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if place not in self._seen:
+        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key not in self._seen:
             saved = _Saved(self, self.offload.out(tensor))
             self._saved.append(weakref.ref(saved))
-            self._seen[place] = tensor, saved
-        return self._seen[place][1]
+            self._seen[key] = tensor, saved
+        return self._seen[key][1]
 
     def unpack(self, packed: Tensor | _Saved) -> Tensor:
         if isinstance(packed, Tensor):
@@ -139,11 +140,11 @@ class _Call:
         return packed.tensor()
 
     def close(self) -> None:
-        """It has saved all that it saves."""
+        """End the call; it saves no more tensors."""
         self._seen.clear()
 
     def fetch(self) -> None:
-        """Bring back all that is still wanted; once."""
+        """Copy all tensors back that autograd still needs, once."""
         if self._is_fetched:
             return
         self._is_fetched = True
@@ -153,10 +154,10 @@ class _Call:
 
 
 class _Saved:
-    """A tensor in host memory, as long as autograd wants it."""
+    """A tensor in host memory, alive as long as autograd needs it."""
 
     def __init__(self, call: _Call, host: Tensor) -> None:
-        self._call = call  # lives as long as one of its tensors is wanted
+        self._call = call  # keeps the call alive as long as one of its tensors
         self._host = host
         self._ready: tuple[Tensor, torch.cuda.Event | None] | None = None
 
@@ -172,5 +173,5 @@ class _Saved:
 
 
 def _storage(tensor: Tensor) -> int:
-    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # a DTensor's own storage is no memory
-    return own.untyped_storage()._cdata
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # the storage of a DTensor itself is empty
+    return local.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""Activation recompute by transformers' own checkpointing layers: whole blocks, or all but the outputs of some ops."""
+"""Activation recompute through transformers' checkpointing layers: whole blocks, or all except some ops' outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
 MakeContext = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# What `selective` keeps unless a plan says otherwise: matrix products and attention, as far as this torch has them.
+# The default ops that `selective` saves: matrix products and attention, if the installed torch has them.
 SAVED_OPS = (
     "aten.mm",
     "aten.addmm",
@@ -41,12 +41,12 @@ SAVED_OPS = (
     "flash_attn._flash_attn_varlen_forward",
 )
 
-# Namespace of ops -> the module that tells torch of them when it is imported.
-_TOLD_BY = {"torch_attn": "torch.nn.attention.varlen", "flash_attn": "flash_attn"}
+# Namespace of ops -> the module that registers them when it is imported.
+_REGISTERED_BY = {"torch_attn": "torch.nn.attention.varlen", "flash_attn": "flash_attn"}
 
 
-# A recompute must call the ops of its forward. Units of FSDP within a block name more of what they do in the recompute,
-# where none of them finds that the model's forward has begun.
+# A recompute must call the same ops as its forward. FSDP units inside a block issue more profiler records in the
+# recompute, because they run there outside of the root's forward.
 SAC_IGNORED_OPS.update(
     {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
 )
@@ -57,14 +57,14 @@ def recompute_blocks(
     saved_ops: Sequence[str] | None = None,
     around: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Keep only the inputs of each block, and the outputs of ``saved_ops``; compute the rest again in the backward.
+    """Save only the inputs of each block, and the outputs of ``saved_ops``; recompute the rest in the backward.
 
     Args:
-        blocks: layers that transformers can checkpoint; they do it in training mode.
-        saved_ops: names such as ``aten.mm``; None: nothing but the inputs is kept.
-        around: block -> a context in which its inputs are saved, such as one that offloads them.
+        blocks: layers that transformers can checkpoint, which they do in training mode.
+        saved_ops: op names such as ``aten.mm``; None: save only the inputs.
+        around: block -> a context in which autograd saves its inputs, for example one that offloads them.
     """
-    kept = None if saved_ops is None else [found for op in saved_ops if (found := find_op(op)) is not None]
+    kept = None if saved_ops is None else [op for name in saved_ops if (op := find_op(name)) is not None]
     layers = list(blocks)
     has_routers = any(is_experts(module) for layer in layers for module in layer.modules())
     for block in layers:
@@ -75,78 +75,78 @@ def recompute_blocks(
 
 
 def recompute_modules(modules: Iterable[nn.Module]) -> None:
-    """Keep only the inputs of each call of these in training, and compute the rest again in the backward."""
+    """Save only the inputs of each call of these modules in training, and recompute the rest in the backward."""
     for module in modules:
-        module.forward = partial(_called_again, module, module.forward)
+        module.forward = partial(_recomputed_call, module, module.forward)
 
 
-def _called_again(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed_call(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return _computed_again(partial(forward, **kwargs), args, partial(_contexts, None, True))
+    return _checkpoint(partial(forward, **kwargs), args, partial(_contexts, None, True))
 
 
 def find_op(name: str) -> Any:
-    """The op ``NAMESPACE.OP`` or ``NAMESPACE.OP.OVERLOAD`` of torch; None: there is none of that name."""
+    """Return torch's op ``NAMESPACE.OP`` or ``NAMESPACE.OP.OVERLOAD``; None: torch has no op of this name."""
     with suppress(ImportError):
-        import_module(_TOLD_BY.get(name.partition(".")[0], "torch"))
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        import_module(_REGISTERED_BY.get(name.partition(".")[0], "torch"))
+    op: Any = torch.ops
+    for attribute in name.split("."):
+        op = getattr(op, attribute, None)
+    return op
 
 
 def _checkpointed(
     around: Callable[[], AbstractContextManager[Any]], contexts: Callable[[], Contexts], function: Any, *args: Any
 ) -> Any:
     with around():
-        return _computed_again(function, args, contexts)
+        return _checkpoint(function, args, contexts)
 
 
-def _computed_again(function: partial[Any], args: Sequence[Any], contexts: Callable[[], Contexts]) -> Any:
-    """``function(*args)``, one of whose tensors is positional.
+def _checkpoint(function: partial[Any], args: Sequence[Any], contexts: Callable[[], Contexts]) -> Any:
+    """Checkpoint ``function(*args)``, with one tensor as positional argument.
 
-    Of random numbers torch restores, beside those of the host, those of devices that positional arguments are on: a
-    dropout in a call by name would be another one in the backward, on a GPU alone.
+    torch restores the random state of the host, and of the devices of positional tensors. With only keyword tensors,
+    dropout on a GPU would differ in the recompute.
     """
-    again = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    checkpointed = partial(checkpoint, use_reentrant=False, context_fn=contexts)
     named = function.keywords
     name = next((name for name, value in named.items() if isinstance(value, Tensor)), None)
     if name is None or any(isinstance(value, Tensor) for value in args):
-        return again(function, *args)
+        return checkpointed(function, *args)
     others = {other: value for other, value in named.items() if other != name}
     call = partial(function.func, *function.args, *args, **others)
-    return again(lambda tensor: call(**{name: tensor}), named[name])
+    return checkpointed(lambda tensor: call(**{name: tensor}), named[name])
 
 
 def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
-    """For forward and recompute: the latter happens after the packed row's context was left.
+    """The contexts of forward and recompute; the recompute runs after the pack's context was left.
 
-    Routers are taped: rounding may differ in the recompute, and a token that then goes to another expert has another
-    gradient, or another number of rows on some rank.
+    The recompute replays routing: rounding may differ, and a token that then went to another expert would have another
+    gradient, or change the number of rows on some rank.
     """
     forward: list[MakeContext] = []
-    again: list[MakeContext] = [
+    recompute: list[MakeContext] = [
         partial(inside, packed_row()),
         partial(reading, rows_read()),
         partial(dividing, tokens_divided()),
     ]
     if has_routers:
         tape = RoutingTape()
-        forward, again = [tape.recording], [*again, tape.replaying]
+        forward, recompute = [tape.recording], [*recompute, tape.replaying]
     if saved_ops is not None:
-        saving, replaying = create_selective_checkpoint_contexts(partial(_policy, saved_ops))
-        forward, again = [*forward, lambda: saving], [*again, lambda: replaying]
-    return _Inside(forward), _Inside(again)
 
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_saved = op in saved_ops or op.overloadpacket in saved_ops
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-def _policy(saved_ops: Sequence[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = op in saved_ops or op.overloadpacket in saved_ops
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+        saving, replaying = create_selective_checkpoint_contexts(policy)
+        forward, recompute = [*forward, lambda: saving], [*recompute, lambda: replaying]
+    return _Inside(forward), _Inside(recompute)
 
 
 class _Inside(AbstractContextManager[None]):
-    """All contexts that ``makers`` make; made anew whenever it is entered, once per backward through a graph."""
+    """Enters new contexts from all ``makers`` each time; a graph's recompute may run several times."""
 
     def __init__(self, makers: Sequence[MakeContext]) -> None:
         self._makers = makers

@@ -1,8 +1,7 @@
-"""Activations of parts of blocks: computed again, or waiting in host memory, so that no row of experts travels twice.
+"""Recompute or offload only parts of blocks, so that no token is dispatched to its experts twice.
 
-A block that is recomputed as a whole sends its tokens to their experts again. What costs memory in it can be named
-instead: attention, the router, what lies between the experts' products; the rows that came to the experts, and what a
-layer of experts is given.
+Recompute of a whole block repeats the dispatch of its tokens. These functions select the parts that need most memory:
+recompute of attention, router and the experts' activation; offload of dispatched rows and of the MoE layer's input.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _OF_ATTENTION = {"attention_mask", "cu_seqlens"}
 
 
 def recompute_parts(model: nn.Module, blocks: Sequence[str], parts: Sequence[RecomputedPart]) -> None:
-    """Compute ``parts`` of the blocks of these names again in the backward."""
+    """Recompute ``parts`` of the named blocks in the backward."""
     for name in blocks:
         block = model.get_submodule(name)
         if "attention" in parts:
@@ -33,14 +32,14 @@ def recompute_parts(model: nn.Module, blocks: Sequence[str], parts: Sequence[Rec
         for path, experts in experts_in(block):
             if "router" in parts:
                 router = find_router(model, f"{name}.{path}".rpartition(".")[0])
-                assert router is not None  # of a plan that was resolved
+                assert router is not None  # resolve_plans has checked it
                 recompute_modules(router[:1])
             if "expert_activation" in parts:
                 set_experts(experts, recomputes_activation=True)
 
 
 def attention_modules(block: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules inside ``block`` that mix rows: their forward takes a mask or the borders of samples."""
+    """Yield the outermost attention modules in ``block``: their forward has a parameter for a mask or cu_seqlens."""
     for child in block.children():
         if _OF_ATTENTION & inspect.signature(child.forward).parameters.keys():
             yield child
@@ -51,18 +50,18 @@ def attention_modules(block: nn.Module) -> Iterator[nn.Module]:
 def offload_tensors(
     model: nn.Module, blocks: Sequence[str], tensors: Sequence[OffloadedTensor], offload: ActivationOffload
 ) -> None:
-    """Let ``tensors`` of the layers of experts in the blocks of these names wait in host memory."""
+    """Offload ``tensors`` of the MoE layers in the named blocks to host memory."""
     for name in blocks:
         block = model.get_submodule(name)
         for path, experts in experts_in(block):
             if "dispatched_rows" in tensors:
                 set_experts(experts, saving=offload.saving_only)
             if "mlp_input" in tensors:
-                around_calls(block.get_submodule(path.rpartition(".")[0]), partial(_of_input, offload))
+                around_calls(block.get_submodule(path.rpartition(".")[0]), partial(_saving_input, offload))
 
 
-def _of_input(
+def _saving_input(
     offload: ActivationOffload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AbstractContextManager[None]:
-    """What is saved of the first argument of a call is offloaded."""
+    """Offload the first tensor argument of a call wherever autograd saves it."""
     return offload.saving_only(next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))

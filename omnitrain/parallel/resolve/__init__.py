@@ -1,7 +1,7 @@
-"""One complete plan per component, from what the plan, the parallel state and the call say of it.
+"""Merge the plan, the parallel state and the call's arguments into one complete plan per component.
 
-``plans`` asks for everything and raises all problems at once; ``model_problems`` are those of a model as a whole;
-``component`` makes a component's plan, with what ``experts`` and ``memory`` say of their fields.
+``plans`` runs all checks and raises all problems at once. ``checks`` covers the model as a whole. ``component`` fills
+in the plan of one component; ``experts`` and ``memory`` fill in their fields.
 """
 
 from omnitrain.parallel.resolve.plans import dtype_of, require_fit, resolve_plans

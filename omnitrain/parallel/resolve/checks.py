@@ -1,4 +1,4 @@
-"""What a plan and a parallel state ask that a model as a whole does not permit."""
+"""Settings of a plan and a parallel state that the model as a whole does not support."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 def model_problems(
     model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
 ) -> Iterator[str]:
-    """All of it; ``layers``: component -> its layers of experts."""
+    """Yield all problems; ``layers``: component -> its MoE layers."""
     yield from _pipeline_problems(plan, state)
     yield from _sequence_problems(model, state)
-    yield from _left_out_problems(model, state)
+    yield from _skipped_module_problems(model, state)
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
 
 
 def _pipeline_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    places = {"default": plan.default, **{f"components.{name}": own for name, own in plan.components.items()}}
-    found = {f"{place}.pp": own.pp or 1 for place, own in places.items()}
-    if max(found.values()) == 1:
-        found["parallel state"] = state.size("pp")
-    for path, degree in found.items():
+    degrees = {"default.pp": plan.default.pp or 1}
+    degrees |= {f"components.{name}.pp": component.pp or 1 for name, component in plan.components.items()}
+    if max(degrees.values()) == 1:
+        degrees["parallel state"] = state.size("pp")
+    for path, degree in degrees.items():
         if degree > 1:
             yield f"{path}: found pp {degree}, but pipeline parallelism is not available yet; use 1"
 
@@ -39,74 +39,76 @@ def _pipeline_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str
 def _spread_problems(
     model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
 ) -> Iterator[str]:
-    """A model without experts has nothing to spread, and one rank nowhere to."""
+    """Expert parallelism needs several ranks and a model with experts."""
     if state.size("ep") == 1:
         if plan.ep_plan:
-            yield "ep_plan: found with ep 1, which spreads nothing; set ep above 1, or remove it"
+            yield "ep_plan: found with ep 1, where it does nothing; set ep above 1, or remove it"
         return
     yield from own_plan_problems(model, layers, plan)
     if not any(layers.values()):
         yield (
-            f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no part of the model has experts that "
-            f"ask transformers' ExpertsInterface ({type(model.foundation).__name__} is dense or keeps its own); use 1"
+            f"{plan.path_of(FOUNDATION, 'ep')}.ep: found {state.size('ep')}, but no component has experts that call "
+            f"transformers' ExpertsInterface ({type(model.foundation).__name__} is dense, or computes its experts "
+            "without it); use 1"
         )
 
 
 def _sequence_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
-    """Ranks share the foundation's sequence if that may lie on several ranks and its heads divide."""
+    """Ranks can share the foundation's sequence if the model supports slices of it and its heads divide equally."""
     if state.size("sequence") == 1:
         return
-    found = sequence_contract_of(model.foundation, model.runner.contract)
-    if found.problem:
+    contract = sequence_contract_of(model.foundation, model.runner.contract)
+    if contract.problem:
         kind = type(model.foundation).__name__
-        yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {found.problem}"
+        yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {contract.problem}"
     config = model.foundation.config
     dropped = [name for name in drawn_in_training(config) if re.search(r"att.*drop", name)]
     if state.size("cp") > 1 and dropped:
         yield (
-            f"parallel state: found {state.shape}, but attention around a ring does not honour dropout "
-            f"({', '.join(dropped)} in the foundation's config); set cp to 1, or that to 0"
+            f"parallel state: found {state.shape}, but ring attention ignores attention dropout "
+            f"({', '.join(dropped)} in the foundation's config); set cp to 1, or the dropout to 0"
         )
-    for heads in found.heads:
+    for heads in contract.heads:
         if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
             yield f"parallel state: found {state.shape}: {problem}"
 
 
-def _left_out_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
-    """Ranks must call the same modules, whatever their samples are."""
-    for found in model.runner.contract.skipped_modules if state.size("loss") > 1 else ():
-        if found.problem:
+def _skipped_module_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
+    """All ranks must call the same modules, whatever their samples are."""
+    for skipped in model.runner.contract.skipped_modules if state.size("loss") > 1 else ():
+        if skipped.problem:
             yield (
-                f"parallel state: found {state.shape}, but only some samples use {found.module} of "
-                f"{type(model.foundation).__name__}, and other ranks would wait for it: {found.problem}; use one rank"
+                f"parallel state: found {state.shape}, but only some samples use {skipped.module} of "
+                f"{type(model.foundation).__name__}, and ranks that use it would wait for the others: "
+                f"{skipped.problem}; use one rank"
             )
 
 
 def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """The ranks that share the foundation's sequence may share each call of a tower, too, if it permits that."""
+    """A tower's call can be shared by all ranks of a sequence group, or by none of them."""
     ranks = state.size("sequence")
-    for name, own in plan.components.items():
+    for name, tower in plan.components.items():
         if name == FOUNDATION or name not in model.components:
             continue
-        path, instead = f"components.{name}", "remove it (`place: group` shares whole items among these ranks)"
-        if (own.cp or 1) > 1:
-            yield f"{path}.cp: found {own.cp}, but only the foundation has a ring; {instead}"
-        if (own.ulysses or 1) == 1:
+        path, instead = f"components.{name}", "remove it (`place: group` divides whole items among these ranks)"
+        if (tower.cp or 1) > 1:
+            yield f"{path}.cp: found {tower.cp}, but only the foundation supports ring attention; {instead}"
+        if (tower.ulysses or 1) == 1:
             continue
-        found = f"{path}.ulysses: found {own.ulysses}"
-        if own.ulysses != ranks:
+        found = f"{path}.ulysses: found {tower.ulysses}"
+        if tower.ulysses != ranks:
             allowed = f"use 1 or {ranks}" if ranks > 1 else "set ulysses or cp of the foundation, or remove it"
-            yield f"{found}, but {_counted(ranks)} a sequence of the foundation ({state.shape}); {allowed}"
-        elif own.place in ("local", "world"):
-            yield f"{found} with `place: {own.place}`; the ranks that share a sequence share each item: remove one"
+            sharing = "no ranks share" if ranks == 1 else f"{ranks} ranks share"
+            yield f"{found}, but {sharing} a sequence of the foundation ({state.shape}); {allowed}"
+        elif tower.place in ("local", "world"):
+            yield (
+                f"{found} with `place: {tower.place}`, but with ulysses the ranks that share a sequence share each "
+                "item; remove one of the two"
+            )
         elif (contract := _tower_contract(model, name)).problem:
             yield f"{found}, but ranks cannot share an item of {name}: {contract.problem}; {instead}"
         else:
             yield from (f"{found}: {problem}" for n in contract.heads if (problem := head_problem(n, ranks)))
-
-
-def _counted(ranks: int) -> str:
-    return "no ranks share" if ranks == 1 else f"{ranks} ranks share"
 
 
 def _tower_contract(model: OmniModel, component: str) -> SequenceContract:

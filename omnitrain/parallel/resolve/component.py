@@ -1,69 +1,68 @@
-"""The complete plan of one component."""
+"""Fill in the complete plan of one component."""
 
 from __future__ import annotations
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.resolve.experts import expert_fields
 from omnitrain.parallel.resolve.memory import memory_fields
-from omnitrain.parallel.resolve.sources import STATE_AXIS, Asked
+from omnitrain.parallel.resolve.sources import STATE_AXIS, Request
 from omnitrain.plan.mesh import fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, Precision
 
-_MODEL_AXES = ("pp", "cp", "ulysses")  # of the foundation; other components lie beside it with degree 1
+_MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
-def component_plan(asked: Asked) -> ComponentPlan | None:
-    """With all fields set, except ``precision.param`` of what keeps its dtypes; None: ``asked`` has problems."""
-    degrees = _degrees(asked)
-    precision = _precision(asked)
+def component_plan(request: Request) -> ComponentPlan | None:
+    """Return the plan with all fields set; None if ``request`` has problems.
+
+    ``precision.param`` stays None where parameters keep their dtypes.
+    """
+    degrees = _degrees(request)
+    precision = _precision(request)
+    axes = {axis: request.state.size(STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
+    if not request.is_foundation:
+        axes = dict.fromkeys(axes, 1) | {"ulysses": request.explicit.ulysses or 1}
     fields = {
-        **_sequence_degrees(asked),
-        **expert_fields(asked, degrees, precision.compute),
-        **memory_fields(asked, degrees[0] if degrees else None),
-        "async_ulysses": _of_foundation(asked, "async_ulysses", "sp", "ulysses"),
-        "sequence_parallel": _of_foundation(asked, "sequence_parallel", "tp", "tp"),
+        **axes,
+        **expert_fields(request, degrees, precision.compute),
+        **memory_fields(request, degrees[0] if degrees else None),
+        "async_ulysses": _of_foundation(request, "async_ulysses", "sp", "ulysses"),
+        "sequence_parallel": _of_foundation(request, "sequence_parallel", "tp", "tp"),
     }
-    if degrees is None or asked.problems:
+    if degrees is None or request.problems:
         return None
     mode, dp_replicate, dp_shard = degrees
     return ComponentPlan(
         mode=mode,
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
-        tp=asked.tp,
+        tp=request.tp,
         precision=precision,
-        freeze=asked.is_frozen,
-        lora=asked.merged.lora if asked.has_adapters else None,
-        place=asked.merged.place or ("group" if asked.state.size("sequence") > 1 else "local"),
+        freeze=request.is_frozen,
+        lora=request.merged.lora if request.has_adapters else None,
+        place=request.merged.place or ("group" if request.state.size("sequence") > 1 else "local"),
         **fields,
     )
 
 
-def _sequence_degrees(asked: Asked) -> dict[str, int]:
-    """Of the foundation those of the state; other components are whole for each of its parts, or say otherwise."""
-    found = {axis: asked.state.size(STATE_AXIS.get(axis, axis)) for axis in _MODEL_AXES}
-    return found if asked.is_foundation else dict.fromkeys(found, 1) | {"ulysses": asked.own.ulysses or 1}
+def _degrees(request: Request) -> tuple[str, int, int] | None:
+    """Mode, copies, ranks that share one copy; None: they do not fit the ranks.
 
-
-def _degrees(asked: Asked) -> tuple[str, int, int] | None:
-    """Mode, copies, ranks of a copy; None: they do not fit.
-
-    The degrees of the foundation, and those that components take over from the default plan, multiply to the ranks
-    with samples of their own: those that share a sequence share a copy. A component that says them itself divides
-    all ranks over which losses add up.
+    The degrees of the foundation and of the default plan multiply to the data-parallel ranks; the ranks that share a
+    sequence share a copy, too. The explicit degrees of another component multiply to all ranks of the loss group.
     """
     fields = ("mode", "dp_replicate", "dp_shard")
-    mode, replicate, shard = (getattr(asked.merged, field) for field in fields)
+    mode, replicate, shard = (getattr(request.merged, field) for field in fields)
     if mode is None and replicate is None and shard is None:
-        if asked.state.dp_mode == "replicate":
-            return "replicate", asked.state.size("loss"), 1
-        own = (asked.state.shape.dp_replicate, asked.state.size("fsdp"))
-        return _mode_of(*own), *own
-    where = asked.plans.path_of(asked.name, *fields)
-    is_data = asked.is_foundation or where == "default"
-    ranks = asked.state.size("dp" if is_data else "loss")
+        if request.state.dp_mode == "replicate":
+            return "replicate", request.state.size("loss"), 1
+        of_state = (request.state.shape.dp_replicate, request.state.size("fsdp"))
+        return _mode_of(*of_state), *of_state
+    path = request.plans.path_of(request.name, *fields)
+    is_data = request.is_foundation or path == "default"
+    ranks = request.state.size("dp" if is_data else "loss")
     if mode == "hsdp" and replicate is None and shard is None:
-        asked.problems.append(f"{where}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
+        request.problems.append(f"{path}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
         return None
     try:
         shape = fit_mesh(
@@ -72,45 +71,48 @@ def _degrees(asked: Asked) -> tuple[str, int, int] | None:
             dp_shard=1 if mode == "replicate" else shard,
         )
     except UserError as error:
-        asked.problems.append(f"{where}: {' '.join(str(error).split())}")
+        request.problems.append(f"{path}: {' '.join(str(error).split())}")
         return None
-    found = (shape.dp_replicate, shape.dp_shard)
-    state = asked.state.shape
-    if asked.is_foundation and found != (state.dp_replicate, state.dp_shard):
-        asked.problems.append(
-            f"{where}: found {found[0]} x {found[1]} (dp_replicate x dp_shard), but the parallel state has "
-            f"{state.dp_replicate} x {state.dp_shard}; set it in one place"
+    degrees = (shape.dp_replicate, shape.dp_shard)
+    state = request.state.shape
+    if request.is_foundation and degrees != (state.dp_replicate, state.dp_shard):
+        request.problems.append(
+            f"{path}: found {degrees[0]} x {degrees[1]} (dp_replicate x dp_shard), but the parallel state has "
+            f"{state.dp_replicate} x {state.dp_shard}; set the degrees in one of the two"
         )
         return None
     if mode == "replicate":
-        return mode, asked.state.size("loss"), 1
+        return mode, request.state.size("loss"), 1
     if is_data:
-        found = (found[0], found[1] * asked.state.size("sequence"))
-    return mode or _mode_of(*found), *found
+        degrees = (degrees[0], degrees[1] * request.state.size("sequence"))
+    return mode or _mode_of(*degrees), *degrees
 
 
-def _precision(asked: Asked) -> Precision:
-    given = asked.merged.precision or Precision()
-    param = given.param or (None if asked.is_frozen or asked.has_adapters else "float32")
-    if asked.flags.mixed_precision is False and given.compute not in (None, given.param or "float32"):
-        asked.problem(
+def _precision(request: Request) -> Precision:
+    merged = request.merged.precision or Precision()
+    param = merged.param or (None if request.is_frozen or request.has_adapters else "float32")
+    if request.flags.mixed_precision is False and merged.compute not in (None, merged.param or "float32"):
+        request.problem(
             "precision",
-            f"found compute {given.compute}, but enable_mixed_precision is False (`train.precision: fp32` of a recipe)",
+            f"found compute {merged.compute}, but enable_mixed_precision is False (`train.precision: fp32` in a "
+            "recipe); use one of the two",
         )
-    own = asked.own.precision
-    if own is not None and own.reduce is not None and asked.is_frozen:
-        asked.problem("precision.reduce", f"found {own.reduce}, but what is frozen has no gradients; remove it")
-    low = "bfloat16" if asked.flags.mixed_precision else param
-    return Precision(param=param, compute=given.compute or low, reduce=given.reduce or "float32")
+    explicit = request.explicit.precision
+    if explicit is not None and explicit.reduce is not None and request.is_frozen:
+        request.problem(
+            "precision.reduce", f"found {explicit.reduce}, but a frozen component has no gradients; remove it"
+        )
+    low = "bfloat16" if request.flags.mixed_precision else param
+    return Precision(param=param, compute=merged.compute or low, reduce=merged.reduce or "float32")
 
 
-def _of_foundation(asked: Asked, field: str, axis: str, key: str) -> bool:
-    """A switch that only the foundation has, and that does nothing without an axis."""
-    if getattr(asked.own, field) and not asked.is_foundation:
-        asked.problem(field, f"only the foundation's sequences are shared; set it on {FOUNDATION}")
-    wanted = bool(getattr(asked.merged, field)) and asked.is_foundation
-    if wanted and asked.state.size(axis) == 1:
-        asked.problem(field, f"found true with {key} 1, where it does nothing; set {key} above 1, or remove it")
+def _of_foundation(request: Request, field: str, axis: str, key: str) -> bool:
+    """A switch that only the foundation supports, and only with a degree of ``axis`` above 1."""
+    if getattr(request.explicit, field) and not request.is_foundation:
+        request.problem(field, f"only the foundation supports it; set it on {FOUNDATION}")
+    wanted = bool(getattr(request.merged, field)) and request.is_foundation
+    if wanted and request.state.size(axis) == 1:
+        request.problem(field, f"found true with {key} 1, where it does nothing; set {key} above 1, or remove it")
     return wanted
 
 

@@ -1,9 +1,9 @@
-"""One complete plan per component, from what the plan, the parallel state and the call say of it."""
+"""Merge the plan, the parallel state and the call's flags into one complete plan per component."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -16,7 +16,7 @@ from omnitrain.parallel.fsdp.units import blocks_of, stays_fp32
 from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
-from omnitrain.parallel.resolve.sources import STATE_AXIS, Asked, CallFlags
+from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.recipe.globs import matches
@@ -31,89 +31,91 @@ def resolve_plans(
     tensors: TensorPlan,
     present: Mapping[str, Adapters],
 ) -> tuple[dict[str, ComponentPlan], dict[str, Adapters]]:
-    """The plan of every component with all fields set, except ``precision.param`` of what keeps its dtypes.
+    """Return component -> its complete plan, and component -> the adapters that its plan asks for.
 
-    And component -> the adapters that its plan asks for.
+    All fields of a plan are set, except ``precision.param`` where parameters keep their dtypes.
 
     Args:
-        model: not laid out.
-        plan: what the user says of its components.
-        state: the ranks.
-        flags: what the call says of all components.
-        tensors: what tensor parallelism does to the model.
-        present: component -> the adapters that it has, or gets with its weights.
+        model: not parallelized.
+        plan: the user's plan.
+        state: the factorisation of the ranks.
+        flags: the flags of the call, for all components.
+        tensors: the resolved tensor parallelism of the model.
+        present: component -> the adapters that it has, or that its checkpoint adds.
 
     Raises:
-        PlanError: everything that contradicts the model, the state, the call or itself, at once. Nothing of the
-            model is changed before.
+        PlanError: the plan contradicts the model, the state, the flags or itself. Lists all problems; the model is
+            unchanged.
     """
-    components, frozen = model.components, _frozen(model)
-    names = _names(model)
-    problems = plan.problems(names, frozen=frozen, degrees=_degrees_of(state))
+    components, names = model.components, _names(model)
+    frozen = [name for name, parameters in components.items() if not any(p.requires_grad for p in parameters.values())]
+    degrees = {axis: state.size(STATE_AXIS.get(axis, axis)) for axis in AXES}
+    problems = plan.problems(names, frozen=frozen, degrees=degrees)
     blocks, layers = blocks_of(model), expert_layers(model)
-    adapters, wrong = adapters_for(model, plan, present)
-    problems += [*wrong, *lora_problems({**present, **adapters}, layers, plan), *tensors.problems]
+    adapters, adapter_problems = adapters_for(model, plan, present)
+    problems += [*adapter_problems, *lora_problems({**present, **adapters}, layers, plan), *tensors.problems]
     problems += model_problems(model, layers, plan, state)
-    problems += ep_plan_problems(layers, _matching(plan.ep_plan or {}, names))
+    every_name = [name for of_component in names.values() for name in of_component]
+    ep_globs = {
+        glob: dim for glob, dim in (plan.ep_plan or {}).items() if any(matches(glob, name) for name in every_name)
+    }
+    problems += ep_plan_problems(layers, ep_globs)
     plans = {}
     for name in components:
         tp = state.size("tp") if name == FOUNDATION or name in tensors.components else 1
-        spread = chosen_layers(model, layers[name], plan.ep_plan)
-        asked = Asked(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, spread, name in adapters)
-        found = component_plan(asked)
-        problems += asked.problems
-        if found is not None:
-            plans[name] = found
-            problems += () if name in adapters else _fp32_problems(model, name, found)
-            problems += router_problems(model, plan, name, layers[name], found)
+        sharded = chosen_layers(model, layers[name], plan.ep_plan)
+        request = Request(name, plan, state, flags, name in frozen, bool(blocks[name]), tp, sharded, name in adapters)
+        resolved = component_plan(request)
+        problems += request.problems
+        if resolved is not None:
+            plans[name] = resolved
+            problems += () if name in adapters else _fp32_problems(model, name, resolved)
+            problems += router_problems(model, plan, name, layers[name], resolved)
     raise_problems(problems or list(unused_problems(plan, plans)))
     return plans, adapters
 
 
 def require_fit(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None) -> None:
-    """The plan fits the model on some number of ranks; its degrees are all there are.
+    """Require that the plan fits the model on some number of ranks, with all degrees taken from the plan.
 
     Args:
-        model: not laid out, on any device; it stays as it is.
-        plan: of a recipe.
+        model: not parallelized, on any device; it stays unchanged.
+        plan: the plan of a recipe.
         mixed_precision: see :class:`CallFlags`.
 
     Raises:
-        PlanError: what contradicts it on the number of ranks that fits it best.
-        UserError: its degrees contradict each other.
+        PlanError: the problems on the number of ranks with the fewest problems.
+        UserError: the degrees of the plan contradict each other.
     """
-    refused: list[UserError] = []
-    for number in _numbers_of_ranks(plan):
+    errors: list[UserError] = []
+    for ranks in _numbers_of_ranks(plan):
         try:
-            state = state_without_groups(plan, number)
+            state = state_without_groups(plan, ranks)
             tensors = tensor_plan(model, plan, state.size("tp"))
             resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
             return
         except UserError as error:
-            refused.append(error)
-            if len(refused) > 1 and str(refused[-2]) == str(error):
-                break  # the number of ranks changes nothing
-    plans = [error for error in refused if isinstance(error, PlanError)]
-    raise min(plans, key=lambda error: len(error.args)) if plans else refused[0]
+            errors.append(error)
+            if len(errors) > 1 and str(errors[-2]) == str(error):
+                break  # another number of ranks gives the same error
+    plan_errors = [error for error in errors if isinstance(error, PlanError)]
+    raise min(plan_errors, key=lambda error: len(error.args)) if plan_errors else errors[0]
 
 
 def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
-    """On which to try a plan: those that its degrees multiply to, and multiples where some are left open."""
-    own = plan.of(FOUNDATION)
-    if own.num_ranks is not None:
-        return [own.num_ranks]
-    matrices = (own.tp or 1) * (own.pp or 1)
-    least = math.lcm(matrices * (own.cp or 1) * (own.ulysses or 1), matrices * (own.ep or 1)) * (own.dp_replicate or 1)
-    others = {math.lcm(least, found) for name in plan.components if (found := plan.of(name).num_ranks)}
+    """Numbers of ranks to try a plan on: the product of its degrees, and multiples if some degrees are unset."""
+    foundation = plan.of(FOUNDATION)
+    if foundation.num_ranks is not None:
+        return [foundation.num_ranks]
+    matrices = (foundation.tp or 1) * (foundation.pp or 1)
+    sequence = (foundation.cp or 1) * (foundation.ulysses or 1)
+    least = math.lcm(matrices * sequence, matrices * (foundation.ep or 1)) * (foundation.dp_replicate or 1)
+    others = {math.lcm(least, ranks) for name in plan.components if (ranks := plan.of(name).num_ranks)}
     return sorted({least << doublings for doublings in range(3)} | others)
 
 
-def _frozen(model: OmniModel) -> list[str]:
-    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
-
-
 def _names(model: OmniModel) -> dict[str, list[str]]:
-    """Component -> its modules and parameters, relative to it, as they are called without adapters."""
+    """Component -> its modules and parameters, relative to it, with the names that they have without adapters."""
     names = {}
     for component, parameters in model.components.items():
         root = f"{root_of(model, component)}."
@@ -123,37 +125,28 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
     return names
 
 
-def _matching(globs: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    every_name = [name for own in names.values() for name in own]
-    return {glob: dim for glob, dim in globs.items() if any(matches(glob, name) for name in every_name)}
-
-
-def _degrees_of(state: ParallelState) -> dict[str, int]:
-    return {axis: state.size(STATE_AXIS.get(axis, axis)) for axis in AXES}
-
-
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
-    """Parameters that must stay fp32 and train have to be in modules of their own: a unit has one dtype."""
-    keep = stays_fp32(model)
-    own = [name for name, p in model.components[component].items() if p.requires_grad]
-    kept = {name for name in own if keep(name)}
+    """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with others."""
+    must_stay_fp32 = stays_fp32(model)
+    trained = [name for name, p in model.components[component].items() if p.requires_grad]
+    fp32 = {name for name in trained if must_stay_fp32(name)}
     assert plan.precision is not None
-    if kept and plan.precision.compute != "float32":
+    if fp32 and plan.precision.compute != "float32":
         in_forward = set(model.runner.in_forward.parameters)
-        for name in sorted(name for name in kept if model.components[component][name] in in_forward):
+        for name in sorted(name for name in fp32 if model.components[component][name] in in_forward):
             yield (
-                f"components.{component}.precision: {name} must stay float32, and only some samples reach it in the "
-                "foundation's own forward; use compute: float32, or freeze it"
+                f"components.{component}.precision: {name} must stay float32, and the foundation's forward uses it "
+                "for some samples only; use compute: float32, or freeze it"
             )
-        for name in sorted(kept):
-            beside = [other for other in own if other.rpartition(".")[0] == name.rpartition(".")[0]]
-            if not kept.issuperset(beside):
+        for name in sorted(fp32):
+            same_module = [other for other in trained if other.rpartition(".")[0] == name.rpartition(".")[0]]
+            if not fp32.issuperset(same_module):
                 yield (
-                    f"components.{component}.precision: {name} must stay float32 beside parameters that are not; "
-                    "use compute: float32, or freeze it"
+                    f"components.{component}.precision: {name} must stay float32, but other parameters of its module "
+                    "do not; use compute: float32, or freeze it"
                 )
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype that a plan names."""
+    """Return the torch dtype of this name; None: None."""
     return None if name is None else getattr(torch, name)

@@ -1,4 +1,4 @@
-"""What is asked of one component: by its plan, the default plan, the parallel state and the call."""
+"""The settings of one component from its plan, the default plan, the parallel state and the call."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.state import ParallelState
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
-STATE_AXIS = {"ulysses": "sp"}  # where the state has another name for it
+STATE_AXIS = {"ulysses": "sp"}  # plan field -> axis of the state, where the names differ
 
 
 @dataclass(frozen=True)
 class CallFlags:
-    """What the call of ``build_parallelize_model`` says of all components, where their plans say nothing.
+    """The flags of ``build_parallelize_model``, for all components whose plans leave these settings open.
 
-    A flag that is not at its default counts as set: a plan that says otherwise contradicts it.
+    A flag that differs from its default counts as set: a plan with another value contradicts it.
 
     Attributes:
-        mixed_precision: compute in bf16; None: in the dtype of the parameters, which contradicts no plan.
-        recompute: all blocks.
-        parameter_offload: of what is sharded.
+        mixed_precision: compute in bf16. None: in the dtype of the parameters, which contradicts no plan.
+        recompute: recompute all blocks.
+        parameter_offload: offload the shards of sharded parameters.
     """
 
     mixed_precision: bool | None = True
@@ -30,20 +30,20 @@ class CallFlags:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Of one component; problems are collected on the way.
+class Request:
+    """All settings for one component, and the problems found so far.
 
     Attributes:
-        name: of the component.
-        plans: of all components.
-        state: the foundation's factorisation of the ranks.
-        flags: of the call.
-        is_frozen_already: nothing of it trains, whatever its plan says.
-        has_blocks: transformers can recompute some of it block by block.
-        tp: ranks that share its matrices.
-        expert_layers: that ``ep`` spreads.
-        has_adapters: it trains these alone.
-        problems: that were met so far.
+        name: name of the component.
+        plans: the plans of all components.
+        state: the factorisation of the ranks that the foundation uses.
+        flags: the flags of the call.
+        is_frozen_already: whether all its parameters are frozen before the plan is applied.
+        has_blocks: whether it has blocks that transformers can recompute.
+        tp: its degree of tensor parallelism.
+        expert_layers: its MoE layers that ``ep`` shards.
+        has_adapters: whether it trains only LoRA adapters.
+        problems: the problems found so far.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Asked:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def own(self) -> ComponentPlan:
-        """What is said of this component by name."""
+    def explicit(self) -> ComponentPlan:
+        """The plan of this component, without the default plan."""
         return self.plans.components.get(self.name, ComponentPlan())
 
     @property
     def merged(self) -> ComponentPlan:
-        """The same, and of all components."""
+        """The plan of this component, with the default plan for fields that it leaves unset."""
         return self.plans.of(self.name)
 
     @property
@@ -74,10 +74,10 @@ class Asked:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nothing of it trains."""
+        """Whether no parameter of it trains."""
         return not self.has_adapters and (self.is_frozen_already or bool(self.merged.freeze))
 
     def problem(self, field: str, text: str) -> None:
-        """Note what is wrong with a field."""
-        place = self.plans.path_of(self.name, field.partition(".")[0])
-        self.problems.append(f"{place}.{field}: {text}")
+        """Note a problem with a field."""
+        path = self.plans.path_of(self.name, field.partition(".")[0])
+        self.problems.append(f"{path}.{field}: {text}")

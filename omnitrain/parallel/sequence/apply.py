@@ -1,4 +1,4 @@
-"""This rank's part of a packed row that the ranks of a sequence group share."""
+"""This rank's slice of a pack that the ranks of a sequence group share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from omnitrain.plan.sequence import SequenceSplit, split_sequence
 
 
 def part_of(state: ParallelState, num_tokens: int, device: torch.device) -> SequencePart | None:
-    """What this rank has of a row; None: all of it.
+    """Return this rank's slice of a pack; None: the rank has all tokens.
 
     Args:
-        state: of the foundation.
-        num_tokens: of the row; one that is too short for its ranks will be filled up.
-        device: of the row.
+        state: the parallel state of the foundation.
+        num_tokens: number of tokens in the pack; a pack that is too short for its ranks will be padded.
+        device: device of the pack.
     """
     ranks = state.size("sequence")
     if ranks == 1:
@@ -37,14 +37,14 @@ def part_of(state: ParallelState, num_tokens: int, device: torch.device) -> Sequ
 
 
 def part_of_call(state: ParallelState, num_rows: int, device: torch.device) -> SequencePart | None:
-    """What this rank has of the rows of a tower's call, which all ranks that share a sequence make; None: all of them.
+    """Return this rank's slice of the rows of a tower's call, which the sequence group makes; None: all rows.
 
-    A tower attends within items, in both directions, and has no ring: the ranks of one take part as the others do.
+    A tower has no ring attention, so the cp ranks of the group take part in Ulysses, too.
 
     Args:
-        state: of the foundation.
-        num_rows: of the call; too few for its ranks are not dealt.
-        device: of the rows.
+        state: the parallel state of the foundation.
+        num_rows: number of rows in the call; too few rows for the ranks are not divided.
+        device: device of the rows.
     """
     ranks = state.size("sequence")
     if num_rows < fewest_tokens(ranks):
@@ -56,14 +56,14 @@ def part_of_call(state: ParallelState, num_rows: int, device: torch.device) -> S
 
 @dataclass(frozen=True, eq=False)
 class SequencePart:
-    """A :class:`~omnitrain.ops.attention.RowPart` of a row that ``split`` deals to the ranks of ``group``.
+    """A :class:`~omnitrain.ops.attention.RowPart` of a sequence that ``split`` divides among the ranks of ``group``.
 
     Attributes:
-        split: of the row.
-        place: of this rank in ``group``.
-        attention: over the row.
-        group: ranks that share it.
-        device: of the row.
+        split: the split of the sequence.
+        place: rank of this process in ``group``.
+        attention: attention over the whole sequence.
+        group: the ranks that share the sequence.
+        device: device of the sequence.
     """
 
     split: SequenceSplit
@@ -74,39 +74,39 @@ class SequencePart:
 
     @cached_property
     def rows(self) -> Tensor:
-        """``[t]`` int64, ascending: this rank's tokens."""
+        """``[t]`` int64, ascending: the positions of this rank's tokens."""
         return to_device(self.host_rows, self.device)
 
     @property
     def host_rows(self) -> Tensor:
-        """``rows``, on the host."""
+        """``rows`` on the host."""
         return torch.from_numpy(self.split.rows[self.place])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole row."""
+        """The number of tokens of the whole sequence."""
         return self.split.num_tokens
 
     @cached_property
     def in_order(self) -> Tensor:
-        """``[T]`` int64: where each token is among those of all ranks, rank by rank."""
+        """``[T]`` int64: the index of each token in the concatenated slices of all ranks."""
         return to_device(torch.from_numpy(np.concatenate(self.split.rows).argsort()), self.device)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the row."""
+        """The number of ranks that share the sequence."""
         return len(self.split.rows)
 
     def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Compute over the whole row of this rank's share of the heads; see :class:`RowPart`."""
+        """Compute over the whole sequence of this rank's heads; see :class:`RowPart`."""
         counts = [len(rows) for rows in self.split.rows]
         heads = equal_spans(tensors[0].size(1), self.num_ranks)
         gathered = rows_to_heads(tensors, [heads] * len(tensors), counts, self.group)
         whole = compute([states[self.in_order] for states in gathered], slice(*heads[self.place]))
-        (own,) = heads_to_rows([whole[self.in_order.argsort()]], [heads], counts, self.group)
-        return own
+        (local,) = heads_to_rows([whole[self.in_order.argsort()]], [heads], counts, self.group)
+        return local
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """The whole row of a tensor that has this rank's tokens along ``dim``; gradients add up over the ranks."""
+        """All-gather a tensor that has this rank's tokens along ``dim``; the backward sums over the ranks."""
         counts = [len(rows) for rows in self.split.rows]
         return gather_rows(tensor.movedim(dim, 0), counts, self.group)[self.in_order].movedim(0, dim)

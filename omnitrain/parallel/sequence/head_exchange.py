@@ -1,4 +1,4 @@
-"""Rows for heads: ranks that each have some rows of all heads get all rows of some heads, and the way back."""
+"""The all-to-alls of Ulysses: exchange some rows of all heads for all rows of some heads, and the inverse."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from omnitrain.errors import UserError
 from omnitrain.ops.collectives import gathered_objects, with_backward
 from omnitrain.parallel.state import get_parallel_state
 
-# The heads of a tensor that each rank gets: (first, after the last). Neighbours may share heads.
+# The heads (start, stop) of each rank. Neighbouring ranks may share heads.
 HeadSpans = Sequence[tuple[int, int]]
-# Waits for what is on its way.
+# Waits for an exchange in flight and returns its result.
 Arrival = Callable[[], tuple[Tensor, ...]]
 
 
@@ -27,9 +27,9 @@ def gather_seq_scatter_heads(
     *,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """All rows of some heads, from some rows of all heads: what an attention of your own needs under Ulysses.
+    """Gather all rows of this rank's heads from the ranks' rows of all heads, for a custom attention under Ulysses.
 
-    One all-to-all, differentiable; the backward is one, too. Every rank of the group calls it.
+    One differentiable all-to-all; so is the backward. All ranks of the group must call it.
 
     With 2 ranks, 4 heads and rows ``a b c``, of which rank 0 has two::
 
@@ -37,18 +37,17 @@ def gather_seq_scatter_heads(
         rank 1   c: 0 1 2 3                   ->    a: 2 3   b: 2 3   c: 2 3
 
     Args:
-        x: any shape and dtype; ``size(seq_dim)`` may differ between ranks, all other sizes are the same.
+        x: any shape and dtype; ``size(seq_dim)`` may differ between ranks, all other sizes must be equal.
         seq_dim: dim of the rows.
-        head_dim: dim of the heads, or of heads and their widths in one.
-        group: the ranks that share the row; None: the ``sp_group`` of the parallel state.
-        lengths: rows of each rank of the group; None: they ask each other, which costs a small collective.
+        head_dim: dim of the heads, or of heads and their widths flattened.
+        group: the ranks that share the sequence; None: the ``sp_group`` of the parallel state.
+        lengths: number of rows of each rank; None: gathered by a small collective.
 
     Returns:
-        ``x`` with all rows along ``seq_dim``, those of the first rank first, and along ``head_dim`` this rank's equal
-        share.
+        ``x`` with all rows along ``seq_dim``, those of the first rank first, and this rank's heads along ``head_dim``.
 
     Raises:
-        UserError: the ranks do not divide the heads; names the numbers of ranks that do.
+        UserError: the ranks do not divide the heads. The message lists the numbers of ranks that do.
 
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
@@ -67,16 +66,16 @@ def gather_heads_scatter_seq(
     *,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """The way back of :func:`gather_seq_scatter_heads`: some rows of all heads, from all rows of some heads.
+    """Invert :func:`gather_seq_scatter_heads`: gather this rank's rows of all heads from the ranks' heads of all rows.
 
-    One all-to-all, differentiable; the backward is one, too. Every rank of the group calls it.
+    One differentiable all-to-all; so is the backward. All ranks of the group must call it.
 
     Args:
-        x: any shape and dtype, all sizes the same on all ranks.
-        head_dim: dim of this rank's share of the heads; the shares are equal.
+        x: any shape and dtype; all sizes must be equal on all ranks.
+        head_dim: dim of this rank's heads; all ranks have equally many.
         seq_dim: dim of the rows.
-        group: the ranks that share the row; None: the ``sp_group`` of the parallel state.
-        lengths: rows that each rank of the group gets; None: nearly equal, the first ranks one more.
+        group: the ranks that share the sequence; None: the ``sp_group`` of the parallel state.
+        lengths: number of rows that each rank gets; None: nearly equal, with one more on the first ranks.
 
     Returns:
         ``x`` with this rank's rows along ``seq_dim``, and all heads along ``head_dim``, those of the first rank first.
@@ -88,19 +87,21 @@ def gather_heads_scatter_seq(
     x_THW = _rows_first(x, seq_dim, head_dim)
     ranks, num_rows = group.size(), len(x_THW)
     if lengths is None:
-        lengths = [num_rows // ranks + (place < num_rows % ranks) for place in range(ranks)]
+        lengths = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
     if len(lengths) != ranks or sum(lengths) != num_rows:
-        raise UserError(f"lengths are {list(lengths)}; expected {ranks} that add up to {num_rows}, the rows of x")
+        raise UserError(
+            f"lengths: found {list(lengths)}; expected {ranks} numbers that add up to {num_rows}, the rows of x"
+        )
     spans = equal_spans(x_THW.size(1) * ranks, ranks)
     (scattered,) = heads_to_rows([x_THW], [spans], lengths, group)
     return _as_before(scattered, x, seq_dim, head_dim)
 
 
 def equal_spans(num_heads: int, ranks: int) -> HeadSpans:
-    """The heads of each rank, equally many.
+    """Return the heads of each rank, equally many.
 
     Raises:
-        UserError: the ranks do not divide the heads; names the numbers of ranks that do.
+        UserError: the ranks do not divide the heads. The message lists the numbers of ranks that do.
     """
     if num_heads % ranks:
         allowed = ", ".join(str(degree) for degree in range(1, num_heads + 1) if num_heads % degree == 0)
@@ -112,17 +113,17 @@ def equal_spans(num_heads: int, ranks: int) -> HeadSpans:
 def rows_to_heads(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """All rows of this rank's heads of several tensors, by one differentiable all-to-all.
+    """Gather all rows of this rank's heads of several tensors, by one differentiable all-to-all.
 
     Args:
-        tensors: ``[own rows, heads, width]``; heads, widths and dtypes may differ between tensors.
-        spans: per tensor, the heads of each rank. A head that several ranks want is sent to each of them; its gradients
-            add up, in fp32.
-        rows: of each rank.
-        group: of the ranks.
+        tensors: ``[local rows, heads, width]``; heads, widths and dtypes may differ between tensors.
+        spans: per tensor, the heads of each rank. Several ranks may get the same head; its gradients are summed in
+            fp32.
+        rows: number of rows of each rank.
+        group: process group of the ranks.
 
     Returns:
-        Per tensor ``[all rows, own heads, width]``.
+        Per tensor ``[all rows, local heads, width]``.
     """
     return with_backward(*_gather_and_scatter(spans, rows, group), *tensors)
 
@@ -130,16 +131,16 @@ def rows_to_heads(
 def heads_to_rows(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """This rank's rows of all heads of several tensors, by one differentiable all-to-all.
+    """Gather this rank's rows of all heads of several tensors, by one differentiable all-to-all.
 
     Args:
-        tensors: ``[all rows, own heads, width]``.
-        spans: per tensor, the heads of each rank, none of them twice.
-        rows: of each rank.
-        group: of the ranks.
+        tensors: ``[all rows, local heads, width]``.
+        spans: per tensor, the heads of each rank; no head belongs to two ranks.
+        rows: number of rows of each rank.
+        group: process group of the ranks.
 
     Returns:
-        Per tensor ``[own rows, heads, width]``.
+        Per tensor ``[local rows, heads, width]``.
     """
     return with_backward(*_gather_and_scatter(spans, rows, group)[::-1], *tensors)
 
@@ -147,7 +148,7 @@ def heads_to_rows(
 def _gather_and_scatter(
     spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
-    """Each other's transposes."""
+    """The two exchanges, which are each other's transpose."""
     return (
         lambda *tensors: start_gather(tensors, spans, rows, group)(),
         lambda *tensors: start_scatter(tensors, spans, rows, group)(),
@@ -157,18 +158,18 @@ def _gather_and_scatter(
 def start_gather(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> Arrival:
-    """:func:`rows_to_heads` without a graph, on its way: what it returns is called for the result, once.
+    """Start :func:`rows_to_heads` without a graph; call the returned function once for the result.
 
-    Rank r is sent ``[own rows, its heads of all tensors side by side]``, so that rows arrive one below the other.
+    Rank r receives ``[local rows, its heads of all tensors concatenated]``, so received rows need no reordering.
     """
     own, own_rows = dist.get_rank(group), len(tensors[0])
     parts = _of_one_dtype(tensors)
     widths = _widths(parts, spans)
     sent = [own_rows * sum(of_rank) for of_rank in widths]
     outgoing = parts[0].new_empty(sum(sent))
-    for rank, there in enumerate(outgoing.split(sent)):
+    for rank, to_rank in enumerate(outgoing.split(sent)):
         pieces = [part[:, slice(*of_ranks[rank])].flatten(1) for part, of_ranks in zip(parts, spans, strict=True)]
-        torch.cat(pieces, dim=1, out=there.view(own_rows, sum(widths[rank])))
+        torch.cat(pieces, dim=1, out=to_rank.view(own_rows, sum(widths[rank])))
     incoming = outgoing.new_empty(sum(rows), sum(widths[own]))
     received = [number * incoming.size(1) for number in rows]
     work = dist.all_to_all_single(incoming.view(-1), outgoing, received, sent, group=group, async_op=True)
@@ -186,9 +187,9 @@ def start_gather(
 def start_scatter(
     tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
 ) -> Arrival:
-    """:func:`heads_to_rows` without a graph, on its way: what it returns is called for the result, once.
+    """Start :func:`heads_to_rows` without a graph; call the returned function once for the result.
 
-    The transpose of :func:`start_gather`: heads that several ranks have are added up.
+    The transpose of :func:`start_gather`: it sums heads that several ranks have.
     """
     own = dist.get_rank(group)
     parts = _of_one_dtype(tensors)
@@ -203,8 +204,8 @@ def start_scatter(
     def arrived() -> tuple[Tensor, ...]:
         work.wait()
         of_ranks = [
-            here.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
-            for here, of_rank in zip(incoming.split(received), widths, strict=True)
+            from_rank.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
+            for from_rank, of_rank in zip(incoming.split(received), widths, strict=True)
         ]
         return tuple(
             _put_together(
@@ -218,7 +219,7 @@ def start_scatter(
 
 
 def _put_together(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
-    """``[own rows, heads, width]`` from the heads of each rank; those of several ranks are added in fp32."""
+    """``[local rows, heads, width]`` from the heads of each rank; heads of several ranks are summed in fp32."""
     if all(stop == start for (_, stop), (start, _) in pairwise(spans)):
         return torch.cat(list(pieces), dim=1)
     first = pieces[0]
@@ -230,7 +231,7 @@ def _put_together(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
 
 
 def _widths(parts: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[list[int]]:
-    """Elements of a row, per rank and tensor."""
+    """The number of elements in a row, per rank and tensor."""
     return [
         [(stop - start) * part.size(2) for part, (start, stop) in zip(parts, of_rank, strict=True)]
         for of_rank in zip(*spans, strict=True)
@@ -238,14 +239,14 @@ def _widths(parts: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[list[in
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As they are where they have one dtype, else as bytes."""
+    """The tensors unchanged if they have one dtype, otherwise as bytes."""
     if len({tensor.dtype for tensor in tensors}) == 1:
         return list(tensors)
     return [tensor.contiguous().view(torch.uint8) for tensor in tensors]
 
 
 def _of_dtype(part: Tensor, like: Tensor) -> Tensor:
-    """The inverse of :func:`_of_one_dtype`; a copy, because bytes may begin at an odd address."""
+    """The inverse of :func:`_of_one_dtype`; bytes are copied, because they may start at an unaligned address."""
     return part if part.dtype == like.dtype else part.clone(memory_format=torch.contiguous_format).view(like.dtype)
 
 
@@ -255,6 +256,6 @@ def _rows_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
 
 
 def _as_before(x_THW: Tensor, like: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """The inverse of :func:`_rows_first`, with the rows and heads that there are now."""
+    """The inverse of :func:`_rows_first`, for other numbers of rows and heads."""
     others = like.movedim((seq_dim, head_dim), (0, 1)).shape[2:]
     return x_THW.reshape(*x_THW.shape[:2], *others).movedim((0, 1), (seq_dim, head_dim))

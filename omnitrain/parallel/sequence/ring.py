@@ -1,13 +1,14 @@
-"""Ring attention: queries stay, keys and values go around the ranks that share a row; exact, forward and backward.
+"""Ring attention: queries stay, keys and values are passed around the cp ranks; exact in forward and backward.
 
-Samples that lie on one rank as a whole are attended to there. Only pieces of samples that other ranks have pieces of
-take part in the ring. While a rank computes with one block, the next one is on its way.
+A rank attends locally to samples that it has completely. Only samples that are split between ranks take part in the
+ring. While a rank computes with one block, it receives the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,62 +33,60 @@ from omnitrain.plan.sequence import SequenceSplit
 def ring_attention(
     call: Call, split: SequenceSplit, group: dist.ProcessGroup, compute: Callable[[Call], Tensor]
 ) -> Tensor:
-    """Attend from the rows of a cp rank to the whole row. Every rank of the group calls it.
+    """Attend from the tokens of a cp rank to the whole sequence. All ranks of the group must call it.
 
     Args:
-        call: queries, keys and values ``[1, heads, rows of the cp rank, width]``; the mask of the whole row.
-        split: of the row.
+        call: queries, keys and values ``[1, heads, tokens of the cp rank, width]``; the mask of the whole sequence.
+        split: the split of the sequence.
         group: the cp ranks.
-        compute: attention ``[1, T, heads, E]`` of a call over a row that is all there.
+        compute: attention ``[1, T, heads, E]`` of a call over a sequence that this rank has completely.
 
     Returns:
-        ``[1, rows of the cp rank, heads, E]``.
+        ``[1, tokens of the cp rank, heads, E]``.
 
     Raises:
-        UserError: dropout, a position bias, or a mask with gradients, which it does not honour.
+        UserError: the call has dropout, a position bias, or a mask with gradients, which ring attention does not
+            support.
     """
-    _refuse(call)
-    of_ranks = call.mask.remember(("sections", split.cp), lambda: _sections_of_ranks(split, call.mask.borders))
+    _require_supported(call)
+    of_ranks = call.mask.remember(
+        ("sections", split.cp),
+        lambda: tuple(sections_of(split.chunks(rank), call.mask.borders) for rank in range(split.cp)),
+    )
     sections = of_ranks[dist.get_rank(group)]
     lengths = [section.length for section in sections]
     outputs: list[Tensor | None] = [None] * len(sections)
     states = [tensor.split(lengths, dim=2) for tensor in (call.query, call.key, call.value)]
     for index, section in enumerate(sections):
         if section.segment is None:
-            query, key, value = (parts[index] for parts in states)
-            outputs[index] = compute(
-                replace(call, query=query, key=key, value=value, mask=_between(call.mask, section.start, section.stop))
-            )
+            query, key, value = (of_sections[index] for of_sections in states)
+            start, stop = section.start, section.stop
+            mask = call.mask.remember(("between", start, stop), partial(call.mask.between, start, stop))
+            outputs[index] = compute(replace(call, query=query, key=key, value=value, mask=mask))
     if any(section.segment is not None for rank in of_ranks for section in rank):
         pieces = [index for index, section in enumerate(sections) if section.segment is not None]
-        # A rank without pieces takes part, too: it hands on what others send.
-        query, key, value = (_all_tokens([parts[index] for index in pieces], parts[0]) for parts in states)
+        # A rank without pieces takes part, too, to pass on the keys and values of others.
+        query, key, value = (
+            _all_tokens([of_sections[index] for index in pieces], of_sections[0]) for of_sections in states
+        )
         ring = _Ring(call.mask, of_ranks, group, Scoring(call.mask, call.scaling, call.softcap))
         out = _RingAttention.apply(ring, query, key, value, call.sinks).transpose(0, 1)[None]
         for index, part in zip(pieces, out.split([lengths[index] for index in pieces], dim=1), strict=True):
             outputs[index] = part
         if not pieces:
-            outputs.append(out)  # of no rows, for the backward
+            outputs.append(out)  # without tokens, so that the backward runs on this rank
     return torch.cat([output for output in outputs if output is not None], dim=1)
 
 
-def _refuse(call: Call) -> None:
+def _require_supported(call: Call) -> None:
     mask = call.mask.general
     obstacles = {
         "dropout": call.dropout > 0,
         "a position bias": call.position_bias is not None,
         "a mask with gradients": isinstance(mask, Tensor) and mask.requires_grad,
     }
-    if found := [name for name, is_there in obstacles.items() if is_there]:
-        raise UserError(f"attention around a ring does not honour {', '.join(found)}: set cp to 1")
-
-
-def _between(mask: MaskSpec, start: int, stop: int) -> MaskSpec:
-    return mask.remember(("between", start, stop), lambda: mask.between(start, stop))
-
-
-def _sections_of_ranks(split: SequenceSplit, borders: Sequence[int]) -> tuple[tuple[Section, ...], ...]:
-    return tuple(sections_of(split.chunks(cp_rank), borders) for cp_rank in range(split.cp))
+    if unsupported := [name for name, is_used in obstacles.items() if is_used]:
+        raise UserError(f"ring attention does not support {', '.join(unsupported)}; set cp to 1")
 
 
 def _all_tokens(pieces: list[Tensor], like: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def _all_tokens(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Ring:
-    """Who has which pieces, and how blocks of them are computed."""
+    """The pieces of samples on each rank, and the scoring of their blocks."""
 
     mask: MaskSpec
     sections: tuple[tuple[Section, ...], ...]
@@ -113,7 +112,7 @@ class _Ring:
         return len(self.sections)
 
     def pieces(self, rank: int) -> list[tuple[int, Section]]:
-        """Where each piece of a rank begins among them, and the piece."""
+        """The pieces of a rank, each with its start in the concatenated pieces."""
         start, pieces = 0, []
         for section in self.sections[rank]:
             if section.segment is not None:
@@ -125,11 +124,11 @@ class _Ring:
         return sum(section.length for _, section in self.pieces(rank))
 
     def held(self, step: int) -> int:
-        """Whose keys and values are here in this step."""
+        """The rank whose keys and values this rank holds in a step."""
         return (self.rank - step) % self.size
 
     def blocks(self, owner: int, device: torch.device) -> Iterator[tuple[slice, slice, Block]]:
-        """What this rank's pieces see of those of ``owner``: rows and columns in both, and the block."""
+        """Yield the unmasked blocks between this rank's queries and the keys of ``owner``: rows, columns, block."""
         for first, queries in self.pieces(self.rank):
             for first_key, keys in self.pieces(owner):
                 if queries.segment != keys.segment:
@@ -145,10 +144,10 @@ class _Ring:
 
 
 class _Hop:
-    """Tensors on their way to the next rank, while those of the rank before arrive."""
+    """A send of tensors to the next rank, and a receive from the previous one."""
 
     def __init__(self, ring: _Ring, sent: Sequence[Tensor], arriving_from: int) -> None:
-        """``arriving_from``: the rank whose keys belong to what arrives."""
+        """``arriving_from``: the rank whose keys arrive."""
         peers = dist.get_process_group_ranks(ring.group)
         after, before = peers[(ring.rank + 1) % ring.size], peers[(ring.rank - 1) % ring.size]
         rows = ring.num_rows(arriving_from)
@@ -166,7 +165,7 @@ class _Hop:
 
 
 def _around(ring: _Ring, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """Whose keys and values are here, and they: of all ranks in turn, the next ones on their way meanwhile."""
+    """Yield the owner, keys and values of each rank in turn, while the next ones are in flight."""
     held = list(own)
     for step in range(ring.size):
         hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < ring.size else None
@@ -199,7 +198,7 @@ class _RingAttention(torch.autograd.Function):
         ring: _Ring = ctx.ring
         grad = grad.contiguous()
         of_query = torch.zeros_like(query, dtype=lse.dtype)
-        sums: _Hop | None = None  # gradients of keys and values follow them, a step behind
+        sums: _Hop | None = None  # gradients of keys and values, passed on one step after these
         for owner, (keys, values) in _around(ring, (key, value)):
             of_keys, of_values = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, values))
             for rows, columns, block in ring.blocks(owner, query.device):

@@ -1,4 +1,4 @@
-"""Ulysses: for an attention, the ranks that share a row exchange their rows of all heads for all rows of some heads."""
+"""Ulysses attention: ranks exchange their tokens of all heads for all tokens of some heads."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from omnitrain.plan.sequence import SequenceSplit
 
 
 def head_problem(num_heads: int, sp: int) -> str | None:
-    """Why ``sp`` ranks cannot share an attention with ``num_heads`` query heads; None: they can.
+    """Return why ``sp`` ranks cannot divide ``num_heads`` query heads; None: they can.
 
-    Key heads set no limit: where they are fewer than ranks, several ranks get the same one.
+    The number of key heads sets no limit: with fewer key heads than ranks, several ranks get the same one.
     """
     try:
         equal_spans(num_heads, sp)
@@ -34,13 +34,13 @@ def head_problem(num_heads: int, sp: int) -> str | None:
 
 @dataclass(frozen=True)
 class OwnHeads:
-    """How the heads of an attention are dealt to the ranks.
+    """The division of attention heads among ranks.
 
     Attributes:
-        queries: of each rank.
-        keys: the key heads that each rank's queries read; neighbours share one where it lies across their border.
-        own_keys: for each of this rank's queries its key head, counted from its first; None: equally many queries read
-            each, as attention expects.
+        queries: query heads of each rank.
+        keys: key heads that each rank's queries read; neighbouring ranks may share one.
+        own_keys: the key head of each of this rank's query heads, counted from the rank's first key head; None: each
+            key head has equally many query heads, as attention expects.
     """
 
     queries: HeadSpans
@@ -49,7 +49,7 @@ class OwnHeads:
 
 
 def deal_heads(num_heads: int, num_key_heads: int, ranks: int, rank: int) -> OwnHeads:
-    """Deal the heads of an attention to ``ranks``, equally many queries to each.
+    """Divide the heads of an attention among ``ranks``, with equally many query heads each.
 
     Raises:
         UserError: see :func:`head_problem`.
@@ -57,14 +57,14 @@ def deal_heads(num_heads: int, num_key_heads: int, ranks: int, rank: int) -> Own
     queries = equal_spans(num_heads, ranks)
     readers = num_heads // num_key_heads
     keys = [(start // readers, (stop - 1) // readers + 1) for start, stop in queries]
-    own = [head // readers - keys[rank][0] for head in range(*queries[rank])]
-    counts = {own.count(key) for key in own}
-    return OwnHeads(queries, keys, own if len(counts) > 1 else None)
+    key_of_query = [head // readers - keys[rank][0] for head in range(*queries[rank])]
+    counts = {key_of_query.count(key) for key in key_of_query}
+    return OwnHeads(queries, keys, key_of_query if len(counts) > 1 else None)
 
 
 def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
-    """The call of a rank over the whole row, from states of its own heads and all else of all heads."""
-    key, value, own, bias = call.key, call.value, slice(*heads.queries[rank]), call.position_bias
+    """Return a rank's call over all tokens: its states have only the rank's heads, all other arguments all heads."""
+    key, value, local, bias = call.key, call.value, slice(*heads.queries[rank]), call.position_bias
     if heads.own_keys is not None:
         index = to_device(torch.tensor(heads.own_keys), key.device)
         key, value = key.index_select(1, index), value.index_select(1, index)
@@ -72,22 +72,22 @@ def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
         call,
         key=key,
         value=value,
-        mask=call.mask.of_heads(own.start, own.stop),
-        position_bias=bias if bias is None or bias.size(1) == 1 else bias[:, own],
-        sinks=None if call.sinks is None else call.sinks[own],
+        mask=call.mask.of_heads(local.start, local.stop),
+        position_bias=bias if bias is None or bias.size(1) == 1 else bias[:, local],
+        sinks=None if call.sinks is None else call.sinks[local],
     )
 
 
 @dataclass(frozen=True, eq=False)
 class UlyssesShard:
-    """This rank's rows of a row that ``split`` deals to the ranks of two groups; attention over it.
+    """Attention over a sequence that ``split`` divides among the ranks of two groups.
 
-    A :class:`~omnitrain.ops.attention.spec.SequenceShard`, to be hung on a mask by ``MaskSpec.on``.
+    A :class:`~omnitrain.ops.attention.spec.SequenceShard`, attached to a mask by ``MaskSpec.on``.
 
     Attributes:
-        split: of the row.
-        sp_group: the ranks that exchange rows for heads.
-        cp_group: the ranks that attend around a ring; None: there is none.
+        split: the split of the sequence.
+        sp_group: the ranks that exchange tokens for heads.
+        cp_group: the ranks of the ring; None: no ring attention.
     """
 
     split: SequenceSplit
@@ -96,28 +96,28 @@ class UlyssesShard:
 
     @cached_property
     def rows_of_ranks(self) -> list[int]:
-        """Rows of each rank of ``sp_group``."""
+        """The number of tokens of each rank of ``sp_group``."""
         cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
         return [len(rows) for rows in self.split.rows_of_ring(cp_rank)]
 
     @cached_property
     def rank(self) -> int:
-        """Place in ``sp_group``."""
+        """The rank of this process in ``sp_group``."""
         return dist.get_rank(self.sp_group)
 
     @property
     def num_rows(self) -> int:
-        """Rows of this rank."""
+        """The number of tokens of this rank."""
         return self.rows_of_ranks[self.rank]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         """See :class:`~omnitrain.ops.attention.spec.SequenceShard`.
 
-        Queries, keys and values travel in one all-to-all, the output in another. A rank is sent each key head that its
-        queries read, and no other.
+        One all-to-all exchanges queries, keys and values, another one the output. A rank receives only the key heads
+        that its queries read.
 
         Raises:
-            UserError: the ranks do not divide the heads, or the ring does not honour what the call asks for.
+            UserError: the ranks do not divide the heads, or ring attention does not support the call.
         """
         heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, self.rank)
         if self.split.sp == 1:
@@ -126,24 +126,24 @@ class UlyssesShard:
         gathered = rows_to_heads(states, [heads.queries, heads.keys, heads.keys], self.rows_of_ranks, self.sp_group)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in gathered)
         output = self.attend_own_heads(replace(call, query=query, key=key, value=value), heads, compute)
-        (own,) = heads_to_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
-        return own[None]
+        (local,) = heads_to_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
+        return local[None]
 
     def attend_own_heads(self, call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
-        """From states of this rank's heads and all rows of its ``sp_group``: ``[1, these rows, own heads, E]``."""
-        own = of_own_heads(call, heads, self.rank)
+        """Attend with this rank's heads and all tokens of its ``sp_group``: ``[1, tokens, local heads, E]``."""
+        local = of_own_heads(call, heads, self.rank)
         if self.cp_group is None or self.split.cp == 1:
-            return compute(own)
-        return ring_attention(own, self.split, self.cp_group, compute)
+            return compute(local)
+        return ring_attention(local, self.split, self.cp_group, compute)
 
     def gather_tables(self, table: Tensor, dim: int) -> Tensor:
-        """All rows of its ``sp_group`` of a tensor without gradients that has this rank's rows along ``dim``.
+        """All-gather a tensor without gradients that has this rank's tokens along ``dim``, over ``sp_group``.
 
-        Layers that share a tensor share what was gathered.
+        The result is cached, because layers share such tensors.
         """
         if table not in self._tables:
-            own = table.detach().movedim(dim, 0)
-            self._tables[table] = gather_rows(own, self.rows_of_ranks, self.sp_group).movedim(0, dim)
+            local = table.detach().movedim(dim, 0)
+            self._tables[table] = gather_rows(local, self.rows_of_ranks, self.sp_group).movedim(0, dim)
         return self._tables[table]
 
     @cached_property

@@ -1,1 +1,1 @@
-"""Ranks as child processes: a pool, its workers, their errors, and notebooks."""
+"""Run functions on ranks as child processes: the pool, its workers, their errors, support for notebooks."""

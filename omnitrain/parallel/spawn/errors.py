@@ -1,4 +1,4 @@
-"""What a user reads when a function failed on some ranks."""
+"""The error that a user sees if a function failed on some ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from omnitrain.parallel.spawn.worker import Done, Failed
 
 
 class RankError(RuntimeError):
-    """A function failed on a rank. The message names ranks, errors and places.
+    """A function failed on a rank. The message lists ranks, errors and stacks.
 
-    ``__cause__`` is the exception of the rank that failed first, where that can be pickled.
+    ``__cause__`` is the exception of the rank that failed first, if it can be pickled.
 
     Attributes:
-        ranks: that died, raised or did not return in time; the one that failed first comes first.
+        ranks: the ranks that died, raised or did not return in time. The rank that failed first comes first.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -35,7 +35,7 @@ class Late:
     """The rank did not return in time.
 
     Attributes:
-        stack: where it was in the function; None: it did not even answer that.
+        stack: its stack in the function; None: it did not answer.
     """
 
     stack: str | None
@@ -45,7 +45,7 @@ Report = Done | Failed | Died | Late
 
 
 def failure(name: str, timeout_s: float, reports: Mapping[int, Report]) -> RankError | None:
-    """The error that tells all that went wrong when ``name`` ran, or None where every rank returned."""
+    """Return the error that describes all failures of the function ``name``; None if every rank returned."""
     died = {rank: report for rank, report in sorted(reports.items()) if isinstance(report, Died)}
     failed = {rank: report for rank, report in reports.items() if isinstance(report, Failed)}
     failed = dict(sorted(failed.items(), key=lambda item: item[1].at))
@@ -59,26 +59,24 @@ def failure(name: str, timeout_s: float, reports: Mapping[int, Report]) -> RankE
     lines += [f"  rank {rank} raised {report.summary}" for rank, report in failed.items()]
     lines += [f"  rank {rank} {end}" for rank in late]
     lines += [f"  rank {rank} returned" for rank, report in sorted(reports.items()) if isinstance(report, Done)]
-    if failed and not died:  # where a rank died, the others' errors only say so
+    if failed and not died:  # if a rank died, the errors of the others are only consequences
         rank, report = next(iter(failed.items()))
         lines += [f"rank {rank} raised:", report.traceback]
-    lines += _places(late)
+    lines += _stacks(late)
     error = RankError("\n".join(lines), ranks)
-    error.__cause__ = _cause(reports[ranks[0]])
+    first = reports[ranks[0]]
+    if isinstance(first, Failed) and first.error is not None:
+        error.__cause__ = pickle.loads(first.error)
     return error
 
 
-def _places(late: Mapping[int, Late]) -> list[str]:
-    """Stacks, each once."""
+def _stacks(late: Mapping[int, Late]) -> list[str]:
+    """The stacks of the ranks that are late; ranks with the same stack are grouped."""
     ranks_at: dict[str | None, list[int]] = {}
     for rank, report in late.items():
         ranks_at.setdefault(report.stack, []).append(rank)
     lines = []
     for stack, ranks in ranks_at.items():
         names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        lines += [f"{names} did not tell where" if stack is None else f"{names} last seen at:\n{stack}"]
+        lines += [f"{names} did not report a stack" if stack is None else f"{names} last seen at:\n{stack}"]
     return lines
-
-
-def _cause(first: Report) -> BaseException | None:
-    return pickle.loads(first.error) if isinstance(first, Failed) and first.error is not None else None

@@ -1,4 +1,4 @@
-"""What a notebook, a prompt or a program from standard input defines, in other processes: no file there has it."""
+"""Send functions of a notebook, a prompt or standard input to other processes, which cannot import them."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import dill
 
 
 def pickled(value: Any) -> bytes:
-    """For ``pickle.loads`` in another process; what ``__main__`` defines goes by value where that has no file.
+    """Pickle a value for ``pickle.loads`` in another process; pickle ``__main__`` by value if it has no file.
 
     Args:
-        value: such as a function with its arguments.
+        value: for example a function with its arguments.
 
     Raises:
-        Exception: each kind of object refuses in its own way.
+        Exception: the value cannot be pickled; the type depends on the object.
     """
     return pickle.dumps(value) if _main_has_file() else dill.dumps(value, recurse=True)
 
 
 @contextlib.contextmanager
 def main_without_file() -> Iterator[None]:
-    """Processes that are started here do not run the file of ``__main__`` where there is none, as for ``<stdin>``."""
+    """Keep processes started in this context from running the file of ``__main__`` if it is no file (``<stdin>``)."""
     main = sys.modules["__main__"]
-    named = getattr(main, "__file__", None)
-    if named is None or _main_has_file():
+    file = getattr(main, "__file__", None)
+    if file is None or _main_has_file():
         yield
         return
     del main.__file__
     try:
         yield
     finally:
-        main.__file__ = named
+        main.__file__ = file
 
 
 def _main_has_file() -> bool:

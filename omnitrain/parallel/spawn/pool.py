@@ -1,4 +1,4 @@
-"""A pool of warm ranks: gloo processes on this machine that run one function after the other together."""
+"""A pool of warm ranks: gloo processes on this machine that together run one function after the other."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from omnitrain.parallel.spawn.worker import (
 __all__ = ["RankError", "RankPool"]
 
 _START_SECONDS = 300.0
-_GRACE_SECONDS = 0.5  # after one rank's failure, for failures of others that it did not cause
-_ANSWER_SECONDS = 2.0  # to tell where a rank is
+_GRACE_SECONDS = 0.5  # wait after the first failure for independent failures of other ranks
+_ANSWER_SECONDS = 2.0  # for a rank to report its stack
 _CLEAN_UP_SECONDS = 10.0
-_DEATH_SECONDS = 5.0  # for the exit code of a process that has hung up
+_DEATH_SECONDS = 5.0  # for the exit code of a process that closed its connection
 _START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 
 
 class RankPool:
-    """Processes on this machine that stay ready, each one rank with one thread.
+    """Processes on this machine that stay ready, one per rank, each with one thread.
 
-    Starting a rank costs seconds of imports; running a function on warm ranks costs milliseconds. Every call gets
-    process groups of its own (backend gloo) and seed 0. What else a function changes in its process stays changed.
-    After a call that failed its ranks are replaced, whatever state they are in. No rank outlives this process.
+    Starting a rank takes seconds of imports; running a function on warm ranks takes milliseconds. Every call gets new
+    process groups (backend gloo) and seed 0. Other changes that a function makes to its process remain. A call that
+    fails replaces all its ranks. No rank outlives this process.
 
     Args:
-        nproc: ranks at the most; each is started when it is first needed.
-        preload: modules that the functions will need, imported once for all ranks (on Linux, where ranks are forked
-            from one server process; it is multiprocessing's, so the first user in a process decides).
+        nproc: maximum number of ranks; each starts when it is first needed.
+        preload: modules to import once for all ranks. On Linux, where multiprocessing's fork server forks the ranks;
+            the first user of the fork server in a process decides.
 
     Attributes:
-        num_starts, start_seconds: ranks started so far, replacements included, and the time waited for them.
-        num_calls, call_seconds: calls without errors so far, and the time they took.
+        num_starts, start_seconds: number of ranks started so far, with replacements, and the time waited for them.
+        num_calls, call_seconds: number of calls without errors so far, and the time they took.
     """
 
     def __init__(self, nproc: int, *, preload: Sequence[str] = ()) -> None:
@@ -74,24 +74,24 @@ class RankPool:
     def run(
         self, function: Callable[..., Any] | str, *args: Any, timeout_s: float, world: int | None = None
     ) -> list[Any]:
-        """Call ``function(*args)`` on ranks 0 .. world - 1, between which ``torch.distributed`` is initialised.
+        """Call ``function(*args)`` on ranks 0 .. world - 1, with ``torch.distributed`` initialised.
 
         Args:
-            function: of a module's top level, of a notebook, or ``"module:function"``.
-            args: can be pickled, and the results too; tensors are copied.
-            timeout_s: for all ranks together, their start not counted.
-            world: number of ranks; all by default.
+            function: a function at a module's top level or in a notebook, or ``"module:function"``.
+            args: arguments; they and the results must be picklable. Tensors are copied.
+            timeout_s: time limit of the call in seconds, without the start of the ranks.
+            world: number of ranks; None: all.
 
         Returns:
-            What each rank returned.
+            The return value of each rank.
 
         Raises:
-            UserError: ``function`` or ``args`` cannot be sent to another process, or there are not enough ranks.
+            UserError: ``function`` or ``args`` cannot be sent to another process, or the pool has fewer ranks.
             RankError: a rank raised, died, or did not return in time.
         """
         world = self.nproc if world is None else world
         if not 1 <= world <= self.nproc:
-            raise UserError(f"{world} ranks asked for; this pool has 1 to {self.nproc}")
+            raise UserError(f"found {world} ranks; this pool can run 1 to {self.nproc}")
         name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
         call = _pickled(name, function, args)
         self._start(world)
@@ -108,7 +108,7 @@ class RankPool:
         return [pickle.loads(report.result) for _, report in sorted(reports.items()) if isinstance(report, Done)]
 
     def close(self) -> None:
-        """End all ranks. A later call starts new ones."""
+        """End all ranks; a later call starts new ones."""
         for rank in list(self._ranks):
             self._discard(rank)
 
@@ -138,9 +138,9 @@ class RankPool:
         if not ready:
             code = worker.exit_code()
             self.close()
-            what = f"did not start within {_START_SECONDS:g} s" if code is None else f"ended with exit code {code}"
-            hint = "if this is a script, are its last lines under `if __name__ == '__main__':`?"
-            raise RankError(f"rank {rank} {what} while it was started; {hint}", [rank])
+            ended = f"timed out after {_START_SECONDS:g} s" if code is None else f"ended with exit code {code}"
+            hint = "in a script, put the code that starts ranks under `if __name__ == '__main__':`"
+            raise RankError(f"rank {rank} {ended} during its start; {hint}", [rank])
 
     def _discard(self, rank: int) -> None:
         worker = self._ranks.pop(rank, None)
@@ -149,7 +149,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def _discarding_on_error(self, world: int) -> Iterator[None]:
-        """Ranks in the middle of a case, or with connections to those, are of no use to the next one."""
+        """Kill the ranks of a failed case; they, or their peers, may still be running it."""
         try:
             yield
         except BaseException:
@@ -158,77 +158,78 @@ class RankPool:
             raise
 
     def _reports(self, case: Case) -> dict[int, Report]:
-        """How the case ended, rank by rank. Ranks without a report in time are killed."""
+        """Rank -> the result of the case; kills the ranks that do not report in time."""
         reports: dict[int, Any] = {}
         deadline = time.monotonic() + case.timeout_s
         for rank in range(case.world):
             if not self._ranks[rank].send(case):
-                reports[rank] = self._bury(rank)
+                reports[rank] = self._discard_dead(rank)
         while len(reports) < case.world:
             if any(not isinstance(report, Done) for report in reports.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             running = [rank for rank in range(case.world) if rank not in reports]
-            heard = self._hear(running, case.number, (Done, Failed), deadline)
-            if not heard:
-                return reports | self._give_up(running, case.number)
-            reports |= heard
+            received = self._receive(running, case.number, (Done, Failed), deadline)
+            if not received:
+                return reports | self._stop_late(running, case.number)
+            reports |= received
         return reports
 
-    def _hear(self, ranks: Sequence[int], number: int, kinds: tuple[type, ...], deadline: float) -> dict[int, Any]:
-        """The next messages of these ranks, or their deaths; empty when the time is over."""
+    def _receive(self, ranks: Sequence[int], number: int, kinds: tuple[type, ...], deadline: float) -> dict[int, Any]:
+        """Rank -> its next message, or :class:`Died`; empty if the deadline passes first."""
         by_connection = {self._ranks[rank].connection: rank for rank in ranks}
         while True:
             ready = wait(list(by_connection), max(0.0, deadline - time.monotonic()))
             if not ready:
                 return {}
-            heard: dict[int, Any] = {}
+            received: dict[int, Any] = {}
             for connection in ready:
                 rank = by_connection[connection]
                 try:
                     message = receive(self._ranks[rank].connection)
                 except (EOFError, OSError):
-                    heard[rank] = self._bury(rank)
+                    received[rank] = self._discard_dead(rank)
                     continue
                 if isinstance(message, kinds) and message.number == number:
-                    heard[rank] = message
-            if heard:
-                return heard
+                    received[rank] = message
+            if received:
+                return received
 
-    def _bury(self, rank: int) -> Died:
+    def _discard_dead(self, rank: int) -> Died:
         dead = Died(self._ranks[rank].exit_code())
         self._discard(rank)
         return dead
 
-    def _give_up(self, running: Sequence[int], number: int) -> dict[int, Late | Died]:
+    def _stop_late(self, running: Sequence[int], number: int) -> dict[int, Late | Died]:
+        """Ask the ranks that are late for their stacks, then kill them."""
         reports: dict[int, Any] = {}
         for rank in running:
             if not self._ranks[rank].send(Where(number)):
-                reports[rank] = self._bury(rank)
+                reports[rank] = self._discard_dead(rank)
         silent = [rank for rank in running if rank not in reports]
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while silent and (heard := self._hear(silent, number, (Stack,), deadline)):
-            for rank, answer in heard.items():
+        while silent and (received := self._receive(silent, number, (Stack,), deadline)):
+            for rank, answer in received.items():
                 reports[rank] = Late(answer.text) if isinstance(answer, Stack) else answer
-            silent = [rank for rank in silent if rank not in heard]
+            silent = [rank for rank in silent if rank not in received]
         reports |= {rank: Late(None) for rank in silent}
         for rank in running:
             self._discard(rank)
         return reports
 
     def _finish(self, case: Case) -> None:
-        """Let the ranks that are left clean up together; those that cannot are killed."""
+        """Let the remaining ranks clean up together; kill those that do not finish in time."""
         waiting = [rank for rank in range(case.world) if rank in self._ranks]
         for rank in waiting:
             self._ranks[rank].send(Finish(case.number))
         deadline = time.monotonic() + _CLEAN_UP_SECONDS
-        while waiting and (heard := self._hear(waiting, case.number, (Clean,), deadline)):
-            waiting = [rank for rank in waiting if rank not in heard]
+        while waiting and (received := self._receive(waiting, case.number, (Clean,), deadline)):
+            waiting = [rank for rank in waiting if rank not in received]
         for rank in waiting:
             self._discard(rank)
 
 
 class _Worker:
-    """A rank's process as the pool sees it."""
+    """The pool's handle of one rank's process."""
 
     def __init__(self, context: Any, rank: int) -> None:
         self.connection, theirs = context.Pipe()
@@ -236,14 +237,14 @@ class _Worker:
         with main_without_file():
             self._process.start()
         theirs.close()
-        # At exit, too: multiprocessing would wait there for processes that wait for their next case.
+        # Also at exit, where multiprocessing would wait forever for processes that wait for their next case.
         self.kill = Finalize(self, _kill, args=(self._process, self.connection), exitpriority=0)
 
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
     def send(self, message: Message) -> bool:
-        """False: the process is gone."""
+        """Send a message; False if the process has ended."""
         try:
             send(self.connection, message)
         except OSError:
@@ -264,8 +265,8 @@ def _kill(process: BaseProcess, connection: Connection) -> None:
 def _pickled(name: str, function: Callable[..., Any] | str, args: tuple[Any, ...]) -> bytes:
     try:
         return pickled((function, args))
-    except Exception as error:  # whatever a foreign __reduce__ raises
+    except Exception as error:  # pickling can raise any type
         raise UserError(
-            f"{name} cannot be sent to other processes ({error}); expected a function of a module's top level or "
-            "'module:function', and arguments that can be pickled"
+            f"{name} cannot be sent to other processes ({error}); expected a function at the top level of a module or "
+            "'module:function', and picklable arguments"
         ) from error

@@ -1,4 +1,4 @@
-"""The side of a :class:`~omnitrain.parallel.spawn.pool.RankPool` that runs in the rank's own process."""
+"""The code of a :class:`~omnitrain.parallel.spawn.pool.RankPool` that runs in a rank's process."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Case:
     """One function to run on ``world`` ranks.
 
     Attributes:
-        number: tells its messages from those of earlier cases.
+        number: identifies the messages of this case.
         call: pickled ``(function or "module:function", args)``.
-        store: path of the file by which its ranks find each other.
-        timeout_s: longest wait of one collective.
+        world: number of ranks.
+        store: path of the file of its ``FileStore``.
+        timeout_s: timeout of its collectives, in seconds.
     """
 
     number: int
@@ -47,14 +48,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Finish:
-    """All ranks have reported: the case's process groups can go."""
+    """Request to clean up: all ranks have reported, so the process groups of the case can be destroyed."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Where:
-    """What is the main thread doing?"""
+    """Request for the stack of the main thread."""
 
     number: int
 
@@ -72,8 +73,10 @@ class Failed:
     """The case raised.
 
     Attributes:
-        at: system-wide monotonic clock, to tell the first failure from those that it caused.
-        error: the exception, pickled, where it can be.
+        at: time of the system-wide monotonic clock, to find the first failure.
+        summary: type and message of the exception.
+        traceback: its formatted traceback.
+        error: the pickled exception; None if it cannot be pickled.
     """
 
     number: int
@@ -100,7 +103,7 @@ class Clean:
 
 @dataclass(frozen=True)
 class Ready:
-    """The process is up, its imports done."""
+    """The process has started and finished its imports."""
 
     number: int = -1
 
@@ -109,26 +112,26 @@ Message = Case | Finish | Where | Done | Failed | Stack | Clean | Ready
 
 
 def send(connection: Connection, message: Message) -> None:
-    """Pickled by value: multiprocessing's own ``send`` would put tensors into shared memory."""
+    """Send a message pickled by value; multiprocessing's ``send`` would move tensors into shared memory."""
     connection.send_bytes(pickle.dumps(message))
 
 
 def receive(connection: Connection) -> Message:
-    """The next message.
+    """Return the next message.
 
     Raises:
-        EOFError, OSError: the other side is gone.
+        EOFError, OSError: the other process has ended.
     """
     return pickle.loads(connection.recv_bytes())
 
 
 def serve(connection: Connection, rank: int) -> None:
-    """Run cases until the pool's process hangs up."""
+    """Run cases until the pool's process closes the connection."""
     follow_main_process()
-    multiprocessing.set_start_method(None, force=True)  # the pool's would cost every data process imports of its own
+    multiprocessing.set_start_method(None, force=True)  # with the pool's method, every data process would import again
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    gc.freeze()  # the imports need not be searched after every case
+    gc.freeze()  # gc.collect after each case then skips the imported modules
     _Rank(connection, rank).serve()
 
 
@@ -152,22 +155,19 @@ class _Rank:
                 self._send(Clean(message.number))
 
     def _listen(self) -> None:
-        """Beside the main thread, so that a rank stuck in a collective still answers, and ends with its pool."""
+        """Receive messages in a thread, so that a rank stuck in a collective still answers and ends with its pool."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = receive(self._connection)
                 if isinstance(message, Where):
-                    self._send(Stack(message.number, self._stack_of_case()))
+                    frames = traceback.extract_stack(sys._current_frames()[self._main_thread])
+                    last = max(index for index, frame in enumerate(frames) if frame.filename == __file__)
+                    case_frames = frames[last + 1 :]  # without the frames of this file, which lead to the case
+                    self._send(Stack(message.number, "".join(traceback.format_list(case_frames)).rstrip()))
                 else:
                     assert isinstance(message, Case | Finish)
                     self._inbox.put(message)
         os._exit(1)
-
-    def _stack_of_case(self) -> str:
-        """What the main thread does, without the frames that lead to the case."""
-        frames = traceback.extract_stack(sys._current_frames()[self._main_thread])
-        own = [index for index, frame in enumerate(frames) if frame.filename == __file__]
-        return "".join(traceback.format_list(frames[own[-1] + 1 :])).rstrip()
 
     def _send(self, message: Message) -> None:
         with self._sending:
@@ -185,7 +185,7 @@ class _Rank:
             torch.manual_seed(0)
             function, args = pickle.loads(case.call)
             report: Done | Failed = Done(case.number, pickle.dumps(_resolve(function)(*args)))
-        except (Exception, SystemExit) as error:  # whatever the case raises is its result
+        except (Exception, SystemExit) as error:  # the pool reports any error of the case
             report = _failed(case.number, error)
         self._send(report)
 
@@ -201,25 +201,25 @@ def _failed(number: int, error: BaseException) -> Failed:
     at = time.monotonic()
     summary = "".join(traceback.format_exception_only(error)).strip()
     assert error.__traceback__ is not None
-    below = error.__traceback__.tb_next or error.__traceback__  # the first frame is this file's
-    text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
+    case_traceback = error.__traceback__.tb_next or error.__traceback__  # the first frame is this file's
+    text = "".join(traceback.format_exception(type(error), error, case_traceback)).rstrip()
     return Failed(number, at, summary, text, _pickled_or_none(error))
 
 
 def _pickled_or_none(error: BaseException) -> bytes | None:
-    """None for exceptions that pickle can write or read only in part, such as those with arguments of their own."""
+    """The pickled exception; None if pickle cannot write it or read it back."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # anything can go wrong in a foreign class
+    except Exception:  # pickling can raise any type
         return None
     return pickled
 
 
 def _clean_up() -> None:
-    """Leave nothing of a case: its groups, their threads and sockets, and what torch remembers of its meshes."""
+    """Remove the process groups of a case with their threads and sockets, and torch's caches of its meshes."""
     forget_parallel_state()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # its entries hold meshes, equal to the next case's, whose groups are gone
+    _clear_sharding_prop_cache()  # its meshes equal those of the next case, but their groups are destroyed

@@ -1,1 +1,1 @@
-"""One micro-batch on many ranks: the plan, the exchange of media and features, gradient accumulation."""
+"""Run a step on many ranks: plan it, exchange media and features, accumulate gradients."""

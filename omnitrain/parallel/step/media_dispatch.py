@@ -1,4 +1,4 @@
-"""Media on their way to the ranks that encode them, before a step."""
+"""Send media to the ranks that encode them, before a step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StepBatch:
 
     Attributes:
         packs: its micro-batches.
-        plan: of all ranks.
-        media_calls: for each micro-batch, name of media -> the calls that this rank makes; absent: those of its own
-            pack.
+        plan: the plan of all ranks.
+        media_calls: for each micro-batch, media name -> the calls that this rank makes. Media without an entry: the
+            calls of the rank's pack.
     """
 
     packs: tuple[Pack, ...]
@@ -36,60 +36,55 @@ class StepBatch:
 
 
 def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap) -> StepBatch:
-    """The step of a rank, with what it encodes for others and without what others encode for it.
+    """Return the step of a rank: with media that it encodes for others, without media that others encode for it.
 
     Args:
-        plan: of the step.
-        rank: this one, as the plan counts.
-        packs: its own; those of ranks that share their samples are the same.
-        swap: sends the r-th of some parcels to rank r, and returns what each rank sent; called by all or by none.
+        plan: the plan of the step.
+        rank: this rank, in the numbering of the plan.
+        packs: its packs; equal on ranks that share a sequence.
+        swap: an all-to-all of parcels; called by all ranks or by none.
     """
     moving = [component.name for component in plan.topology.components if plan.topology.moves(component.name)]
     ports = {plan.topology.ports[port].name for name in moving for port in plan.topology.ports_of(name)}
     if not ports:
         return StepBatch(tuple(packs), plan, tuple({} for _ in packs))
     parcels: list[dict[int, MediaCall]] = [{} for _ in range(plan.topology.world_size)]
-    for number, name, item in _own_items(plan, rank, packs):
+    for index, name, item in _owned_items(plan, rank, packs):
         if name in ports:
-            parcels[plan.producer[number]][number] = item
+            parcels[plan.producer[index]][index] = item
     received = swap([as_bytes(parcel) for parcel in parcels])
-    items = {number: item for parcel in received for number, item in pickle.loads(parcel).items()}
-    work = tuple(
-        dict.fromkeys(ports, ()) | _work(plan, rank, moving, micro_batch, items) for micro_batch in range(len(packs))
+    items = {index: item for parcel in received for index, item in pickle.loads(parcel).items()}
+    calls = tuple(
+        dict.fromkeys(ports, ()) | _calls(plan, rank, moving, micro_batch, items) for micro_batch in range(len(packs))
     )
-    return StepBatch(tuple(_without_features(pack, ports) for pack in packs), plan, work)
+    return StepBatch(tuple(_without_features(pack, ports) for pack in packs), plan, calls)
 
 
-def _own_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaCall]]:
-    """Number, name of media, and the item as a call of its own, of all items that the rank owns."""
-    numbers = iter(np.flatnonzero(plan.owner == rank).tolist())
+def _owned_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaCall]]:
+    """Index, media name, and a call with only this item, for all items that the rank owns."""
+    indices = iter(np.flatnonzero(plan.owner == rank).tolist())
     for pack in packs if plan.topology.is_owner(rank) else ():
         batches = {**pack.inputs, **pack.targets}
         for port in plan.topology.ports:
-            if port.name in batches:
-                yield from ((next(numbers), port.name, item) for item in _apart(batches[port.name], pack))
+            for call in media_calls(batches[port.name], pack.info.ids) if port.name in batches else ():
+                for item, sample in zip(call.items.split([1] * len(call.samples)), call.samples, strict=True):
+                    yield next(indices), port.name, MediaCall(item, (sample,))
 
 
-def _apart(batch: MediaBatch, pack: Pack) -> Iterator[MediaCall]:
-    for call in media_calls(batch, pack.info.ids):
-        for item, sample in zip(call.items.split([1] * len(call.samples)), call.samples, strict=True):
-            yield MediaCall(item, (sample,))
-
-
-def _work(
+def _calls(
     plan: StepPlan, rank: int, components: Sequence[str], micro_batch: int, items: Mapping[int, MediaCall]
 ) -> dict[str, tuple[MediaCall, ...]]:
-    calls = [call for name in components for call in plan.calls_of(rank, name, micro_batch)]
-    work: dict[str, list[MediaCall]] = {}
-    for call in calls:
-        if call.items:
-            name = plan.topology.call_sites[call.call_site].name
-            work.setdefault(name, []).append(_one_call([items[number] for number in call.items]))
-    return {name: tuple(made) for name, made in work.items()}
+    calls: dict[str, list[MediaCall]] = {}
+    for component in components:
+        for call in plan.calls_of(rank, component, micro_batch):
+            if call.items:
+                name = plan.topology.call_sites[call.call_site].name
+                calls.setdefault(name, []).append(_one_call([items[index] for index in call.items]))
+    return {name: tuple(of_media) for name, of_media in calls.items()}
 
 
 def _one_call(items: Sequence[MediaCall]) -> MediaCall:
-    """Items that stack, as one call."""
+    """Concatenate items with equal shapes into one call."""
     groups = [item.items for item in items]
     return MediaCall(
         MediaGroup(
@@ -102,10 +97,10 @@ def _one_call(items: Sequence[MediaCall]) -> MediaCall:
 
 
 def _without_features(pack: Pack, ports: set[str]) -> Pack:
-    def bare(batch: MediaBatch) -> MediaBatch:
+    def stripped(batch: MediaBatch) -> MediaBatch:
         return dataclasses.replace(batch, groups=tuple(MediaGroup({}, {}, group.num_tokens) for group in batch.groups))
 
-    def left(batches: Mapping[str, MediaBatch]) -> dict[str, MediaBatch]:
-        return {name: bare(batch) if name in ports else batch for name, batch in batches.items()}
+    def strip(batches: Mapping[str, MediaBatch]) -> dict[str, MediaBatch]:
+        return {name: stripped(batch) if name in ports else batch for name, batch in batches.items()}
 
-    return dataclasses.replace(pack, inputs=left(pack.inputs), targets=left(pack.targets))
+    return dataclasses.replace(pack, inputs=strip(pack.inputs), targets=strip(pack.targets))

@@ -1,4 +1,4 @@
-"""The data processes of all ranks, talking to each other on the CPU beside whatever the ranks do."""
+"""Communication between the data processes of all ranks, on the CPU and independent of the ranks' collectives."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import torch.distributed as dist
 from omnitrain.errors import TrainingError
 from omnitrain.plan import needed_capacity, padded
 
-# Data processes run ahead, and wait for each other while their ranks save or evaluate. A dead one is noticed at once.
+# Data processes prefetch, and wait for each other while their ranks save or evaluate. A dead one closes its connection.
 _PATIENCE = timedelta(days=7)
-_TO_COME = timedelta(minutes=2)  # from the first to the last data process of a run; they are started together
+_TO_COME = timedelta(minutes=2)  # between the first and the last data process to connect; they start together
 _FAILED_ELSEWHERE = "the data failed on another rank"
 _FIRST_CAPACITY = 1024  # words
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the data processes of all ranks find each other.
+    """The address where the data processes of all ranks connect.
 
     Attributes:
-        host: of the store.
-        port: of the store.
-        rank: that the process belongs to.
+        host: host of the store.
+        port: port of the store.
+        rank: rank of the data process.
         world_size: number of ranks.
-        store: keeps the place open, on rank 0; not pickled.
+        store: the store itself, kept alive on rank 0; not pickled.
     """
 
     host: str
@@ -46,22 +46,22 @@ class Rendezvous:
 
 
 def open_rendezvous() -> Rendezvous:
-    """A new place to meet, for as long as it is kept on rank 0. Every rank must call it."""
+    """Open a new rendezvous; it lives as long as rank 0 keeps the result. All ranks must call it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Rendezvous("", 0, 0, 1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    host = os.environ.get("MASTER_ADDR", "localhost")  # where rank 0 is
+    host = os.environ.get("MASTER_ADDR", "localhost")  # the host of rank 0
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    said: list[int] = [store.port if store is not None else 0]
-    dist.broadcast_object_list(said, src=0)
-    return Rendezvous(host, said[0], rank, world_size, store)
+    port: list[int] = [store.port if store is not None else 0]
+    dist.broadcast_object_list(port, src=0)
+    return Rendezvous(host, port[0], rank, world_size, store)
 
 
 class DataProcessGroup:
-    """What the data processes of all ranks tell each other. Can be pickled until it is first used.
+    """A process group of the data processes of all ranks. Picklable until the first use.
 
     Args:
-        rendezvous: where they find each other.
+        rendezvous: where they connect.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -69,27 +69,27 @@ class DataProcessGroup:
         self._capacity = _FIRST_CAPACITY
 
     def tables(self, table: np.ndarray) -> list[np.ndarray]:
-        """The tables of all ranks, in order of ranks.
+        """Gather the tables of all ranks, in order of ranks.
 
         Args:
-            table: ``[words]`` int64 of this rank, the first word its length.
+            table: ``[words]`` int64 of this rank; the first word is its length.
 
         Raises:
-            TrainingError: a rank is gone.
+            TrainingError: another data process has ended.
         """
         if self.rendezvous.world_size == 1:
             return [table]
         gathered = self._gathered(table)
-        if (needed := needed_capacity(gathered)) > self._capacity:  # all ranks see that
+        if (needed := needed_capacity(gathered)) > self._capacity:  # the same on all ranks
             self._capacity = 2 * needed
             gathered = self._gathered(table)
         return gathered
 
     def swap(self, parcels: Sequence[bytes]) -> list[bytes]:
-        """Send ``parcels[r]`` to rank r; what each rank sent to this one.
+        """Send ``parcels[r]`` to rank r, and return the parcels that the ranks sent to this one.
 
         Raises:
-            TrainingError: a rank is gone.
+            TrainingError: another data process has ended.
         """
         if self.rendezvous.world_size == 1:
             return list(parcels)
@@ -100,56 +100,56 @@ class DataProcessGroup:
         out = torch.empty(sum(received), dtype=torch.uint8)
         content = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
         self._swapped(out, content, received, sent)
-        return [part.numpy().tobytes() for part in out.split(received)]
+        return [parcel.numpy().tobytes() for parcel in out.split(received)]
 
     def _gathered(self, table: np.ndarray) -> list[np.ndarray]:
-        own = torch.from_numpy(padded(table, self._capacity))
-        tables = [torch.empty_like(own) for _ in range(self.rendezvous.world_size)]
-        self._finish(self._group.allgather([tables], [own]))
+        local = torch.from_numpy(padded(table, self._capacity))
+        tables = [torch.empty_like(local) for _ in range(self.rendezvous.world_size)]
+        self._finish(self._group.allgather([tables], [local]))
         return [words.numpy() for words in tables]
 
     def _swapped(self, out: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
         self._finish(self._group.alltoall_base(out, sent, received_sizes, sent_sizes, dist.AllToAllOptions()))
 
     def join(self) -> None:
-        """Meet the others now, not at the first use; all must.
+        """Connect to the others now, instead of at the first use; all data processes must call it.
 
         Raises:
-            TrainingError: a rank does not come.
+            TrainingError: a data process does not connect in time.
         """
         if self.rendezvous.world_size > 1:
-            self._group = self._met(_TO_COME)
+            self._group = self._connect(_TO_COME)
 
     def leave(self) -> None:
-        """Say no more: a rank that waits for this one gets an error instead of an answer."""
+        """Disconnect; a rank that waits for this one gets an error."""
         self.__dict__.pop("_group", None)
 
     def _finish(self, work: Any) -> None:
         try:
             work.wait()
-        except RuntimeError as error:  # gloo's own for a connection that was closed
-            del work  # it would keep this rank's connections open, on which others may wait
+        except RuntimeError as error:  # gloo raises it for a closed connection
+            del work  # it keeps this rank's connections open, on which others may wait
             raise TrainingError(_FAILED_ELSEWHERE) from error
 
     @cached_property
     def _group(self) -> Any:
-        return self._met(_PATIENCE)
+        return self._connect(_PATIENCE)
 
-    def _met(self, patience: timedelta) -> Any:
-        """Apart from torch's default group: that belongs to the rank, this to its data process."""
+    def _connect(self, patience: timedelta) -> Any:
+        """Create a group that is independent of torch's default group, which belongs to the rank's main process."""
         rendezvous = self.rendezvous
         try:
             store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=patience)
-            number = store.add(f"meetings/{rendezvous.rank}", 1)  # this rank's here: the same on all ranks
-            place = dist.PrefixStore(f"meeting {number}", store)  # where nobody of an earlier one is still written down
-            group = dist.ProcessGroupGloo(place, rendezvous.rank, rendezvous.world_size, patience)
-        except dist.DistStoreError as error:  # somebody has not come
+            count = store.add(f"meetings/{rendezvous.rank}", 1)  # connections of this rank so far, equal on all ranks
+            prefixed = dist.PrefixStore(f"meeting {count}", store)  # without the addresses of an earlier connection
+            group = dist.ProcessGroupGloo(prefixed, rendezvous.rank, rendezvous.world_size, patience)
+        except dist.DistStoreError as error:  # a data process did not connect
             seconds = patience.total_seconds()
             raise TrainingError(
-                f"the data processes of {rendezvous.world_size} ranks did not meet within {seconds:.0f} s: at least "
-                "one ended before it had read a row; its rank says why"
+                f"the data processes of {rendezvous.world_size} ranks did not connect within {seconds:.0f} s: at least "
+                "one ended before it read data; the error of its rank says why"
             ) from error
-        except RuntimeError as error:  # somebody has come and left, while this one was still connecting
+        except RuntimeError as error:  # a data process left while this one was still connecting
             raise TrainingError(_FAILED_ELSEWHERE) from error
         group._set_default_timeout(_PATIENCE)
         return group

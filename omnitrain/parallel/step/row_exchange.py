@@ -1,4 +1,4 @@
-"""The ragged exchange: rows of items move from the ranks that make them to the ranks that need them."""
+"""The ragged exchange: send rows of items from the ranks that make them to the ranks that need them."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from omnitrain.plan import RowRoutes
 
 
 class Exchange:
-    """One differentiable all-to-all of items: ``outputs = exchange(*tensors)``.
+    """A differentiable all-to-all of items: ``outputs = exchange(*tensors)``.
 
-    Every rank of the group calls it, with any number of tensors, ``[rows of all items that it makes, ...]``, and gets
-    as many, ``[rows of all items that it needs, ...]``. All tensors share one collective, whatever their dtypes. A rank
-    that makes nothing passes tensors of zero rows; dtypes and the other dims are those of the other ranks.
+    Every rank of the group calls it with any number of tensors, ``[rows of all items that it makes, ...]``, and gets
+    equally many, ``[rows of all items that it needs, ...]``. All tensors share one collective, whatever their dtypes.
+    A rank without items passes tensors of zero rows, with the dtypes and other dims of the other ranks.
 
-    The backward is the transpose: gradients go back to the producer. Those of several consumers add up (an edge is
-    *partial*: consumers see other parts of the sequence, or other samples), but of ranks that are replicas of each
-    other (a *replicate* edge: tensor-parallel peers) only one sends its gradient. The backward is a collective, too,
-    on all ranks, also on those where no input has a graph. So the loss of every rank must depend on one of the outputs
-    at least, even on outputs of zero rows (``outputs[0].sum() * 0`` is enough).
+    The backward is the transpose: gradients return to the producer. Gradients of several consumers are summed, because
+    consumers see different slices of the sequence, or different samples. Of ranks that are replicas of each other
+    (tensor parallel peers) only one returns its gradient. The backward is a collective on all ranks, also on ranks
+    whose inputs have no graph. So the loss of every rank must depend on at least one output, even on outputs of zero
+    rows (``outputs[0].sum() * 0`` is enough).
 
     Args:
-        routes: by global ranks, the same on all of them; a consumer gets its items in the order of its entries.
-        group: of the ranks that take part; None: all. Entries between other ranks are left out.
+        routes: routes by global rank, the same on all ranks. A consumer gets its items in the order of its entries.
+        group: process group; None: all ranks. Entries between other ranks are ignored.
         made: items that this rank makes, in the order of their rows in its tensors; None: ascending.
         replicas: groups of global ranks that compute the same with an item, such as ``shape.groups("tp")``.
-        is_differentiable: False: outputs have no graph and there is no backward (nothing before them is trained). The
-            same on all ranks.
+        is_differentiable: False: outputs have no graph, and there is no backward, because no weight before the
+            exchange trains. The same on all ranks.
 
     Raises:
-        ValueError: a table that contradicts itself, or ``made``.
+        ValueError: the routes contradict themselves or ``made``.
     """
 
     def __init__(
@@ -57,46 +57,47 @@ class Exchange:
         routing = rank_routing(routes, dist.get_process_group_ranks(group), self._rank, made, replicas)
         self.is_local = routing.is_local
         self.num_rows_made = routing.num_rows_made
-        self._there, self._back = _Way(routing.there), _Way(routing.back)
+        self._forward, self._backward = _DeviceSplits(routing.forward), _DeviceSplits(routing.backward)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Move the rows.
+        """Exchange the rows.
 
         Args:
             tensors: ``[rows of the items that this rank makes, ...]``, any dtypes, on one device.
 
         Returns:
-            ``[rows of the items that this rank needs, ...]`` for each. With gradients enabled, those of floating
-            dtypes have a graph on every rank.
+            For each tensor ``[rows of the items that this rank needs, ...]``. With gradients enabled, floating-point
+            outputs have a graph on every rank.
 
         Raises:
-            ValueError: a tensor with another number of rows.
+            ValueError: a tensor has another number of rows than the items that this rank makes.
         """
         for tensor in tensors:
             if len(tensor) != self.num_rows_made:
                 raise ValueError(
-                    f"rank {self._rank}: found {len(tensor)} rows; expected {self.num_rows_made}, those of its items"
+                    f"rank {self._rank}: found {len(tensor)} rows; expected {self.num_rows_made}, one per row of its "
+                    "items"
                 )
         if not tensors:
             return ()
         if not self.is_differentiable:
             return self._move([tensor.detach() for tensor in tensors])
-        anchor = torch.zeros((), requires_grad=True)  # a backward even where no tensor has a graph
+        anchor = torch.zeros((), requires_grad=True)  # forces a backward even if no tensor has a graph
         return _Move.apply(self, anchor, *tensors)
 
     def _move(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        way = self._there
-        made, needed = way.indices_on(tensors[0].device)
-        received = self._all_to_all(_packed([tensor[made] for tensor in tensors]), way.sent, way.received)
+        splits = self._forward
+        made, needed = splits.indices_on(tensors[0].device)
+        received = self._all_to_all(_packed([tensor[made] for tensor in tensors]), splits.sent, splits.received)
         in_order = torch.empty_like(received)
         in_order[needed] = received
         return tuple(_unpacked(in_order, tensors))
 
     def _move_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        way = self._back
-        made, needed = way.indices_on(gradients[0].device)
-        received = self._all_to_all(_packed([gradient[needed] for gradient in gradients]), way.received, way.sent)
-        return [self._added_up(rows, made, way.parts) for rows in _unpacked(received, gradients)]
+        splits = self._backward
+        made, needed = splits.indices_on(gradients[0].device)
+        received = self._all_to_all(_packed([gradient[needed] for gradient in gradients]), splits.received, splits.sent)
+        return [self._summed(rows, made, splits.parts) for rows in _unpacked(received, gradients)]
 
     def _all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         if self.is_local:
@@ -105,12 +106,12 @@ class Exchange:
         dist.all_to_all_single(out, rows, received, sent, group=self.group)
         return out
 
-    def _added_up(self, rows: Tensor, made: Tensor, parts: list[int]) -> Tensor:
-        """``[rows made, ...]``; rows for the same place are added in fp32, always in the same order."""
+    def _summed(self, rows: Tensor, made: Tensor, parts: list[int]) -> Tensor:
+        """``[rows made, ...]``; gradients of the same row are summed in fp32, always in the same order."""
         dtype = torch.promote_types(rows.dtype, torch.float32) if len(parts) > 1 else rows.dtype
         total = rows.new_zeros(self.num_rows_made, *rows.shape[1:], dtype=dtype)
-        for part, at in zip(rows.split(parts), made.split(parts), strict=True):
-            total[at] += part
+        for of_consumer, index in zip(rows.split(parts), made.split(parts), strict=True):
+            total[index] += of_consumer
         return total.to(rows.dtype)
 
 
@@ -119,22 +120,22 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         ctx.is_floating = [tensor.is_floating_point() for tensor in tensors]
-        to_device = exchange._move(tensors)
-        ctx.mark_non_differentiable(*(tensor for tensor in to_device if not tensor.is_floating_point()))
-        return to_device
+        outputs = exchange._move(tensors)
+        ctx.mark_non_differentiable(*(tensor for tensor in outputs if not tensor.is_floating_point()))
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         floating = [index for index, is_floating in enumerate(ctx.is_floating) if is_floating]
-        back: list[Tensor | None] = [None] * len(gradients)
+        of_inputs: list[Tensor | None] = [None] * len(gradients)
         for index, gradient in zip(floating, ctx.exchange._move_back([gradients[i] for i in floating]), strict=True):
-            back[index] = gradient
-        return None, None, *back
+            of_inputs[index] = gradient
+        return None, None, *of_inputs
 
 
-class _Way:
-    """A leg, with its indices as tensors."""
+class _DeviceSplits:
+    """:class:`RowSplits` with the indices as tensors."""
 
     def __init__(self, splits: RowSplits) -> None:
         self.sent, self.received, self.parts = splits.sent, splits.received, splits.parts
@@ -147,20 +148,20 @@ class _Way:
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     """``[rows, bytes of all tensors]`` uint8."""
-    parts = [tensor.reshape(len(tensor), _row_size(tensor)).contiguous().view(torch.uint8) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    columns = [tensor.reshape(len(tensor), _row_size(tensor)).contiguous().view(torch.uint8) for tensor in tensors]
+    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
 
 def _unpacked(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in ``[rows, bytes]``, of the dtypes and row shapes of ``like``."""
-    parts = rows.split([_row_size(tensor) * tensor.element_size() for tensor in like], dim=1)
-    # Always a copy: even where a part counts as contiguous (one row), it may start at an odd address.
+    """Split ``[rows, bytes]`` into tensors with the dtypes and row shapes of ``like``."""
+    columns = rows.split([_row_size(tensor) * tensor.element_size() for tensor in like], dim=1)
+    # Always copy: a column can be contiguous (one row) and start at an unaligned address.
     flat = (
-        [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
-        if len(parts) > 1
+        [column.clone(memory_format=torch.contiguous_format).view(-1) for column in columns]
+        if len(columns) > 1
         else [rows.view(-1)]
     )
-    return [part.view(tensor.dtype).view(len(rows), *tensor.shape[1:]) for part, tensor in zip(flat, like, strict=True)]
+    return [data.view(tensor.dtype).view(len(rows), *tensor.shape[1:]) for data, tensor in zip(flat, like, strict=True)]
 
 
 def _row_size(tensor: Tensor) -> int:

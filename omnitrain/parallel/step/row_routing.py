@@ -1,4 +1,4 @@
-"""Which rows a rank sends and receives in an exchange. Pure: no process group."""
+"""Compute the rows that each rank sends and receives in an exchange; needs no process group."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnitrain.plan import RowRoutes
+from omnitrain.data.pack import Pack
+from omnitrain.plan import PlannedComponent, RowRoutes
+from omnitrain.plan.sequence import SequenceSplit
 
 
 @dataclass(frozen=True)
 class RowSplits:
-    """What one rank sends and receives, row by row in the order on the wire: peer by peer, in the table's order.
+    """The rows that one rank sends and receives, ordered by peer, then as in the routing table.
 
     Attributes:
-        made: ``[sent rows]`` int64, where they are among the rows of the items that the rank makes.
-        sent: number of them for each rank of the group.
-        needed: ``[received rows]`` int64, where they belong among the rows of the items that the rank needs.
-        received: number of them from each rank of the group.
+        made: ``[sent rows]`` int64: index of each sent row among the rows that the rank makes.
+        sent: number of rows sent to each rank of the group.
+        needed: ``[received rows]`` int64: index of each received row among the rows that the rank needs.
+        received: number of rows received from each rank of the group.
     """
 
     made: np.ndarray
@@ -28,7 +30,7 @@ class RowSplits:
 
     @property
     def parts(self) -> list[int]:
-        """Numbers of rows that cut ``made`` into runs without repetition: by consumer, which gets an item once."""
+        """Lengths that split ``made`` into runs without repeated rows: by consumer, which gets an item once."""
         if len(np.unique(self.made)) == len(self.made):
             return [len(self.made)]
         return [rows for rows in self.sent if rows]
@@ -36,17 +38,17 @@ class RowSplits:
 
 @dataclass(frozen=True)
 class RankRouting:
-    """Both ways of a rank's exchange.
+    """The forward and backward exchange of a rank.
 
     Attributes:
-        there: from producers to consumers.
-        back: the entries along which gradients go back; of replicas only one.
-        num_rows_made: of all items that the rank makes.
-        is_local: no item leaves its rank, on no rank.
+        forward: the splits from producers to consumers.
+        backward: the splits of the entries that return gradients, one entry per group of replicas.
+        num_rows_made: number of rows of all items that the rank makes.
+        is_local: whether no item leaves its rank, on any rank.
     """
 
-    there: RowSplits
-    back: RowSplits
+    forward: RowSplits
+    backward: RowSplits
     num_rows_made: int
     is_local: bool
 
@@ -58,33 +60,38 @@ def rank_routing(
     made: Sequence[int] | None = None,
     replicas: Sequence[Sequence[int]] | np.ndarray = (),
 ) -> RankRouting:
-    """What ``rank`` sends and receives.
+    """Return the rows that ``rank`` sends and receives.
 
     Args:
-        routes: by global ranks, one entry per item and consumer; a consumer gets its items in the order of its entries.
-        ranks: of the group, in order; entries between others are left out.
-        rank: global rank, one of them.
+        routes: routes by global rank, one entry per item and consumer. A consumer gets its items in the order of its
+            entries.
+        ranks: global ranks of the group, in order; entries between other ranks are ignored.
+        rank: one of these global ranks.
         made: items that ``rank`` makes, in the order of their rows; None: ascending.
-        replicas: groups of global ranks whose gradients for an item are equal.
+        replicas: groups of global ranks with equal gradients for an item.
 
     Raises:
-        ValueError: a table that contradicts itself or leaves the group, or other items than ``made``.
+        ValueError: the routes contradict themselves or leave the group, or ``made`` has other items.
     """
-    place = list(ranks).index(rank)
-    table, num_rows_made = _Table.of_group(routes, ranks, replicas).with_rows_made(place, made)
-    there = table.splits(place, len(ranks))
-    back = table.one_per_replica().splits(place, len(ranks))
-    return RankRouting(there, back, num_rows_made, bool((table.producer == table.consumer).all()))
+    group_rank = list(ranks).index(rank)
+    table, num_rows_made = _Table.of_group(routes, ranks, replicas).with_rows_made(group_rank, made)
+    forward = table.splits(group_rank, len(ranks))
+    backward = table.one_per_replica().splits(group_rank, len(ranks))
+    return RankRouting(forward, backward, num_rows_made, bool((table.producer == table.consumer).all()))
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A routing table in ranks of one group.
+    """A routing table with ranks of one group.
 
     Attributes:
-        replica: ``[n]`` label of the consumer; replicas of each other have the same.
-        at_consumer: ``[n]`` first row among those that the consumer needs.
-        at_producer: ``[n]`` first row among those that one rank makes; 0 in entries of other producers.
+        item: ``[n]`` item of the entry.
+        producer: ``[n]`` group rank that makes it.
+        consumer: ``[n]`` group rank that needs it.
+        rows: ``[n]`` its number of rows.
+        replica: ``[n]`` label of the consumer; equal for replicas of each other.
+        at_consumer: ``[n]`` first row among the rows that the consumer needs.
+        at_producer: ``[n]`` first row among the rows that one rank makes; 0 for entries of other producers.
     """
 
     item: np.ndarray
@@ -101,12 +108,12 @@ class _Table:
     ) -> _Table:
         known = [0, *ranks, *(rank for group in replicas for rank in group)]
         highest = max([*known, *routes.producer.tolist(), *routes.consumer.tolist()])
-        place = np.full(highest + 1, -1)
-        place[list(ranks)] = np.arange(len(ranks))
+        group_rank = np.full(highest + 1, -1)
+        group_rank[list(ranks)] = np.arange(len(ranks))
         label = np.arange(highest + 1)
         for index, group in enumerate(replicas):
             label[np.asarray(group)] = highest + 1 + index
-        producer, consumer = place[routes.producer], place[routes.consumer]
+        producer, consumer = group_rank[routes.producer], group_rank[routes.consumer]
         crossing = (producer < 0) != (consumer < 0)
         if crossing.any():
             items = np.unique(routes.item[crossing]).tolist()
@@ -128,36 +135,36 @@ class _Table:
             "go twice to the same consumer": item[1:][same & (consumer[1:] == consumer[:-1])],
             "have fewer than 0 rows": item[rows < 0],
         }
-        found = [f"items {np.unique(items).tolist()} {problem}" for problem, items in problems.items() if len(items)]
-        if found:
-            raise ValueError("\n".join(found))
+        lines = [f"items {np.unique(items).tolist()} {problem}" for problem, items in problems.items() if len(items)]
+        if lines:
+            raise ValueError("\n".join(lines))
 
-    def with_rows_made(self, place: int, made: Sequence[int] | None) -> tuple[_Table, int]:
-        """With ``at_producer`` for the rank at ``place``, and the number of rows that it makes."""
-        own = self.producer == place
-        items, first_entry = np.unique(self.item[own], return_index=True)
+    def with_rows_made(self, group_rank: int, made: Sequence[int] | None) -> tuple[_Table, int]:
+        """A copy with ``at_producer`` for this rank, and the number of rows that it makes."""
+        is_made = self.producer == group_rank
+        items, first_entry = np.unique(self.item[is_made], return_index=True)
         if made is not None and sorted(made) != items.tolist():
             raise ValueError(f"this rank makes the items {items.tolist()} of the routing table; found {list(made)}")
         order = np.searchsorted(items, items if made is None else np.asarray(made, dtype=items.dtype))
-        rows = self.rows[own][first_entry]
+        rows = self.rows[is_made][first_entry]
         start = np.empty_like(rows)
         start[order] = np.cumsum(rows[order]) - rows[order]
         at_producer = np.zeros_like(self.rows)
-        at_producer[own] = start[np.searchsorted(items, self.item[own])]
+        at_producer[is_made] = start[np.searchsorted(items, self.item[is_made])]
         return replace(self, at_producer=at_producer), int(rows.sum())
 
     def one_per_replica(self) -> _Table:
-        """Of an item's entries whose consumers are replicas, the one that stays on its rank, or the first."""
+        """Keep one of an item's entries whose consumers are replicas: the one that stays on its rank, or the first."""
         order = np.lexsort((self.consumer, self.consumer != self.producer, self.replica, self.item))
         item, replica = self.item[order], self.replica[order]
         is_first = np.ones(len(order), dtype=bool)
         is_first[1:] = (item[1:] != item[:-1]) | (replica[1:] != replica[:-1])
         return self._only(np.sort(order[is_first]))
 
-    def splits(self, place: int, num_ranks: int) -> RowSplits:
-        """What the rank at ``place`` sends and receives."""
-        out, into = self.producer == place, self.consumer == place
-        sent, received = self._only(_sorted(out, self.consumer)), self._only(_sorted(into, self.producer))
+    def splits(self, group_rank: int, num_ranks: int) -> RowSplits:
+        """The rows that this rank sends and receives."""
+        sent = self._only(_sorted(self.producer == group_rank, self.consumer))
+        received = self._only(_sorted(self.consumer == group_rank, self.producer))
         return RowSplits(
             made=_ranges(sent.at_producer, sent.rows),
             sent=_sums(sent.consumer, sent.rows, num_ranks),
@@ -169,14 +176,53 @@ class _Table:
         return replace(self, **{name: column[entries] for name, column in vars(self).items()})
 
 
+def positions_of(pack: Pack, component: PlannedComponent) -> np.ndarray:
+    """Return ``[rows]`` int64: the token position of each feature row of a component, in the plan's order of items."""
+    names = [port.name for port in component.ports if port.name in pack.inputs]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(pack.inputs[name].positions.numpy() for name in names)])
+
+
+def rows_for_parts(
+    routes: RowRoutes, rank: int, positions: np.ndarray, split: SequenceSplit, made: Sequence[int]
+) -> tuple[RowRoutes, list[int]]:
+    """Route each row to the rank that has its token, instead of whole items to all ranks of a sequence group.
+
+    Args:
+        routes: routes of all items of a component in a micro-batch.
+        rank: this rank; the ranks that share its sequence have consecutive numbers.
+        positions: ``[rows]`` int64: token positions of the items' rows, in the order of the items' routes.
+        split: the split of the sequence.
+        made: items that this rank encodes, in this order.
+
+    Returns:
+        Routes among the ranks that share the sequence, whose items are runs of rows; and the runs that ``rank`` sends,
+        in order.
+    """
+    is_consumed = routes.consumer == rank
+    item, producer, rows = routes.item[is_consumed], routes.producer[is_consumed], routes.rows[is_consumed]
+    rank_of_token = np.empty(split.num_tokens, dtype=np.int64)
+    for index, tokens in enumerate(split.rows):
+        rank_of_token[tokens] = index
+    rank_of_row, item_of_row = rank_of_token[positions], np.repeat(np.arange(len(item)), rows)
+    starts_run = (np.diff(rank_of_row, prepend=-1) != 0) | (np.diff(item_of_row, prepend=-1) != 0)
+    starts = np.flatnonzero(starts_run)
+    item_of_run = item_of_row[starts]
+    first_rank = rank - rank % len(split.rows)
+    consumer = first_rank + rank_of_row[starts]
+    order = np.argsort(consumer, kind="stable")
+    lengths = np.diff(starts, append=len(positions))
+    runs = RowRoutes(order, producer[item_of_run][order], consumer[order], lengths[order])
+    return runs, [int(run) for index in made for run in np.flatnonzero(item[item_of_run] == index)]
+
+
 def _sorted(chosen: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Indices of the chosen entries, by key, else in their order."""
+    """Indices of the chosen entries, stably sorted by key."""
     entries = np.flatnonzero(chosen)
     return entries[np.argsort(key[entries], kind="stable")]
 
 
 def _starts(group: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """``[n]``: rows of the earlier entries of the same group."""
+    """``[n]``: number of rows of the earlier entries in the same group."""
     order = np.argsort(group, kind="stable")
     before = np.cumsum(rows[order]) - rows[order]
     first_of_group = np.searchsorted(group[order], group[order])
@@ -186,7 +232,7 @@ def _starts(group: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``start, start + 1, ...`` of each, end to end."""
+    """The concatenated ranges ``start .. start + length - 1``."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(lengths.sum())
 

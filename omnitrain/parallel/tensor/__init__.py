@@ -1,1 +1,1 @@
-"""Tensor parallelism of unmodified models: ranks that share every layer's matrices."""
+"""Tensor parallelism of unmodified models: ranks share the matrices of every layer."""

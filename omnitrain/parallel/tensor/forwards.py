@@ -1,8 +1,8 @@
-"""How a module computes with its part of a weight: the forward of each style.
+"""The forward of each tensor parallel style.
 
-A rank holds the same activations as its peers, or, between a matrix cut by columns and one cut by rows, its own part of
-them. Only sums over ranks and columns put side by side need a collective; what takes whole activations into a part of
-them needs none, because a gradient of what all ranks hold alike is each rank's own part of it
+Activations are replicated on all ranks, except between a colwise and a rowwise matrix, where each rank has a slice of
+the features. Only the all-reduce of sums and the all-gather of columns are collectives. Taking a slice of replicated
+activations needs none, because gradients of replicated tensors are partial on each rank
 (:mod:`omnitrain.ops.collectives`).
 """
 
@@ -24,12 +24,12 @@ Around = Callable[[Forward, dist.ProcessGroup], Forward]
 
 
 def replace_forward(module: nn.Module, around: Around, group: dist.ProcessGroup) -> None:
-    """Put ``around`` the module's forward, whatever that is by now."""
+    """Wrap the module's current forward, which may be replaced already, with ``around``."""
     set_forward(module, around(forward_of(module), group))
 
 
 def own_part(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """The module as it is, on this rank's part of its parameters."""
+    """Run the forward unchanged on this rank's shard of the parameters."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with _local_parameters(self):
@@ -39,7 +39,7 @@ def own_part(plain: Forward, group: dist.ProcessGroup) -> Forward:
 
 
 def columns_gathered(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """``[..., in] -> [..., out]``, or ids -> embeddings, of which each rank computes its columns."""
+    """``[..., in] -> [..., out]``, or ids -> embeddings: compute this rank's columns, then all-gather."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         with _local_parameters(self):
@@ -49,7 +49,7 @@ def columns_gathered(plain: Forward, group: dist.ProcessGroup) -> Forward:
 
 
 def rows(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """``[..., own part of in] -> [..., out]``; the bias is added once, to the sum."""
+    """``[..., slice of in] -> [..., out]``: all-reduce the product, then add the bias once."""
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         with _local_parameters(self), _without_bias(self) as bias:
@@ -60,7 +60,7 @@ def rows(plain: Forward, group: dist.ProcessGroup) -> Forward:
 
 
 def rows_of_region(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """As :func:`rows`; where tokens are divided, this rank's part of the sum, which the end of the region adds up."""
+    """Like :func:`rows`; under sequence parallelism return a partial sum, which the end of the region sums."""
     whole = rows(plain, group)
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -68,42 +68,42 @@ def rows_of_region(plain: Forward, group: dist.ProcessGroup) -> Forward:
             return whole(self, x)
         with _local_parameters(self), _without_bias(self) as bias:
             y = plain(self, x)
-        # In the sum of one rank, and in the graph of all: every rank has a gradient of it.
+        # Only rank 0 adds it to the sum, but all ranks need it in their graph to get a gradient.
         return y if bias is None else y + bias * float(group.rank() == 0)
 
     return forward
 
 
 def rows_of_whole(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """``[..., in] -> [..., out]``; each rank takes its part of the input's columns."""
+    """``[..., in] -> [..., out]``: like :func:`rows` on this rank's slice of the input's columns."""
     summed = rows(plain, group)
     return lambda self, x: summed(self, own_columns(x, group))
 
 
 def vocabulary(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """An embedding of which each rank has the rows of its own ids."""
+    """An embedding whose vocabulary is sharded: embed this rank's ids, then all-reduce."""
 
     def forward(self: Any, ids: Tensor) -> Tensor:
         with _local_parameters(self):
-            number = self.weight.size(0)
-            first = group.rank() * number
-            own = ids - first
-            is_own = (own >= 0) & (own < number)
-            with _padding_at(self, first, number):
-                rows = plain(self, own.clamp(0, number - 1))
-        return add_up(rows.masked_fill(~is_own[..., None], 0.0), group)
+            num_ids = self.weight.size(0)
+            first = group.rank() * num_ids
+            local = ids - first
+            is_local = (local >= 0) & (local < num_ids)
+            with _padding_at(self, first, num_ids):
+                rows = plain(self, local.clamp(0, num_ids - 1))
+        return add_up(rows.masked_fill(~is_local[..., None], 0.0), group)
 
     return forward
 
 
 def output_added_up(plain: Forward, group: dist.ProcessGroup) -> Forward:
-    """A module whose parts are shared, so that each rank returns a part of the sum."""
+    """A module with sharded children whose output is a partial sum: all-reduce it."""
     return lambda self, *args, **kwargs: add_up(plain(self, *args, **kwargs), group)
 
 
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """While open, the module's own DTensors are this rank's parts of them; what is computed has a graph to them."""
+    """Replace the module's DTensors by their local shards while the context is open; autograd sees the conversion."""
     whole: dict[str, Any] = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     module._parameters.update({name: p.to_local() for name, p in whole.items()})
     try:
@@ -114,7 +114,7 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_bias(module: nn.Module) -> Iterator[Tensor | None]:
-    linear = getattr(module, "base_layer", module)  # of a layer with an adapter, the bias is inside
+    linear = getattr(module, "base_layer", module)  # a layer with an adapter wraps the linear layer
     bias = linear._parameters.get("bias")
     if bias is None:
         yield None
@@ -127,10 +127,10 @@ def _without_bias(module: nn.Module) -> Iterator[Tensor | None]:
 
 
 @contextmanager
-def _padding_at(embedding: Any, first: int, number: int) -> Iterator[None]:
-    """While open, the id whose row gets no gradient is counted from ``first``; None where another rank has it."""
+def _padding_at(embedding: Any, first: int, num_ids: int) -> Iterator[None]:
+    """Shift ``padding_idx`` to this rank's ids while the context is open; None if another rank has it."""
     padding = embedding.padding_idx
-    embedding.padding_idx = padding - first if padding is not None and 0 <= padding - first < number else None
+    embedding.padding_idx = padding - first if padding is not None and 0 <= padding - first < num_ids else None
     try:
         yield
     finally:

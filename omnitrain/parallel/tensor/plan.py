@@ -1,4 +1,4 @@
-"""Which module of a model is cut in which style: by the model's own plan, or by the user's globs."""
+"""Resolve the tensor parallel style of each module, from the model's HF plan or the user's globs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from omnitrain.recipe.suggest import hint
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What tensor parallelism does to a model.
+    """The resolved tensor parallelism of a model.
 
     Attributes:
         styles: name of a module or parameter in the model without adapters -> style.
-        components: those that have any.
-        problems: why it cannot be done; one line each.
+        components: components with at least one style.
+        problems: why it cannot be applied, one line each.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
@@ -34,55 +34,56 @@ class TensorPlan:
 
 
 def tensor_plan(model: OmniModel, plan: ParallelPlan, tp: int) -> TensorPlan:
-    """The styles of a model on ``tp`` ranks.
+    """Return the styles of a model on ``tp`` ranks.
 
-    Without ``plan.tp_plan`` the foundation's own plan is taken, of which what belongs to a tower is left out, and what
-    only samples reach that its own forward reads: on these no plan can be tried. A glob that matches something else of
-    the foundation is for that; another one for the components that it matches.
+    Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers, and for modules that the
+    foundation's forward uses only for some samples, because no plan can be tried on these. A glob that matches another
+    name of the foundation applies only to the foundation; another glob to all components that it matches.
 
     Args:
         model: not parallelized yet.
-        plan: of all components.
+        plan: the plans of all components.
         tp: degree of the foundation.
     """
     if tp == 1:
-        unused = ["tp_plan: found with tp 1, which cuts nothing; set tp above 1, or remove it"] if plan.tp_plan else []
+        unused = ["tp_plan: found with tp 1, where it does nothing; set tp above 1, or remove it"]
+        unused = unused if plan.tp_plan else []
         unused += [problem for name in model.components for problem in _component_problems(name, plan, tp, False)]
         return TensorPlan(problems=tuple(unused))
     planning = _Planning(model, tp)
-    styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.own()
+    styles = planning.globs(plan.tp_plan) if plan.tp_plan is not None else planning.of_foundation()
     if not planning.problems:
         styles = planning.checked(styles)
     if planning.problems:
         return TensorPlan(problems=tuple(dict.fromkeys(planning.problems)))
     named = frozenset(planning.component_of(name) for name in styles)
-    found = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
-    return TensorPlan(styles, named, tuple(found))
+    problems = [problem for name in model.components for problem in _component_problems(name, plan, tp, name in named)]
+    return TensorPlan(styles, named, tuple(problems))
 
 
 def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) -> Iterator[str]:
-    own = plan.components.get(name)  # a default is for what has a plan
-    if name == FOUNDATION or own is None or own.tp in (None, 1):
+    component = plan.components.get(name)  # the default plan's tp only affects components with styles
+    if name == FOUNDATION or component is None or component.tp in (None, 1):
         return
-    if own.tp != tp:
+    if component.tp != tp:
         fitting = " or ".join(map(str, sorted({tp, 1})))
-        yield f"components.{name}.tp: found {own.tp}, but the foundation has {tp}; use {fitting}"
+        yield f"components.{name}.tp: found {component.tp}, but the foundation has {tp}; use {fitting}"
     elif not is_named:
         yield (
-            f"components.{name}.tp: found {tp}, but nothing says how to cut it: transformers has no plan for it; "
-            "name its modules in tp_plan, or use 1"
+            f"components.{name}.tp: found {tp}, but transformers has no tensor parallel plan for this component; list "
+            "its modules in tp_plan, or use 1"
         )
 
 
 class _Planning:
-    """The names of a model, and the problems met on the way."""
+    """Resolves the styles of a model, and collects problems."""
 
     def __init__(self, model: OmniModel, tp: int) -> None:
         self.problems: list[str] = []
         self._tp = tp
         self._model = model
         self._modules, self._parameters = without_adapters(model)
-        owner = {p: name for name, own in model.components.items() for p in own.values()}
+        owner = {p: name for name, parameters in model.components.items() for p in parameters.values()}
         self._component: dict[str, str] = {}
         self._inside: dict[str, list[str]] = {}
         self._holders: dict[nn.Parameter, list[str]] = {}
@@ -94,51 +95,51 @@ class _Planning:
                 self._inside.setdefault(name, []).append(path)
 
     def component_of(self, name: str) -> str:
-        """Whose a module or parameter is: that of its first parameter."""
+        """The component of a module or parameter, by its first parameter."""
         return self._component.get(name, FOUNDATION)
 
-    def own(self) -> dict[str, str]:
-        """The styles of the plan that the foundation comes with."""
-        found = {f"{FOUNDATION}.{key}": style for key, style in (self._model.foundation.tp_plan or {}).items()}
-        self._know(found.values())
+    def of_foundation(self) -> dict[str, str]:
+        """The styles of the foundation's HF plan."""
+        planned = {f"{FOUNDATION}.{key}": style for key, style in (self._model.foundation.tp_plan or {}).items()}
+        self._require_known(planned.values())
         if self.problems:
             return {}
         styles = {}
         for name in (*self._modules, *self._parameters):
-            style = found.get(any_layer(name))
+            style = planned.get(any_layer(name))
             if style is not None and self.component_of(name) == FOUNDATION and not self._is_untried(name):
                 styles[name] = style
         for name in [name for name in styles if self._is_vocabulary(name) and self._rest(name, styles[name])]:
-            del styles[name]  # whole on every rank, which is always right
+            del styles[name]  # replicating an indivisible vocabulary is always correct
         if not any(STYLES[style].cut for name, style in styles.items() if not self._is_vocabulary(name)):
             kind = type(self._model.foundation).__name__
             self.problems.append(
-                f"tp: found {self._tp}, but {kind} comes with no tensor parallel plan for its layers; name its modules "
+                f"tp: found {self._tp}, but {kind} has no tensor parallel plan for its layers; list its modules "
                 "in tp_plan, such as `layers.*.self_attn.q_proj: colwise` and `layers.*.self_attn.o_proj: rowwise`"
             )
         return styles
 
     def globs(self, plan: Mapping[str, str]) -> dict[str, str]:
-        """The styles of the user's globs."""
-        self._know(plan.values())
+        """The styles that the user's globs set."""
+        self._require_known(plan.values())
         components = {name: self.component_of(name) for name in (*self._modules, *self._parameters) if name}
-        said: dict[str, str] = {}
+        glob_of: dict[str, str] = {}
         for glob, style in plan.items():
-            found = [name for name in components if matches(glob, name)]
-            own = [name for name in found if components[name] == FOUNDATION and not self._is_untried(name)]
-            for name in own or found:
-                other = said.setdefault(name, glob)
+            matched = [name for name in components if matches(glob, name)]
+            in_foundation = [name for name in matched if components[name] == FOUNDATION and not self._is_untried(name)]
+            for name in in_foundation or matched:
+                other = glob_of.setdefault(name, glob)
                 if plan[other] != style:
                     self.problems.append(f"tp_plan: {name}: `{other}` says {plan[other]}, `{glob}` says {style}")
-        return {name: plan[glob] for name, glob in said.items()}
+        return {name: plan[glob] for name, glob in glob_of.items()}
 
-    def _know(self, styles: Iterable[str]) -> None:
+    def _require_known(self, styles: Iterable[str]) -> None:
         for style in dict.fromkeys(styles):
             if style not in STYLES:
                 self.problems.append(f"tp_plan: unknown style {style!r}; {hint(style, STYLES)}")
 
     def checked(self, styles: dict[str, str]) -> dict[str, str]:
-        """The styles that do something, with those that tied weights ask for; problems are noted."""
+        """The styles that have an effect, with styles for tied weights; notes problems."""
         experts = [f"{name}." for name, style in styles.items() if style == "moe_tp_experts"]
         styles = {name: style for name, style in styles.items() if not name.startswith(tuple(experts))}
         styles |= self._of_tied(styles)
@@ -149,7 +150,7 @@ class _Planning:
         return {name: style for name, style in styles.items() if STYLES[style].cut or STYLES[style].forward}
 
     def _of_tied(self, styles: Mapping[str, str]) -> dict[str, str]:
-        """Styles of modules that share a parameter with one that is cut by its rows."""
+        """Styles of modules that share a parameter with a sharded module."""
         found = {}
         for name, style in styles.items():
             for path in self._inside[name] if STYLES[style].cut else ():
@@ -163,8 +164,8 @@ class _Planning:
         shown, kind, target = _shown(name), STYLES[style], self._modules.get(name)
         if kind.of == "experts" and isinstance(target, nn.Linear):
             yield (
-                f"tp_plan: {shown}: {style} is for experts; a matrix that several were fused into keeps its order with "
-                "colwise_gather_output, and rowwise_split_input behind it"
+                f"tp_plan: {shown}: {style} is for experts; for a matrix fused from several use colwise_gather_output, "
+                "which keeps the order of its columns, and rowwise_split_input for the next matrix"
             )
         elif target is not None and kind.of == "linear" and not isinstance(target, nn.Linear):
             yield f"tp_plan: {shown}: {style} is for linear layers, found {type(target).__name__}"
@@ -182,7 +183,7 @@ class _Planning:
             yield self._indivisible(rest, what, name, rest)
 
     def _rest(self, name: str, style: str) -> int:
-        """The size of a dim that is to be cut and that the ranks do not divide; 0: there is none."""
+        """The size of the first dim to shard that the ranks do not divide; 0: all are divisible."""
         for path in self._inside.get(name, ()):
             parameter = self._parameters[path]
             dim = STYLES[style].dim(path.rpartition(".")[2], parameter)
@@ -200,7 +201,7 @@ class _Planning:
         return module is not None and module in (foundation.get_input_embeddings(), foundation.get_output_embeddings())
 
     def _head_problems(self, styles: Mapping[str, str]) -> Iterator[str]:
-        """Attention whose projections are cut must have whole heads on every rank."""
+        """Attention with sharded projections must have whole heads on every rank."""
         for name in dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"):
             heads = _heads(self._modules[name])
             for what, number in heads.items():
@@ -216,7 +217,7 @@ _OF_PARAMETERS = tuple(STYLES[style].forward for style in ("colwise", "rowwise")
 
 
 def _heads(module: nn.Module) -> dict[str, int]:
-    """What an attention module has of heads; empty for another module."""
+    """The numbers of heads of an attention module; empty for other modules."""
     config = getattr(module, "config", None)
     if "attn" not in type(module).__name__.lower() and "attention" not in type(module).__name__.lower():
         return {}

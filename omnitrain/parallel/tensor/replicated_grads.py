@@ -1,4 +1,4 @@
-"""Gradients of what tensor parallel ranks hold alike."""
+"""Sum the gradients of parameters that tensor parallelism replicates."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.parallel.state import ParallelState
 
-_BYTES = 2**26  # of one collective
+_BUCKET_BYTES = 2**26  # per collective
 
 
 def add_up_over_tp(parameters: Iterable[nn.Parameter], state: ParallelState) -> None:
-    """Add up the gradients of all parameters that tensor parallelism does not cut, over the ranks that hold them.
+    """All-reduce the gradients of all parameters that tensor parallelism does not shard, over the ``tp`` ranks.
 
-    A rank's gradient of them is its own part: of a norm over its own heads, of a router or a tower before a loss that
-    only one of the ranks counts. To be called once per optimizer step, after its last backward.
+    A rank's gradient of them is partial: for a norm over the rank's heads, or for a router or a tower if only one of
+    the ranks counts the loss. Call it once per optimizer step, after the last backward.
 
     Args:
-        parameters: in the same order on all ranks.
-        state: whose ``tp`` ranks hold the same samples.
+        parameters: parameters in the same order on all ranks.
+        state: the parallel state; its ``tp`` ranks have the same samples.
     """
     if state.size("tp") == 1:
         return
@@ -41,7 +41,7 @@ def add_up_over_tp(parameters: Iterable[nn.Parameter], state: ParallelState) -> 
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether tensor parallel ranks have different parts of it."""
+    """Return whether tensor parallelism shards the parameter."""
     return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
@@ -51,7 +51,7 @@ def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
     for gradient in gradients:
         bucket.append(gradient)
         size += gradient.nbytes
-        if size >= _BYTES:
+        if size >= _BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
     if bucket:

@@ -1,9 +1,9 @@
-"""Between blocks, each tensor parallel rank has some of the tokens: norms and residual sums are divided, too.
+"""Megatron's sequence parallelism: between regions, each tensor parallel rank has a slice of the tokens.
 
-A block is a stream of rows with regions in it: the modules that have modules of their own, such as attention and MLP.
-Before a region tokens are gathered, behind it each rank takes its own of them. Where a region ends in a matrix cut by
-rows, that is the sum of all ranks' parts (a reduce-scatter in place of an all-reduce). Norms of the stream have
-gradients of a rank's tokens, which add up over ranks as those of everything that all of them hold (``gradients.py``).
+The regions of a block are its children that have children, such as attention and MLP. Before a region, tokens are
+all-gathered; after it, each rank takes its slice. If a region ends in a rowwise matrix, a reduce-scatter replaces the
+all-reduce. Norms and residual sums run on slices; the gradients of norms are therefore partial, and are summed over the
+ranks like those of all replicated parameters (``replicated_grads.py``).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass(frozen=True)
 class TokenShare:
-    """The tokens of a row that each rank has, one run behind the other.
+    """The consecutive slices of a pack on the ranks.
 
     Attributes:
-        counts: of each rank.
-        group: the ranks.
+        counts: number of tokens of each rank.
+        group: process group of the ranks.
     """
 
     counts: tuple[int, ...]
     group: dist.ProcessGroup
 
     def cut(self, whole: Tensor) -> Tensor:
-        """``[1, T, ...] -> [1, own tokens, ...]``, of what all ranks hold alike."""
+        """Take this rank's slice of a replicated tensor: ``[1, T, ...] -> [1, local tokens, ...]``."""
         first = sum(self.counts[: self.group.rank()])
-        return whole[:, first : first + self.counts[self.group.rank()]].clone()  # a view would keep all of it
+        return whole[:, first : first + self.counts[self.group.rank()]].clone()  # a view would keep the whole alive
 
     def gather(self, own: Tensor) -> Tensor:
-        """``[1, own tokens, ...] -> [1, T, ...]``."""
+        """All-gather: ``[1, local tokens, ...] -> [1, T, ...]``."""
         return gather_rows(own[0], self.counts, self.group)[None]
 
     def scatter(self, part: Tensor) -> Tensor:
-        """``[1, T, ...] -> [1, own tokens, ...]`` of the sum of what the ranks have."""
+        """Reduce-scatter: ``[1, T, ...] -> [1, local tokens, ...]``."""
         return scatter_rows(part[0], self.counts, self.group)[None]
 
 
@@ -55,13 +55,13 @@ _divided: ContextVar[TokenShare | None] = ContextVar("tokens_divided", default=N
 
 
 def tokens_divided() -> TokenShare | None:
-    """How tokens are divided between the blocks that are running; None: they are not."""
+    """Return the token slices of the running blocks; None: tokens are not divided."""
     return _divided.get()
 
 
 @contextmanager
 def dividing(share: TokenShare | None) -> Iterator[None]:
-    """For a recomputation: what :func:`tokens_divided` was."""
+    """Set the value of :func:`tokens_divided` for a recompute."""
     token = _divided.set(share)
     try:
         yield
@@ -71,18 +71,18 @@ def dividing(share: TokenShare | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenSharding:
-    """Whether the tokens of a model are divided.
+    """Whether sequence parallelism divides the tokens of a model.
 
     Attributes:
-        problem: why not; empty: they are.
-        ends: names, for all layers, of the matrices by which a region ends.
+        problem: why it does not; empty: it does.
+        ends: layer-independent names of the rowwise matrices that end a region.
     """
 
     problem: str = ""
     ends: frozenset[str] = frozenset()
 
     def ends_in(self, names: Iterable[str]) -> list[str]:
-        """Which of the names of a model's modules are of these."""
+        """Return the module names that belong to ``ends``."""
         ends = () if self.problem else self.ends
         return [name for name in names if any_layer(name.removeprefix(f"{FOUNDATION}.")) in ends]
 
@@ -91,12 +91,12 @@ class TokenSharding:
 
 
 def divide_tokens(model: PreTrainedModel, ends: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Let each rank of ``group`` have some of the tokens between the blocks of the text decoder, in training.
+    """Divide tokens among the ranks of ``group`` between the regions of the text decoder's blocks, in training.
 
     Args:
-        model: whose matrices are cut, those of ``ends`` by ``forwards.rows_of_region``.
-        ends: by which a region ends with each rank's part of a sum.
-        group: ranks that hold the same rows.
+        model: a model with tensor parallelism; the modules in ``ends`` have the forward ``forwards.rows_of_region``.
+        ends: modules that end a region with a partial sum.
+        group: the ranks, which have the same tokens.
     """
     blocks = text_blocks(model)
     last = set(ends)
@@ -109,22 +109,22 @@ def divide_tokens(model: PreTrainedModel, ends: Iterable[nn.Module], group: dist
         return _with_first(args, kwargs, TokenShare.gather)
 
     def end(block: nn.Module, args: Any, output: Any) -> Any:
-        made = _with_first_of(output, TokenShare.gather)
+        gathered = _with_first_of(output, TokenShare.gather)
         _divided.set(None)
-        return made
+        return gathered
 
     blocks[0].register_forward_pre_hook(begin, with_kwargs=True)
     blocks[-1].register_forward_hook(end)
     for block in blocks:
         for region in regions_of(block):
             is_sum = not last.isdisjoint(region.modules())
-            own = TokenShare.scatter if is_sum else TokenShare.cut
+            take = TokenShare.scatter if is_sum else TokenShare.cut
             region.register_forward_pre_hook(whole, with_kwargs=True)
-            region.register_forward_hook(lambda _, __, output, own=own: _with_first_of(output, own))
+            region.register_forward_hook(lambda _, __, output, take=take: _with_first_of(output, take))
 
 
 def regions_of(block: nn.Module) -> list[nn.Module]:
-    """The modules of a block that see whole rows: those that have modules of their own."""
+    """Return the regions of a block, which see all tokens: its children that have children."""
     return [child for child in block.children() if any(True for _ in child.children())]
 
 
@@ -132,14 +132,17 @@ def regions_of(block: nn.Module) -> list[nn.Module]:
 def ends_of(
     blocks: Iterable[nn.Module], styles: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[set[str]]:
-    """Of forwards inside: for all layers, the matrices of style ``rowwise`` whose product a region returns as it is.
+    """Collect, during forwards, the rowwise matrices whose product a region returns unchanged.
 
     Args:
-        blocks: of a decoder.
-        styles: name of a module -> style.
-        modules: name -> module.
+        blocks: blocks of a decoder.
+        styles: module name -> style.
+        modules: module name -> module.
+
+    Yields:
+        Their layer-independent names, filled by the forwards.
     """
-    found: set[str] = set()
+    ends: set[str] = set()
     products: dict[str, Tensor] = {}
     names = {modules[name]: name for name, style in styles.items() if style == "rowwise" and name in modules}
 
@@ -148,8 +151,8 @@ def ends_of(
 
     def compare(inside: Sequence[str]) -> Any:
         def hook(region: nn.Module, args: Any, output: Any) -> None:
-            made = output if isinstance(output, Tensor) else output[0]
-            found.update(any_layer(name) for name in inside if products.pop(name, None) is made)
+            returned = output if isinstance(output, Tensor) else output[0]
+            ends.update(any_layer(name) for name in inside if products.pop(name, None) is returned)
 
         return hook
 
@@ -159,11 +162,11 @@ def ends_of(
         for region in (region for block in blocks for region in regions_of(block)):
             inside = [names[module] for module in region.modules() if module in names]
             hooks.enter_context(region.register_forward_hook(compare(inside)))
-        yield found
+        yield ends
 
 
 def _share_of(block: nn.Module, hidden: Tensor, group: dist.ProcessGroup) -> TokenShare | None:
-    """None in evaluation and generation, for several rows, and where there are too few tokens."""
+    """None in evaluation and generation, for batches of several rows, and for too few tokens."""
     ranks = group.size()
     is_row = hidden.ndim == 3 and hidden.size(0) == 1 and hidden.size(1) >= ranks
     if not (block.training and torch.is_grad_enabled() and is_row):
@@ -177,16 +180,16 @@ def _first(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _with_first(args: Any, kwargs: dict[str, Any], change: Any) -> Any:
-    """Arguments, the first tensor among them changed."""
+    """The arguments with the first tensor changed."""
     share = _divided.get()
     if share is None:
         return None
     first = _first(args, kwargs)
 
-    def own(value: Any) -> Any:
+    def changed(value: Any) -> Any:
         return change(share, first) if value is first else value
 
-    return tuple(map(own, args)), {name: own(value) for name, value in kwargs.items()}
+    return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
 
 
 def _with_first_of(output: Any, change: Any) -> Any:

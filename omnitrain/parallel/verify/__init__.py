@@ -1,1 +1,1 @@
-"""The proof on a tiny model that a layout does not change losses, gradients or weights."""
+"""Verify on a tiny model that a layout changes no losses, gradients or weights."""

@@ -1,4 +1,4 @@
-"""What ``verify`` is called with, refused in words where it cannot be meant."""
+"""Check the arguments of ``verify``, and call its model factory."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ def require_arguments(
     nproc: int,
     tolerance: float,
 ) -> None:
-    """Look at types and ranges alone.
+    """Check types and ranges.
 
     Raises:
-        UserError: the first argument that is something else.
+        UserError: names the first argument with a wrong type or value.
     """
     _require_list("layouts", layouts, (str, Layout, ParallelPlan), "layouts such as 'dp2', or parallel plans")
     if not layouts:
-        raise UserError("no layout to verify; give some, such as dp2")
+        raise UserError("no layouts to verify; give at least one, such as dp2")
     require_ranks(nproc)
     if not isinstance(tolerance, int | float) or not 0 < tolerance < math.inf:
         raise UserError(f"tolerance: found {tolerance!r}; expected a relative error above 0, such as 1e-5")
     _require_list("samples", samples, (Sample, Mapping), "Samples, or dictionaries of one sample each with labels")
     if isinstance(model_factory, PreTrainedModel) or not (callable(model_factory) or isinstance(model_factory, str)):
         raise UserError(
-            f"model_factory: found a {type(model_factory).__name__}; expected a function that makes the model, for "
-            "every rank makes its own, or its name as 'module:function'"
+            f"model_factory: found a {type(model_factory).__name__}; expected a function that builds the model (every "
+            "rank calls it), or its name as 'module:function'"
         )
     _require_picklable(model_factory)
 
 
 def require_ranks(nproc: int) -> None:
-    """The number of ranks that may run at a time.
+    """Check the number of ranks that may run at a time.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a positive integer.
     """
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        raise UserError(f"nproc: found {nproc!r}; expected a number of ranks, from 1")
+        raise UserError(f"nproc: found {nproc!r}; expected a number of ranks, at least 1")
 
 
-def made_by(factory: Factory) -> PreTrainedModel:
-    """The model that ``factory`` makes, the same in every process: what it draws of torch's numbers begins with seed 0.
+def build_with(factory: Factory) -> PreTrainedModel:
+    """Call ``factory`` with torch's generator at seed 0, so that every process builds the same model.
 
     Raises:
-        UserError: there is no such factory, or it makes something else.
+        UserError: the factory cannot be imported, or returns something else than a model.
     """
     make = _named(factory) if isinstance(factory, str) else factory
     with torch.random.fork_rng(devices=[]):
@@ -71,58 +71,58 @@ def made_by(factory: Factory) -> PreTrainedModel:
         model = make()
     if not isinstance(model, PreTrainedModel):
         raise UserError(
-            f"the model factory returned a {type(model).__name__}; expected a model of transformers or an OmniModel"
+            f"the model factory returned a {type(model).__name__}; expected a transformers model or an OmniModel"
         )
     return model
 
 
 def require_same_weights(model: PreTrainedModel, first: dict[str, bytes]) -> None:
-    """A factory makes the same model at every call, or what is compared are two models.
+    """Require that the factory builds the same weights at every call.
 
     Args:
-        model: of this call.
-        first: digests of the weights of the first one, which are put in by that.
+        model: the model of this call.
+        first: parameter name -> digest of its weights in the first call. The first call fills it.
 
     Raises:
-        UserError: they differ.
+        UserError: a weight differs from the first call.
     """
     for name, parameter in model.named_parameters():
         digest = hashlib.blake2b(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()
         if first.setdefault(name, digest) != digest:
             raise UserError(
-                f"the model factory makes another model each time ({name} differs); seed what it draws from "
-                "(torch's own generator is seeded before each call)"
+                f"the model factory builds a different model each time ({name} differs); seed its random generators "
+                "(torch's default generator is seeded before each call)"
             )
 
 
 def require_losses(batch: Sequence[Sample]) -> None:
-    """Without a token to predict there is no gradient, and nothing to compare.
+    """Require a token to predict; without one no gradient exists to compare.
 
     Raises:
-        UserError: no sample has one.
+        UserError: no sample has a token to predict.
     """
     if not any(any(Pack.from_samples([sample]).loss_counts().values()) for sample in batch):
         raise UserError(
-            "none of the samples has a token to predict: labels are -100 everywhere, or but for a first token, which "
-            "nothing precedes"
+            "none of the samples has a token to predict: all labels are -100, except perhaps the label of a first "
+            "token, which no token precedes"
         )
 
 
-def _require_list(name: str, found: object, kinds: tuple[type, ...], of: str) -> None:
-    if isinstance(found, str | Mapping | BaseModel) or not hasattr(found, "__iter__") or not hasattr(found, "__len__"):
-        raise UserError(f"{name}: found a {type(found).__name__}; expected a list of {of}")
-    for number, item in enumerate(found):
-        if not isinstance(item, kinds):
-            raise UserError(f"{name}: found a {type(item).__name__} at place {number}; expected {of}")
+def _require_list(name: str, value: object, types: tuple[type, ...], expected: str) -> None:
+    if isinstance(value, str | Mapping | BaseModel) or not hasattr(value, "__iter__") or not hasattr(value, "__len__"):
+        raise UserError(f"{name}: found a {type(value).__name__}; expected a list of {expected}")
+    for index, element in enumerate(value):
+        if not isinstance(element, types):
+            raise UserError(f"{name}: found a {type(element).__name__} at index {index}; expected {expected}")
 
 
 def _require_picklable(factory: Factory) -> None:
     try:
         pickled(factory)
-    except Exception as error:  # each kind of object refuses in its own way
+    except Exception as error:  # pickling can raise any type
         raise UserError(
-            f"the model factory cannot be sent to other processes ({error}); expected a function at a module's top "
-            "level, a functools.partial of one, or its name as 'module:function'"
+            f"the model factory cannot be sent to other processes ({error}); expected a function at the top level of a "
+            "module, a functools.partial of one, or its name as 'module:function'"
         ) from None
 
 
@@ -131,4 +131,4 @@ def _named(factory: str) -> Callable[[], Any]:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"no model factory {factory!r}, of the form 'module:function': {error}") from None
+        raise UserError(f"no model factory {factory!r}; expected 'module:function': {error}") from None

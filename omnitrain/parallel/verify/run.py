@@ -1,4 +1,4 @@
-"""What three steps of training give: loss, gradients and weights of one layout, on one process or on many ranks."""
+"""Train three steps under one layout, on one process or many ranks, and return loss, gradients and weights."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one layout gave, full tensors on the CPU.
+    """The results of one layout, as full tensors on the CPU.
 
     Attributes:
-        loss: of the first step.
-        gradients: of the first step, parameter name -> gradient.
-        weights: after three steps of SGD with momentum.
-        moved: the same, less the weights before.
-        peak_memory_mb: of this process, MiB.
-        collectives: that this rank issued for the first step.
-        routing: of experts, a recording per step; None where another run's was replayed, and for dense models.
-        replayed: what that replay changed, on all ranks together.
+        loss: loss of the first step.
+        gradients: parameter name -> its gradient in the first step.
+        weights: parameter name -> its weight after three steps of SGD with momentum.
+        moved: parameter name -> the difference of its weights after and before training.
+        peak_memory_mb: peak memory of this process, MiB.
+        collectives: number of collectives that this rank issued in the first step.
+        routing: a recording of the experts' routing per step; None if another run's was replayed, or without experts.
+        replayed: number of decisions that the replay changed, summed over the ranks.
     """
 
     loss: float
@@ -57,14 +57,14 @@ class Outcome:
 
 
 def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulation: int) -> list[list[Pack]]:
-    """The packs of every rank that draws data, equally many; one that runs out of samples gets idle ones."""
+    """Return the packs of every data-parallel rank, equally many; idle packs fill up ranks with fewer samples."""
     runner = model.runner
     idle = [idle_prompt(model)]
     table = []
     for rank in range(ranks):
-        parts = [batch[rank::ranks][part::accumulation] or idle for part in range(accumulation)]
+        drawn = [batch[rank::ranks][start::accumulation] or idle for start in range(accumulation)]
         alone, capacity = not runner.contract.packs, sum(map(len, [*batch, *idle]))
-        table.append([pack for part in parts for pack in pack_all(part, capacity, alone=alone)])
+        table.append([pack for samples in drawn for pack in pack_all(samples, capacity, alone=alone)])
     longest = max(map(len, table))
     return [packs + [Pack.from_samples(idle)] * (longest - len(packs)) for packs in table]
 
@@ -72,13 +72,13 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 def train(
     model: OmniModel, table: list[list[Pack]], rank: int, routing: tuple[Recording, ...] | None = None
 ) -> Outcome:
-    """Three steps on the packs of ``rank`` among those that draw data, knowing those of all others.
+    """Train three steps on the packs of ``rank``.
 
     Args:
-        model: laid out, or on one process.
-        table: the packs of every rank that draws data.
-        rank: of this one among them.
-        routing: a recording per step, whose decisions are taken; None: experts are chosen here, and recorded.
+        model: parallelized, or on one process.
+        table: the packs of every data-parallel rank.
+        rank: data-parallel rank of this process.
+        routing: a recording per step to replay; None: this run routes tokens itself, and records it.
     """
     batch = step_planner(model)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -102,21 +102,21 @@ def train(
 
 
 class _Routing:
-    """Records the choice of experts, or takes that of another run."""
+    """Record the routing of experts, or replay that of another run."""
 
-    def __init__(self, model: OmniModel, taken: tuple[Recording, ...] | None) -> None:
-        self._model, self._taken = model, taken
+    def __init__(self, model: OmniModel, replayed: tuple[Recording, ...] | None) -> None:
+        self._model, self._replayed = model, replayed
         has_experts = any(True for _ in experts_in(model))
-        self.recordings = tuple(Recording() for _ in range(STEPS)) if has_experts and taken is None else None
+        self.recordings = tuple(Recording() for _ in range(STEPS)) if has_experts and replayed is None else None
         self._changed: list[Replayed] = []
 
     @contextmanager
     def forward_context(self, step: int, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
-        """The forward of a micro-batch."""
+        """Wrap the forward of a micro-batch."""
         info = pack.info
-        if self._taken is not None:
+        if self._replayed is not None:
             rows = None if work.part is None else work.part.rows
-            with self._taken[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
+            with self._replayed[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
                 self._changed.append(changed)
                 yield
         elif self.recordings is not None:
@@ -126,7 +126,7 @@ class _Routing:
             yield
 
     def everywhere(self) -> Replayed:
-        """What the replay changed, added up over the ranks that have tokens of their own."""
+        """Return the number of changed decisions, summed over the ranks of the loss group."""
         totals = [sum(int(getattr(changed, name)) for changed in self._changed) for name in ("near_ties", "others")]
         layout = layout_of(self._model)
         group = None if layout is None else layout.state.loss_group
@@ -154,7 +154,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def _summed(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """Over the ranks of ``group``; None: over all."""
+    """Sum over the ranks of ``group``; None: over all ranks."""
     if not dist.is_initialized():
         return value
     total = torch.tensor(value, dtype=torch.float64)

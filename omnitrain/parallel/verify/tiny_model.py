@@ -1,4 +1,4 @@
-"""A model too large to be verified on this machine, and its twin: the same widths, fewer layers, experts and rows."""
+"""Shrink a model that is too large to verify on this machine: same widths, fewer layers, experts, vocabulary rows."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.memory.allocator import available_memory
 from omnitrain.recipe.component_configs import OmniConfig
 
-# fp32 numbers per parameter. On a rank: the weight, its gradient and momentum, the weight before, what comes back of it
-# (gradient, weight, movement), and what FSDP gathers and reduces. In the process that compares: the model, a run with
-# those first seven, and what came back of three others (reference, reference in another order, a layout), which is
-# also packed for the way. Verifying 33 M parameters on 4 ranks took 8.3 GB; this says 7.7 GB.
+# fp32 numbers per parameter. On a rank: weight, gradient, momentum, previous weight and three results (gradient,
+# weight, movement); FSDP's buffers add three. In the comparing process: the model, one run with those seven, the
+# results of three runs (reference, reference in another order, a layout), and one pickled copy of results.
+# Verifying 33 M parameters on 4 ranks took 8.3 GB; this formula gives 7.7 GB.
 _ON_A_RANK = 7 + 3
 _IN_THE_COMPARISON = 1 + 7 + 3 * 3 + 1
 _GIB = 2**30
 
 
 def needed_memory(parameters: int, ranks: int) -> int:
-    """Bytes that verifying a model takes, beside what the processes take by themselves."""
+    """Return the bytes that verifying a model takes, in addition to the memory of idle processes."""
     return 4 * parameters * (_ON_A_RANK * ranks + _IN_THE_COMPARISON)
 
 
 def fits(model: PreTrainedModel, ranks: int, memory: float | None) -> bool:
-    """Whether a model can be verified in so many bytes; None: as many as are needed.
+    """Return whether a model can be verified in ``memory`` bytes.
 
     Args:
-        model: on any device, ``meta`` too.
-        ranks: that hold a copy each while they build it.
-        memory: the bytes.
+        model: on any device, also ``meta``.
+        ranks: number of ranks; each holds a full copy while it builds the model.
+        memory: available bytes; None: unlimited.
     """
     return memory is None or needed_memory(num_parameters(model), ranks) <= memory
 
 
 def num_parameters(model: PreTrainedModel) -> int:
-    """Elements of all parameters, tied ones once."""
+    """Return the number of elements of all parameters, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Makes a model with new weights, the same in every process; it can be pickled.
+    """A picklable factory of a model with new random weights, the same in every process.
 
     Attributes:
-        model_class: of the model.
-        config: of the size that is used.
-        frozen: names of parameters that do not train.
-        adapters: of LoRA, by component; new ones, beside the matrices that there are.
-        tokens: special token id -> its id here.
-        rows: ordinary token ids here, ``0 .. rows - 1``; None: those of the samples.
+        model_class: class of the model.
+        config: config of the tiny size.
+        frozen: names of the frozen parameters.
+        adapters: component -> its LoRA adapters, limited to matrices that the tiny model has.
+        tokens: special token id of the full model -> its id in the tiny model.
+        rows: number of ordinary token ids, ``0 .. rows - 1``; None: token ids stay unchanged.
     """
 
     model_class: type[PreTrainedModel]
@@ -73,7 +73,7 @@ class TinyModel:
     rows: int | None
 
     def __call__(self) -> PreTrainedModel:
-        """The model, fp32 on the CPU."""
+        """Build the model, fp32 on the CPU."""
         model = build_twin(self.model_class, self.config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name not in self.frozen)
@@ -82,7 +82,7 @@ class TinyModel:
         return model
 
     def sample(self, sample: Any) -> Any:
-        """A :class:`Sample`, or HF-style arguments, with token ids of this model."""
+        """Return a copy of a :class:`Sample`, or of HF-style arguments, with the token ids of the tiny model."""
         if self.rows is None:
             return sample
         if isinstance(sample, Sample):
@@ -99,18 +99,19 @@ class TinyModel:
 
 
 def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> TinyModel | None:
-    """What stands in for a model that is on the meta device, or too large; None: it can be verified itself.
+    """Return a smaller stand-in for a model that is too large or on the meta device; None: verify the model itself.
 
-    Hidden widths stay. The language model has its first layers, up to the last that shows a new kind, at most four
-    experts per routing group and a few hundred vocabulary rows; towers have their first layers.
+    Hidden widths stay. The language model keeps its first layers until each kind of layer occurs, at most four experts
+    per routing group and a few hundred vocabulary rows. Towers keep their first layers. A model on the meta device
+    that is small enough keeps its size and gets random weights.
 
     Args:
         model: a HF model, or an :class:`OmniModel`.
         ranks: see :func:`fits`.
-        memory: bytes; None: what is available, and as much as needed where this machine does not tell.
+        memory: available bytes; None: measured, or unlimited if the machine does not report it.
 
     Raises:
-        UserError: the twin, too, is too large.
+        UserError: the smaller model is too large, too.
     """
     memory = available_memory() if memory is None else memory
     if fits(model, ranks, memory):
@@ -122,17 +123,17 @@ def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> 
         assert memory is not None
         least = needed_memory(num_parameters(shapes), ranks)
         raise UserError(
-            f"the model is too large to be verified here: found {memory / _GIB:.1f} GiB, expected {least / _GIB:.1f} "
-            f"GiB for {num_parameters(shapes):,} parameters, its smallest size, on {ranks} ranks; use fewer ranks "
-            "(nproc)"
+            f"the model is too large to verify on this machine: found {memory / _GIB:.1f} GiB, expected "
+            f"{least / _GIB:.1f} GiB for its smallest size ({num_parameters(shapes):,} parameters) on {ranks} ranks; "
+            "use fewer ranks (nproc)"
         )
     return twin
 
 
 def described(model: PreTrainedModel, full: PreTrainedModel) -> str:
-    """The size of ``model``, and of ``full``, for which it stands."""
+    """Describe the size of ``model``, compared to that of the full model."""
     if num_parameters(model) == num_parameters(full):
-        drawn = ", their weights drawn at random" if full.device.type == "meta" else ""
+        drawn = ", with random weights" if full.device.type == "meta" else ""
         return f"{num_parameters(model):,} parameters{drawn}"
     whole = sizes(_foundation(full))
     counts = [
@@ -141,7 +142,7 @@ def described(model: PreTrainedModel, full: PreTrainedModel) -> str:
         if count < whole[what]
     ]
     counts.append(f"{num_parameters(model):,} of {num_parameters(full):,} parameters")
-    return f"too large for this machine, verified at the same widths with {', '.join(counts)}"
+    return f"too large for this machine; verified at full width with {', '.join(counts)}"
 
 
 def _foundation(model: PreTrainedModel) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""``verify``: every layout gives the loss, the gradients and the weights of one process, on the user's own model."""
+"""``verify``: compare loss, gradients and weights of every layout with one process, on the user's model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.verify.arguments import (
     Factory,
-    made_by,
+    build_with,
     require_arguments,
     require_losses,
     require_same_weights,
@@ -42,25 +42,27 @@ from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 _NOISE_FACTOR = 20.0
-_NO_DIGITS = 0.1  # of its size: a gradient that moves so much when weights move to their neighbours is rounding
+# If a gradient changes by this fraction when every weight moves to a neighbouring number, it is only rounding.
+_NO_DIGITS = 0.1
 
 
 @dataclass(frozen=True)
 class VerifyRow:
-    """One layout against one process.
+    """The comparison of one layout with one process.
 
     Attributes:
-        layout: as given.
+        layout: the layout as given.
         status: ``equal``, ``different``, or ``refused``.
-        reason: why it differs or is refused; empty where it is equal.
-        loss_error: relative.
-        grad_error: of the worst parameter, relative to its largest gradient.
-        worst_parameter: its name.
-        weight_error: of the worst parameter after three steps of SGD with momentum, relative to its largest weight.
-        peak_memory_mb: of a rank's process, MiB.
-        collectives: that a rank issued for one step.
-        near_ties: tokens of a layer that would have gone to other experts than in one process, of nearly the same
-            score, in three steps. They were sent to the same ones, so that gradients can be compared.
+        reason: why it is different or refused; empty if it is equal.
+        loss_error: relative error of the loss.
+        grad_error: error of the worst gradient, relative to the largest element of that gradient.
+        worst_parameter: name of the parameter with the worst gradient.
+        weight_error: error of the worst weight after three steps of SGD with momentum, relative to the largest element
+            of that weight.
+        peak_memory_mb: peak memory of rank 0's process, MiB.
+        collectives: number of collectives that rank 0 issued in the first step.
+        near_ties: number of (token, layer) pairs in three steps that would have gone to other experts than in one
+            process, with nearly the same score. They were sent to the same experts, to make gradients comparable.
     """
 
     layout: str
@@ -77,12 +79,12 @@ class VerifyRow:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """What :func:`verify` found; shown as a table.
+    """The result of :func:`verify`; prints as a table.
 
     Attributes:
         rows: one per layout.
-        parameters: of the model that was verified.
-        size: of that model, in words; where the user's is too large for this machine, what was cut.
+        parameters: number of parameters of the verified model.
+        size: the size of that model in words, with the reductions if the full model is too large for this machine.
     """
 
     rows: tuple[VerifyRow, ...]
@@ -91,7 +93,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Every layout is equal, or refused with a reason."""
+        """Whether every layout is equal, or refused with a reason."""
         return all(row.status == "equal" or (row.status == "refused" and row.reason) for row in self.rows)
 
     def __repr__(self) -> str:
@@ -114,8 +116,8 @@ class VerifyReport:
             for row in self.rows:
                 if row.near_ties:
                     console.print(
-                        f"{row.layout}: {row.near_ties} times, a token's experts were nearly tied and taken from one "
-                        "process",
+                        f"{row.layout}: {row.near_ties} times, a token's experts had nearly equal scores; the experts "
+                        "of the single-process run were used",
                         highlight=False,
                     )
         return capture.get()
@@ -123,12 +125,12 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What one process itself leaves undetermined.
+    """The effect of rounding on one process.
 
     Attributes:
-        gradients: error of each gradient between two orders of the samples, relative as in :func:`_errors`.
-        weights: the same of the weights.
-        empty: parameters whose gradient is zero up to rounding.
+        gradients: parameter name -> error of its gradient between two orders of the samples, as in :func:`_errors`.
+        weights: parameter name -> the same for its weight.
+        empty: names of parameters whose gradient is zero up to rounding.
     """
 
     gradients: dict[str, float]
@@ -138,13 +140,13 @@ class _Rounding:
 
 @dataclass(frozen=True)
 class _Case:
-    """A layout to try.
+    """A layout to verify.
 
     Attributes:
-        name: as reports show it.
-        plan: of all components.
+        name: its name in reports.
+        plan: its parallel plan.
         accumulation: micro-batches per step.
-        ranks: that it takes.
+        ranks: number of ranks.
     """
 
     name: str
@@ -164,16 +166,16 @@ def verify(
     pool: RankPool | None = None,
     memory: float | None = None,
 ) -> VerifyReport:
-    """What :func:`omnitrain.verify` is for a factory that is no recipe; it has the arguments.
+    """Verify a model factory; :func:`omnitrain.verify` also takes recipes, and documents the arguments.
 
     Raises:
-        UserError: see there.
+        UserError: see :func:`omnitrain.verify`.
     """
     require_arguments(model_factory, samples, layouts, nproc, tolerance)
     cases = [_case(layout, nproc) for layout in layouts]
-    own = pool or RankPool(nproc, preload=("omnitrain.parallel.verify.verify",))
+    ranks = pool or RankPool(nproc, preload=("omnitrain.parallel.verify.verify",))
     try:
-        full = made_by(model_factory)
+        full = build_with(model_factory)
         if not samples:
             raise UserError("no samples to verify with; give at least one")
         if twin := twin_of(full, nproc, memory):
@@ -183,17 +185,17 @@ def verify(
         del full
         batch = to_samples(model.runner.native, samples)
         require_losses(batch)
-        reference = cache(partial(_in_one_process, model_factory, batch))
+        reference = cache(partial(_reference, model_factory, batch))
         rows = []
         for case in cases:
             adapters = adapters_for(model, case.plan)[0]
             frozen = frozenset(n for n in model.components if case.plan.of(n).freeze and n not in adapters)
-            run = partial(_row, own, model_factory, batch, case, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
-            rows.append(run(partial(reference, frozen, tuple(adapters.items()))))
+            verify_case = partial(_row, ranks, model_factory, batch, case, nproc=nproc, tolerance=tolerance)
+            rows.append(verify_case(partial(reference, frozen, tuple(adapters.items())), timeout_s=timeout_s))
         return VerifyReport(tuple(rows), num_parameters(model), size)
     finally:
         if pool is None:
-            own.close()
+            ranks.close()
 
 
 def _case(layout: str | Layout | ParallelPlan, nproc: int) -> _Case:
@@ -205,11 +207,13 @@ def _case(layout: str | Layout | ParallelPlan, nproc: int) -> _Case:
 
 
 def _shown(plan: ParallelPlan) -> str:
-    """A plan in a line: what it sets."""
+    """The fields that a plan sets, in one line."""
     fields = plan.model_dump(exclude_none=True, exclude_defaults=True)
-    parts = {"default": fields.pop("default", {}), **fields.pop("components", {}), **fields}
-    parts |= {name: {"globs": len(parts[name])} for name in ("tp_plan", "ep_plan") if name in parts}
-    shown = {name: ", ".join(f"{key}={value}" for key, value in own.items()) for name, own in parts.items() if own}
+    groups = {"default": fields.pop("default", {}), **fields.pop("components", {}), **fields}
+    groups |= {name: {"globs": len(groups[name])} for name in ("tp_plan", "ep_plan") if name in groups}
+    shown = {
+        name: ", ".join(f"{key}={value}" for key, value in group.items()) for name, group in groups.items() if group
+    }
     return " ".join(f"{name}({fields})" for name, fields in shown.items()) or "plan()"
 
 
@@ -225,12 +229,10 @@ def _row(
     timeout_s: float,
 ) -> VerifyRow:
     if case.ranks > nproc:
-        return VerifyRow(case.name, "refused", f"needs {case.ranks} ranks, {nproc} may run")
-    expected, rounding = reference()  # first: it knows a factory that makes another model each time
+        return VerifyRow(case.name, "refused", f"needs {case.ranks} ranks, but nproc is {nproc}")
+    expected, rounding = reference()  # first, because it detects a factory that builds a different model each time
     if not expected.gradients:
-        reason = (
-            "nothing can be compared: what trains under this layout, if anything, gets no gradient from these samples"
-        )
+        reason = "nothing can be compared: no trained parameter of this layout gets a gradient from these samples"
         return VerifyRow(case.name, "refused", reason)
     call = (_train_on_rank, factory, batch, case, expected.routing)
     try:
@@ -250,22 +252,23 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
     gradients = _worst(_errors(outcome.gradients, reference.gradients, rounding), rounding.gradients, tolerance)
     weights = _worst(_errors(outcome.weights, reference.weights, rounding), rounding.weights, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
-    for what, (name, error, allowed) in (("gradient", gradients), ("weight after three steps", weights)):
+    for kind, (name, error, allowed) in (("gradient", gradients), ("weight after three steps", weights)):
         if not error <= allowed:
-            reasons.append(f"the {what} of {name} is off by {error:.1e}, {allowed:.1e} allowed")
-    digits = {name: STEPS * torch.finfo(w.dtype).eps * _size(w) for name, w in reference.weights.items()}
-    for what, got, expected, lost in (
+            reasons.append(f"the {kind} of {name} is off by {error:.1e}, {allowed:.1e} allowed")
+    # Each step rounds the movement to the weight's precision.
+    precision = {name: STEPS * torch.finfo(w.dtype).eps * _size(w) for name, w in reference.weights.items()}
+    for kind, got, expected, floor in (
         ("gradient", outcome.gradients, reference.gradients, {}),
-        ("movement", outcome.moved, reference.moved, digits),  # of which a step loses what is below a weight's digits
+        ("movement", outcome.moved, reference.moved, precision),
     ):
         reasons += [
-            f"the {what} of {name} is {_size(got[name]):.1e}, and zero up to rounding ({_size(expected[name]):.1e}) in "
+            f"the {kind} of {name} is {_size(got[name]):.1e}, but zero up to rounding ({_size(expected[name]):.1e}) in "
             "one process"
             for name in sorted(rounding.empty)
-            if not _size(got[name]) <= max(_NOISE_FACTOR * _size(expected[name]), lost.get(name, 0.0))
+            if not _size(got[name]) <= max(_NOISE_FACTOR * _size(expected[name]), floor.get(name, 0.0))
         ]
     if outcome.replayed.others:
-        reasons.append(f"{outcome.replayed.others} times, a token's experts are others, and not by a near tie")
+        reasons.append(f"{outcome.replayed.others} times, a token went to other experts, and not by a near tie")
     return VerifyRow(
         layout=layout,
         status="different" if reasons else "equal",
@@ -281,7 +284,7 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
 
 
 def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: float) -> tuple[str, float, float]:
-    """Name, error and allowed error of the tensor that uses up most of what it is allowed; NaN is worst."""
+    """Name, error and allowed error of the tensor with the largest ratio of the two; NaN is worst."""
     allowed = {name: max(tolerance, _NOISE_FACTOR * noise[name]) for name in errors}
     name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name] / allowed[name]))
     return name, errors[name], allowed[name]
@@ -290,7 +293,7 @@ def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: f
 def _errors(
     got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: _Rounding | None = None
 ) -> dict[str, float]:
-    """Largest difference per tensor, relative to the tensor's largest value; not of what is only rounding."""
+    """Largest difference per tensor, relative to its largest element; without parameters in ``rounding.empty``."""
     return {
         name: float((got[name] - tensor).abs().max() / tensor.abs().max().clamp(min=torch.finfo(tensor.dtype).tiny))
         for name, tensor in expected.items()
@@ -302,53 +305,46 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _in_one_process(
+def _reference(
     factory: Factory, batch: list[Sample], frozen: frozenset[str], adapters: tuple[tuple[str, Adapters], ...] = ()
 ) -> tuple[Outcome, _Rounding]:
-    """The reference, every sample in a pack of its own, and what rounding leaves open in it.
+    """Train in one process with one sample per pack, and measure the effect of rounding.
 
-    For that it is run with its samples in another order, and with every weight moved to a neighbouring number. The
-    second tells gradients that are zero but for rounding: nothing is left of their digits, while others move about as
-    little as the weights. Experts are chosen once.
+    A second run reverses the order of the samples. A third moves every weight to a neighbouring number: a gradient
+    that is zero up to rounding then changes completely, while others change as little as the weights. Both replay the
+    routing of the first run.
     """
     first: dict[str, bytes] = {}
 
-    def trained(
-        change: Callable[[OmniModel], OmniModel],
-        samples: list[Sample],
-        routing: tuple[Recording, ...] | None = None,
-    ) -> Outcome:
-        model = _built(factory)
+    def trained(samples: list[Sample], routing: tuple[Recording, ...] | None = None, *, nudge: bool = False) -> Outcome:
+        model = _omni(build_with(factory))
         require_same_weights(model, first)
         freeze(model, sorted(frozen))
         add_lora(model, dict(adapters))
-        return train(change(model), [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
+        if nudge:
+            _nudge_weights(model)
+        return train(model, [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
 
-    reference = trained(lambda model: model, batch)
-    turned = trained(lambda model: model, batch[::-1], reference.routing)
-    moved = trained(_moved, batch, reference.routing)
-    change = _errors(moved.gradients, reference.gradients)
+    reference = trained(batch)
+    reversed_order = trained(batch[::-1], reference.routing)
+    nudged = trained(batch, reference.routing, nudge=True)
+    change = _errors(nudged.gradients, reference.gradients)
     return reference, _Rounding(
-        _errors(turned.gradients, reference.gradients),
-        _errors(turned.weights, reference.weights),
+        _errors(reversed_order.gradients, reference.gradients),
+        _errors(reversed_order.weights, reference.weights),
         frozenset(name for name, error in change.items() if error > _NO_DIGITS),
     )
 
 
 @torch.no_grad()
-def _moved(model: OmniModel) -> OmniModel:
-    """Each trained weight becomes one of its two neighbours, by chance."""
+def _nudge_weights(model: OmniModel) -> None:
+    """Move each trained weight to its next larger or smaller number, at random."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             up = torch.rand(parameter.shape, generator=generator) < 0.5
             towards = torch.where(up.to(parameter.device), torch.inf, -torch.inf).to(parameter.dtype)
             parameter.copy_(torch.nextafter(parameter, towards))
-    return model
-
-
-def _built(factory: Factory) -> OmniModel:
-    return _omni(made_by(factory))
 
 
 def _omni(model: PreTrainedModel) -> OmniModel:
@@ -358,8 +354,8 @@ def _omni(model: PreTrainedModel) -> OmniModel:
 def _train_on_rank(
     factory: Factory, batch: list[Sample], case: _Case, routing: tuple[Recording, ...] | None
 ) -> Outcome | str | None:
-    """The part of one rank; the outcome, or why the layout is refused, comes back from rank 0."""
-    model = _built(factory)
+    """Train on this rank; rank 0 returns the outcome. A refused layout returns the reason."""
+    model = _omni(build_with(factory))
     try:
         state = init_state_of(case.plan)
         table = micro_batches(model, batch, state.dp_size, case.accumulation)

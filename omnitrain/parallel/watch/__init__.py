@@ -1,1 +1,1 @@
-"""The stall monitor: where each rank is, and who waits for whom."""
+"""The stall monitor: track the position of each rank, and report the ranks that the others wait for."""

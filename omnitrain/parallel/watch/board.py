@@ -1,4 +1,4 @@
-"""What ranks tell each other of where they are, in a store that needs no collectives."""
+"""Share the positions, failures and reports of ranks through a store, without collectives."""
 
 from __future__ import annotations
 
@@ -20,77 +20,80 @@ _POLL_SECONDS = 0.05
 
 
 class StallBoard:
-    """One rank's side of it. Every method may raise RuntimeError: the process that holds the store is gone."""
+    """One rank's access to the shared store. Methods raise RuntimeError if the process that holds the store ended."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, world: int) -> None:
-        """``name`` is the same on all ranks, and used once."""
+        """``name`` must be the same on all ranks, and unused before."""
         self.rank = rank
         shared: Any = store  # torch's type stubs lack `clone`
-        self._store = dist.PrefixStore(name, shared.clone())  # else a blocking call of others would block this
+        self._store = dist.PrefixStore(name, shared.clone())  # another connection, so other callers cannot block it
         self._world = world
         self._last: Place | None = None
 
     def note(self, place: Place, moves: int) -> int:
-        """Keep ``place`` for the case that this process dies, and add to the moves of all ranks, which it returns."""
+        """Store this rank's position, in case the process dies; add ``moves`` and return the total of all ranks."""
         if place is not self._last:
             self._store.set(f"place/{self.rank}", json.dumps(_plain(place)))
             self._last = place
         return self._store.add("moves", moves)
 
     def somebody_told(self) -> bool:
-        """Another rank has found that the run stands still."""
+        """Return whether a rank has detected a stall."""
         return self._store.check(["told"])
 
     def leave(self) -> None:
-        """This rank takes part no more."""
+        """Note that this rank has left the loop."""
         self._store.set(f"left/{self.rank}", "")
 
     def tell(self, answer: Answer, seconds: float) -> str | None:
-        """Tell where this rank is; the first to call it waits for the others' answers and returns the report."""
+        """Store this rank's answer; the first caller waits for the other answers and returns the report."""
         self._store.set(f"answer/{self.rank}", json.dumps(asdict(answer) | {"place": _plain(answer.place)}))
         self._store.set("told", "")
         if not self.may_report():
             return None
         finished = {rank for rank in range(self._world) if self._has(f"left/{rank}")}
-        asked = [rank for rank in range(self._world) if rank not in finished]
-        _wait(lambda: all(self._has(f"answer/{rank}") for rank in asked), _ANSWER_SECONDS)
-        answers = {rank: self._answer_of(rank) for rank in asked if self._has(f"answer/{rank}")}
-        silent = {rank: self._place_of(rank) for rank in asked if rank not in answers}
+        running = [rank for rank in range(self._world) if rank not in finished]
+        _wait(lambda: all(self._has(f"answer/{rank}") for rank in running), _ANSWER_SECONDS)
+        answers = {rank: self._answer_of(rank) for rank in running if self._has(f"answer/{rank}")}
+        silent: dict[int, Place | None] = dict.fromkeys(rank for rank in running if rank not in answers)
+        for rank in silent:
+            if self._has(f"place/{rank}"):
+                silent[rank] = Place(*json.loads(self._store.get(f"place/{rank}")))
         return report(answers, silent, finished, seconds)
 
     def fail(self, message: str) -> bool:
-        """Tell that this rank has failed; whether it is the first one, of which the others are told."""
+        """Report that this rank has failed; return whether it is the first. Only the first message is stored."""
         if self._store.add("failures", 1) > 1:
             return False
         self._store.set("failed", json.dumps([self.rank, message]))
         return True
 
     def failure(self) -> tuple[int, str] | None:
-        """The rank that failed first, and its message."""
+        """Return the rank that failed first and its message; None: no rank has failed."""
         if not self._has("failed"):
             return None
         rank, message = json.loads(self._store.get("failed"))
         return rank, message
 
     def first_failure(self) -> tuple[int, str] | None:
-        """The same for a rank that has failed itself: somebody is about to tell it."""
+        """Like :meth:`failure`, for a rank that has failed: wait until the first one has stored its message."""
         _wait(lambda: self._has("failed"), _SEEN_SECONDS)
         return self.failure()
 
     def take_note(self) -> None:
-        """This rank knows who has failed. Rank 0, whose process holds the store, waits for the others to know it."""
+        """Confirm that this rank has read the failure. Rank 0, which holds the store, waits for all confirmations."""
         self._store.add("noted", 1)
         if self.rank == 0:
             _wait(lambda: self._store.add("noted", 0) >= self._world, _SEEN_SECONDS)
 
     def may_report(self) -> bool:
-        """True on the first rank that calls it."""
+        """Return True on the first rank that calls it."""
         return self._store.add("reporters", 1) == 1
 
     def part(self, *, has_reported: bool) -> None:
-        """Return when the report is printed: the end of one rank's process may end the others'.
+        """Wait until the report is printed, because the end of one rank's process may end the others.
 
-        Rank 0, whose process holds the store, comes last: the others' connections would complain at length.
+        Rank 0, which holds the store, returns last; otherwise the other ranks would print connection errors.
         """
         if has_reported:
             self._store.set("reported", "")
@@ -98,8 +101,8 @@ class StallBoard:
             _wait(lambda: self._has("reported"), _REPORT_SECONDS)
         self._store.add("parted", 1)
         if self.rank == 0:
-            told = sum(self._has(f"answer/{rank}") for rank in range(self._world))
-            _wait(lambda: self._store.add("parted", 0) >= told, _PART_SECONDS)
+            answered = sum(self._has(f"answer/{rank}") for rank in range(self._world))
+            _wait(lambda: self._store.add("parted", 0) >= answered, _PART_SECONDS)
 
     def _has(self, key: str) -> bool:
         return self._store.check([key])
@@ -108,9 +111,6 @@ class StallBoard:
         values = json.loads(self._store.get(f"answer/{rank}"))
         collectives = {key: Collectives(*value) for key, value in values["collectives"].items()}
         return Answer(Place(*values["place"]), values["seconds"], collectives, values["stack"])
-
-    def _place_of(self, rank: int) -> Place | None:
-        return Place(*json.loads(self._store.get(f"place/{rank}"))) if self._has(f"place/{rank}") else None
 
 
 def _plain(place: Place) -> list[Any]:

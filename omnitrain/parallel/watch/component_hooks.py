@@ -1,4 +1,4 @@
-"""Hooks that tell which component of a model runs."""
+"""Hooks that report which component of a model runs."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def follow_components(model: Any, note: Callable[[str], object]) -> list[RemovableHandle]:
-    """Call ``note(component)`` when the forward of a component begins, and when its backward does.
+    """Call ``note(component)`` when the forward or the backward of a component begins.
 
-    The modules of a component that get hooks are the largest that hold none but its parameters, and those directly in
-    them (a component's own methods may call these one by one). Blocks get none: they may be compiled.
+    The hooks are on the largest modules with parameters of only one component, and on their direct children, because
+    methods of a component may call the children one by one. Blocks get no hooks, because they may be compiled.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        note: must not wait for a device.
+        note: called with the component's name; must not wait for a device.
 
     Returns:
-        Of the hooks.
+        The handles of the hooks.
     """
     hooks: list[RemovableHandle] = []
     owners = {id(weight): name for name, weights in model.components.items() for weight in weights.values()}
-    for path, name in _parts(model, owners, ""):
-        part = model.get_submodule(path)
-        for module in (part, *part.children()):
+    for path, name in _largest_modules(model, owners, ""):
+        largest = model.get_submodule(path)
+        for module in (largest, *largest.children()):
             if not isinstance(module, GradientCheckpointingLayer):
                 hooks += _follow(module, name, note)
     return hooks
 
 
-def _parts(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[tuple[str, str]]:
+def _largest_modules(module: nn.Module, owners: Mapping[int, str], path: str) -> Iterator[tuple[str, str]]:
     """Path and component of the largest modules that belong to one component."""
     names = {owners[id(weight)] for weight in module.parameters() if id(weight) in owners}
     if len(names) == 1 and path:
         yield path, names.pop()
     elif names:
         for child_name, child in module.named_children():
-            yield from _parts(child, owners, f"{path}.{child_name}" if path else child_name)
+            yield from _largest_modules(child, owners, f"{path}.{child_name}" if path else child_name)
 
 
 def _follow(module: nn.Module, name: str, note: Callable[[str], object]) -> Iterator[RemovableHandle]:
-    def begin(*_: Any) -> None:  # of a forward, or of the backward behind it
+    def begin(*_: Any) -> None:  # a forward, or its backward
         note(name)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-        if made:
-            register_multi_grad_hook(made, begin, mode="any")
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        if outputs:
+            register_multi_grad_hook(outputs, begin, mode="any")
 
     yield module.register_forward_pre_hook(begin)
     yield module.register_forward_hook(end)

@@ -1,11 +1,11 @@
-"""A run that stands still ends, and says which rank is behind and where; where one rank fails, all end at once.
+"""End a stalled run with a report of the ranks that the others wait for; end all ranks if one fails.
 
-Every rank notes where it is. A thread beside it counts the notes in a store that all ranks share. When that count has
-stood still for the set time, every thread tells in the store where its rank is, one of them prints the report, and
-each ends its process: no exception reaches a main thread that waits inside a C call.
+Every rank notes its position. A background thread adds the number of notes to a counter in a store that all ranks
+share. If the counter does not change within the limit, every thread stores its rank's position, one of them prints the
+report, and each ends its process: no exception can reach a main thread that waits inside a C call.
 
-A rank that leaves the loop with an error tells that in the store, too. What others then meet, such as a connection that
-was closed, is but the consequence; those that wait for a collective would do so until its timeout.
+A rank that leaves the loop with an error stores it, too. The others would otherwise only report consequences, such as
+a closed connection, or wait in a collective until its timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,41 +35,42 @@ from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, d
 
 _PATIENCE = timedelta(days=7)  # of collectives
 _TICK_SECONDS = 1.0
-_FIRST_STEP = 3.0  # times the limit: kernels are compiled, data workers start
+_FIRST_STEP = 3.0  # times the limit, because the first step compiles kernels and starts data workers
 _STACK_DEPTH = 20
 _CLOSE_SECONDS = 2.0
 _FLUSH_SECONDS = 1.0
-_UNWIND_SECONDS = 3.0  # for a rank to leave the loop by itself, when another one has failed
+_UNWIND_SECONDS = 3.0  # for a rank to leave the loop by itself after another one has failed
 _IN_MICRO_BATCH = ("encode", "forward", "backward")
 
 
 class StallMonitor:
-    """Ends the run when no rank moves on, and names the rank that the others wait for, or the one that failed.
+    """End the run if no rank makes progress, and name the ranks that the others wait for, or the rank that failed.
 
-    Moving on is any call of :meth:`at` on any rank: a run may be as slow as it likes as long as some rank comes to
-    another place within the limit. Until the first step is done, the limit is three times as long.
+    Any call of :meth:`at` on any rank is progress: a slow run is fine as long as some rank changes its position within
+    the limit. Until the end of the first step the limit is three times as long.
 
-    Used as a context, by all ranks alike::
+    All ranks use it as a context manager::
 
-        with Watch(store, rank, world, limit_s=600) as watch:
-            watch.follow(model)
+        with StallMonitor(store, rank, world, limit_s=600) as monitor:
+            monitor.follow(model)
             for step in ...:
-                watch.at(step=step, phase="data")
-                for number, pack in enumerate(packs):
-                    watch.at(micro_batch=number, phase="forward", samples=pack.info.ids)
+                monitor.at(step=step, phase="data")
+                for index, pack in enumerate(packs):
+                    monitor.at(micro_batch=index, phase="forward", samples=pack.info.ids)
                     ...
-                    watch.at(phase="backward")
+                    monitor.at(phase="backward")
                     ...
-                watch.at(phase="optimizer")
+                monitor.at(phase="optimizer")
                 ...
-                with watch.paused("save"):
+                with monitor.paused("save"):
                     ...
 
-    Inside and behind it, collectives of the process groups that there are wait without end: torch's own timeouts, of
-    ten minutes on GPUs, would end the run before the limit is over, and name nobody.
+    From its start on, collectives of the existing process groups wait without a timeout: torch's timeouts, ten minutes
+    on GPUs, would end the run before the limit, without naming a rank.
 
-    An error that leaves the context on one rank ends all within seconds. On the others the context raises
-    :class:`TrainingError` with it in place of what they met; those that wait inside a collective end with exit code 1.
+    An error that leaves the context on one rank ends all ranks within seconds. On the others the context raises
+    :class:`TrainingError` with the first error instead of their own error; ranks that wait inside a collective end
+    with exit code 1.
     """
 
     def __init__(
@@ -79,24 +80,22 @@ class StallMonitor:
         world: int,
         limit_s: float | None,
         *,
-        stream: TextIO | None = None,
         on_failure: Callable[[int], None] | None = None,
     ) -> None:
-        """Nothing is watched before the context is entered.
+        """Create the monitor; it starts when the context is entered.
 
         Args:
-            store: shared by all ranks; it is used over a connection of its own.
-            rank: of this process; its main thread is the calling one.
+            store: a store that all ranks share; the monitor opens another connection to it.
+            rank: rank of this process; the calling thread is its main thread.
             world: number of ranks.
-            limit_s: seconds without a move on any rank; None: they may stand still forever.
-            stream: where the report goes; None: stderr.
-            on_failure: called with this rank where it is the first one that fails.
+            limit_s: seconds without progress on any rank before the run ends; None: no limit.
+            on_failure: called with this rank if it is the first one that fails.
         """
-        number = store.add(f"omnitrain/watches/{rank}", 1)  # this rank's on this store: the same on all ranks
-        self._board = StallBoard(store, f"omnitrain/stalls/{number}", rank, world)
+        monitors = store.add(f"omnitrain/watches/{rank}", 1)  # how many this rank has created: the same on all ranks
+        self._board = StallBoard(store, f"omnitrain/stalls/{monitors}", rank, world)
         self._is_alone = world == 1
         self._limit_s = math.inf if limit_s is None else limit_s
-        self._stream = stream or sys.stderr
+        self._stream = sys.stderr
         self._on_failure = on_failure
         self._main_thread = threading.get_ident()
         self._place, self._moves, self._paused = Place(), 0, False
@@ -114,18 +113,18 @@ class StallMonitor:
         component: str | None = None,
         samples: Sequence[str] | None = None,
     ) -> None:
-        """This rank is at another place. A profiler, where one runs, gets a mark with its description.
+        """Set the position of this rank; a running profiler gets a mark with its description.
 
-        What is not given stays as it was, but what lies within something new is new: a step begins without a
-        micro-batch, a micro-batch without samples, a phase without a component. Phases other than ``encode``,
-        ``forward`` and ``backward`` are of the step, and end its micro-batch.
+        Omitted arguments keep their value, with these exceptions: a new step resets micro-batch, phase, component and
+        samples; a new micro-batch resets phase, component and samples; a new phase resets the component. Phases other
+        than ``encode``, ``forward`` and ``backward`` belong to the step, and end its micro-batch.
 
         Args:
             step: the optimizer step, from 1.
-            micro_batch: of the step, from 0.
-            phase: of the micro-batch or step.
-            component: that runs now.
-            samples: ids of the micro-batch; not copied.
+            micro_batch: index of the micro-batch in the step, from 0.
+            phase: phase of the micro-batch or step.
+            component: the component that runs now.
+            samples: ids of the samples in the micro-batch; not copied.
         """
         last = self._place
         if step is not None:
@@ -148,7 +147,7 @@ class StallMonitor:
                 pass
 
     def follow(self, model: nn.Module) -> None:
-        """Note every component of ``model`` when its forward or its backward begins, until this is closed.
+        """Set the position to each component of ``model`` when its forward or backward begins, until :meth:`close`.
 
         Args:
             model: an :class:`omnitrain.models.omni.model.OmniModel`.
@@ -157,9 +156,9 @@ class StallMonitor:
 
     @contextmanager
     def paused(self, phase: Phase) -> Iterator[None]:
-        """For work of unknown length that notes no places, such as saving: no run is stalled as long as it lasts.
+        """Suspend the limit for work of unknown length, such as saving, that sets no positions.
 
-        A rank whose process dies in it is found all the same.
+        The monitor still detects a rank whose process dies during the work.
         """
         self.at(phase=phase)
         self._paused = True
@@ -171,11 +170,11 @@ class StallMonitor:
 
     @property
     def is_closed(self) -> bool:
-        """It was used, and is over: another loop needs another one."""
+        """Whether it was closed; another training loop needs a new monitor."""
         return self._closing.is_set()
 
     def close(self) -> None:
-        """This rank has left the loop; the others are watched on."""
+        """Note that this rank has left the loop; the monitors of the other ranks continue."""
         self._closing.set()
         while self._hooks:
             self._hooks.pop().remove()
@@ -191,27 +190,27 @@ class StallMonitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-        if isinstance(error, Exception | SystemExit) and not self._is_alone:  # Ctrl-C comes to all ranks
+        if isinstance(error, Exception | SystemExit) and not self._is_alone:  # Ctrl-C reaches all ranks
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others of ``error``; raise what they told, where it was another rank that failed first."""
-        is_told = isinstance(error, UserError | TrainingError)  # by a message, often of all ranks alike
-        what = "".join(traceback.format_exception_only(error)).strip()
-        where = described(self._place)
+        """Report ``error`` to the other ranks; if another rank failed first, raise its error instead."""
+        is_explained = isinstance(error, UserError | TrainingError)  # has a message for users, often on all ranks
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        position = described(self._place)
         failure: tuple[int, str] | None = None
-        with suppress(RuntimeError):  # the store went with the process that held it
-            message = str(error) if is_told else f"rank {self._board.rank} failed in {where}: {what}"
+        with suppress(RuntimeError):  # the process that holds the store has ended
+            message = str(error) if is_explained else f"rank {self._board.rank} failed in {position}: {summary}"
             is_first = self._board.fail(message)
             failure = self._board.first_failure()
             if is_first and self._on_failure is not None:
                 self._on_failure(self._board.rank)
             self._board.take_note()
-        if is_told:
+        if is_explained:
             return
         if failure is not None and failure[0] != self._board.rank:
             raise TrainingError(failure[1]) from error
-        error.add_note(f"on rank {self._board.rank}, in {where}")
+        error.add_note(f"on rank {self._board.rank}, in {position}")
 
     def _watch(self) -> None:
         first_step: int | None = None
@@ -222,10 +221,10 @@ class StallMonitor:
                 self._moved_at = now
             self._moves += self._paused
             try:
-                counted, told = self._board.note(place, moves - reported), self._board.somebody_told()
+                counted, is_stalled = self._board.note(place, moves - reported), self._board.somebody_told()
                 failure = self._board.failure()
-            except RuntimeError:  # the store went with the process that held it: see how far this rank comes alone
-                counted, told, failure = moves, False, None
+            except RuntimeError:  # the process that holds the store has ended: continue with this rank's moves
+                counted, is_stalled, failure = moves, False, None
             if failure is not None and not self._closing.wait(_UNWIND_SECONDS):
                 self._end_for_another(failure[1])
             if counted != total:
@@ -233,13 +232,13 @@ class StallMonitor:
             first_step = place.step if first_step is None else first_step
             reported = moves
             limit = self._limit_s * (_FIRST_STEP if place.step == first_step else 1.0)
-            if told or now - since > limit:
+            if is_stalled or now - since > limit:
                 self._end(now - since)
         with suppress(RuntimeError):
             self._board.leave()
 
     def _end_for_another(self, message: str) -> None:
-        """End this process, for another rank has failed."""
+        """End this process because another rank has failed."""
         with suppress(RuntimeError):
             if self._board.may_report():
                 self._report(message)
@@ -247,10 +246,13 @@ class StallMonitor:
         self._exit()
 
     def _end(self, seconds: float) -> None:
-        answer = self._answer()
+        """End this process because the run stalled, and report this rank's position."""
+        frames = traceback.extract_stack(sys._current_frames()[self._main_thread])[-_STACK_DEPTH:]
+        stack = "".join(traceback.format_list(frames)).rstrip()
+        answer = Answer(self._place, time.monotonic() - self._moved_at, _begun_collectives(), stack)
         try:
             text = self._board.tell(answer, seconds)
-        except RuntimeError:  # as above
+        except RuntimeError:  # the process that holds the store has ended
             text = report({self._board.rank: answer}, {}, (), seconds)
         if text is not None:
             self._report(text)
@@ -263,29 +265,24 @@ class StallMonitor:
         self._stream.flush()
 
     def _exit(self) -> None:
-        # Whoever prints at this moment holds the lock of its stream, perhaps forever.
+        # A thread that prints at this moment holds the lock of stdout, perhaps forever, so flush with a timeout.
         flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
         os._exit(EXIT_FAILED)
 
-    def _answer(self) -> Answer:
-        frames = traceback.extract_stack(sys._current_frames()[self._main_thread])[-_STACK_DEPTH:]
-        stack = "".join(traceback.format_list(frames)).rstrip()
-        return Answer(self._place, time.monotonic() - self._moved_at, _begun_collectives(), stack)
-
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Those that this rank is in."""
+    """The process groups of this rank."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def _begun_collectives() -> dict[str, Collectives]:
-    """Of each process group and device of this rank; torch counts them as they are issued, which asks no device."""
+    """The collectives started on each process group and device; torch counts them on the host."""
     begun = {}
     for group in _groups():
         for device in group._device_types:
-            with suppress(RuntimeError):  # a backend that does not count
+            with suppress(RuntimeError):  # the backend does not count
                 backend: Any = group._get_backend(device)
                 count = backend._get_sequence_number_for_group()
                 begun[f"{group.group_name}/{device.type}"] = Collectives(group.group_desc, count)

@@ -1,4 +1,4 @@
-"""Who is behind in a run that stands still, and what a user reads of it."""
+"""Find the ranks that stalled a run, and write the report for the user."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Literal, NamedTuple
 Phase = Literal["data", "encode", "forward", "backward", "optimizer", "save", "evaluate"]
 
 _ORDER: dict[str | None, int] = {
-    phase: number
-    for number, phase in enumerate((None, "data", "encode", "forward", "backward", "optimizer", "save", "evaluate"))
+    phase: index
+    for index, phase in enumerate((None, "data", "encode", "forward", "backward", "optimizer", "save", "evaluate"))
 }
-_MANY_SAMPLES = 8
+_SHOWN_SAMPLES = 8
 
 
 class Place(NamedTuple):
-    """Where a rank is. None: not within one.
+    """The position of a rank in training. None: outside of one.
 
     Attributes:
         step: the optimizer step, from 1.
-        micro_batch: of the step, from 0.
-        phase: of the step.
-        component: that runs, or whose backward does.
-        samples: ids of the micro-batch.
+        micro_batch: index of the micro-batch in the step, from 0.
+        phase: phase of the step.
+        component: the component whose forward or backward runs.
+        samples: ids of the samples in the micro-batch.
     """
 
     step: int | None = None
@@ -35,11 +35,11 @@ class Place(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """What a rank has begun on a process group: of all its ranks the same, or somebody waits.
+    """The collectives that a rank has started on a process group; if the counts of its ranks differ, one waits.
 
     Attributes:
-        group: what the group is for.
-        begun: so many collectives.
+        group: description of the group.
+        begun: number of started collectives.
     """
 
     group: str
@@ -48,13 +48,13 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank tells of itself.
+    """The status that a rank reports.
 
     Attributes:
-        place: where it is.
-        seconds: for how long.
-        collectives: by group and device.
-        stack: of its main thread.
+        place: its position.
+        seconds: time since it reached that position, in seconds.
+        collectives: group and device -> its started collectives.
+        stack: stack of its main thread.
     """
 
     place: Place
@@ -64,15 +64,16 @@ class Answer:
 
 
 def behind(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[int]:
-    """The ranks that the others wait for.
+    """Return the ranks that the others wait for.
 
     Args:
-        answers: of the ranks that tell where they are.
-        silent: ranks whose process is gone, or cannot run Python; if there are any, it is them.
+        answers: rank -> its answer.
+        silent: ranks whose process has ended, or cannot run Python.
 
     Returns:
-        Else those that have begun fewer collectives than another rank of a group, and wait in none themselves. Where
-        collectives tell nothing, those with the least progress in the step; all, where they are alike.
+        The silent ranks, if any. Otherwise the ranks that have started fewer collectives than another rank of a group
+        and do not wait in a collective themselves. If the counts of collectives do not differ, the ranks with the
+        least progress in the step; all ranks, if their progress is equal.
     """
     if silent := sorted(silent):
         return silent
@@ -87,11 +88,11 @@ def behind(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[in
     if late:
         return sorted(late - waiting or late)
     progress = {rank: _progress(answer.place) for rank, answer in answers.items()}
-    return sorted(rank for rank, done in progress.items() if done == min(progress.values()))
+    return sorted(rank for rank, value in progress.items() if value == min(progress.values()))
 
 
 def _progress(place: Place) -> tuple[int, float, int]:
-    """Comparable: the data come before all micro-batches of a step, what has no micro-batch else after them."""
+    """A sort key: the data phase comes before all micro-batches of a step, other phases outside of them after."""
     phase = _ORDER[place.phase]
     outside = -1 if phase <= _ORDER["data"] else math.inf
     return place.step or 0, outside if place.micro_batch is None else place.micro_batch, phase
@@ -100,25 +101,25 @@ def _progress(place: Place) -> tuple[int, float, int]:
 def report(
     answers: Mapping[int, Answer], silent: Mapping[int, Place | None], finished: Iterable[int], seconds: float
 ) -> str:
-    """What the user reads.
+    """Return the report for the user.
 
     Args:
-        answers: of the ranks that tell where they are.
-        silent: the others, and where they were last; None: they never came so far.
+        answers: rank -> its answer.
+        silent: rank without an answer -> its last known position; None: it never reported one.
         finished: ranks that had left the loop.
-        seconds: no rank has moved for so long.
+        seconds: time since the last progress of any rank, in seconds.
     """
     culprits = behind(answers, silent)
-    lines = [f"the run stalled: no rank moved on for {seconds:.0f} s (train.stall_seconds)"]
+    lines = [f"the run stalled: no rank made progress for {seconds:.0f} s (train.stall_seconds)"]
     for rank in culprits:
         if rank in silent:
             place = silent[rank]
-            last = "has told no place yet" if place is None else f"was last seen in {described(place)}"
+            last = "never reported its position" if place is None else f"was last seen in {described(place)}"
             lines.append(f"  rank {rank} does not answer (killed, or stuck outside Python); it {last}")
         else:
             answer = answers[rank]
             lines.append(f"  rank {rank} is in {described(answer.place)}, for {answer.seconds:.0f} s")
-            lines += [f"    has not come to {missing}" for missing in _missing(rank, answers)]
+            lines += [f"    has not started {missing}" for missing in _missing(rank, answers)]
     others: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         if rank not in culprits:
@@ -136,7 +137,7 @@ def report(
 
 
 def described(place: Place) -> str:
-    """``encode of image_encoder, step 3, micro-batch 0, samples a, b``."""
+    """Format a position like ``encode of image_encoder, step 3, micro-batch 0, samples a, b``."""
     where: str = place.phase or "the loop"
     if place.component:
         where += f" of {place.component}"
@@ -145,20 +146,20 @@ def described(place: Place) -> str:
     if place.micro_batch is not None:
         where += f", micro-batch {place.micro_batch}"
     if place.samples:
-        shown = ", ".join(place.samples[:_MANY_SAMPLES])
-        more = len(place.samples) - _MANY_SAMPLES
+        shown = ", ".join(place.samples[:_SHOWN_SAMPLES])
+        more = len(place.samples) - _SHOWN_SAMPLES
         where += f", samples {shown}" + (f" and {more} more" if more > 0 else "")
     return where
 
 
 def _missing(rank: int, answers: Mapping[int, Answer]) -> list[str]:
-    """Collectives that others have begun and ``rank`` has not."""
+    """The next collectives that other ranks have started and ``rank`` has not."""
     lines = []
-    for key, own in answers[rank].collectives.items():
+    for key, (group, started) in answers[rank].collectives.items():
         most = max(answer.collectives[key].begun for answer in answers.values() if key in answer.collectives)
-        if own.begun < most:
-            lines.append(f"collective {own.begun + 1} of the process group {own.group!r}; others are at {most}")
-    return list(dict.fromkeys(lines))  # a group may count alike for several devices
+        if started < most:
+            lines.append(f"collective {started + 1} of the process group {group!r}; others are at {most}")
+    return list(dict.fromkeys(lines))  # a group may have equal counts for several devices
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -196,14 +196,14 @@ def test_experts_that_do_not_get_every_token_of_a_row_are_not_counted_and_refuse
     routers.end()
     first, second = routers._load.values()
     assert float(first.sum()) == 0 < float(second.sum())
-    with pytest.raises(UserError, match=r"layers.0.mlp.experts did not get every token of a row, .* use loss: none"):
+    with pytest.raises(UserError, match=r"layers.0.mlp.experts did not get every token of a pack, .* use loss: none"):
         routed(True, RouterMonitor(model, ExpertsBalance(loss="sample", weight=0.01)), model)
 
 
 @pytest.mark.parametrize(
     ("factory", "balance", "message"),
     [
-        (factories.qwen3_moe, {"bias_rate": 0.01}, r"bias_rate: found 0.01, but the router beside .* has no bias"),
+        (factories.qwen3_moe, {"bias_rate": 0.01}, r"bias_rate: found 0.01, but the router of .* has no bias"),
         (factories.any_to_any, {"loss": "sample"}, r"train.experts: \w+ has no experts to balance; remove it"),
     ],
 )

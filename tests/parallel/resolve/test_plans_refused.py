@@ -73,14 +73,14 @@ def by_default(**fields: Any) -> ot.ParallelPlan:
         ),
         (plan("foundation", async_ulysses=True), r"foundation.async_ulysses: found true with ulysses 1, where it does"),
         (plan("foundation", sequence_parallel=True), r"sequence_parallel: found true with tp 1, .*; set tp above 1"),
-        (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation's sequences are shared"),
+        (plan(sequence_parallel=True), r"image_encoder.sequence_parallel: only the foundation supports it"),
         (
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
-            r"names no weights of experts; the model has none",
+            r"matches no weights of experts; the model has none",
         ),
         (plan(expert_rows=8), r"image_encoder.expert_rows: found 8, but the component has no experts; remove it"),
         (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
-        (by_default(expert_chunks=2), r"default.expert_chunks: found 2, but no component has experts that are spread"),
+        (by_default(expert_chunks=2), r"default.expert_chunks: found 2, but no component has expert parallelism"),
         (by_default(expert_rows=8), r"default.expert_rows: found 8, but no component has experts; remove it"),
         (by_default(offloaded_tensors=["mlp_input"]), r"default.offloaded_tensors: found .* has experts and keeps"),
         (
@@ -97,7 +97,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_what_would(
 
 
 def test_experts_of_a_dense_model_cannot_be_spread(model: ot.OmniModel) -> None:
-    with pytest.raises(UserError, match=r"foundation.ep: found 2, but no part of the model has experts .* use 1"):
+    with pytest.raises(UserError, match=r"foundation.ep: found 2, but no component has experts .* use 1"):
         resolve(model, plan("foundation", ep=2), ep=2)
 
 
@@ -125,7 +125,7 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
     [
         ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
         (ONE_CHUNK_TOO_MANY, 2, r"default.expert_chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
-        (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where no row travels; remove it"),
+        (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where it does nothing; remove it"),
         (
             {"default": {"ep": 4}},
             2,
@@ -133,15 +133,15 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
         ),
         ({"default": {"ep": 4}}, 1, r": 1 problem\n  default.ep: found 4, .* has 1; call .*\(ep_size=4\)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
-        ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"only a part of the weights of {EXPERTS}; .*down_proj must be"),
+        ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"matches only some weights of {EXPERTS}; add .*down_proj"),
         (
             {"default": {"ep": 2, "expert_dispatcher": "deepep"}},
             2,
             r"default.expert_dispatcher: found deepep, but deep_ep is not installed; use torch, or auto to fall back",
         ),
-        ({"components": {"foundation": {"expert_dispatcher": "auto"}}}, 1, r"found auto with ep 1, where no row tra"),
-        ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, which spreads nothing; set ep above 1, or"),
-        ({"ep_plan": {"experts.*": 1}}, 2, r"`experts.\*` says dimension 1; .* are counted by dimension 0"),
+        ({"components": {"foundation": {"expert_dispatcher": "auto"}}}, 1, r"found auto with ep 1, where it does"),
+        ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, where it does nothing; set ep above 1, or"),
+        ({"ep_plan": {"experts.*": 1}}, 2, r"found dimension 1 for `experts.\*`; dimension 0 of .* is the expert"),
     ],
 )
 def test_experts_that_cannot_be_spread_so_are_refused_with_what_would(
@@ -165,7 +165,9 @@ def test_a_named_backend_stays_under_a_plan_and_one_that_computes_all_rows_at_on
     use_omnitrain_experts(model, "grouped_mm")
     bound_rows(model, expert_layers(model)["foundation"], None)
     assert {backend_of(module) for _, module in experts_in(model)} == {"grouped_mm"}
-    with pytest.raises(UserError, match=r"default.expert_rows: found 8, but experts backend grouped_mm computes all"):
+    with pytest.raises(
+        UserError, match=r"default.expert_rows: found 8, but experts backend grouped_mm does not support"
+    ):
         resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(expert_rows=8)))
 
 
@@ -192,7 +194,7 @@ def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(mon
     monkeypatch.setattr(model.foundation, "_ep_plan", {text: "ep_dispatch_experts"})
     assert [layer.name.split(".")[-2] for layer in chosen_layers(model, layers, None)] == ["text_moe"]
     monkeypatch.setattr(model.foundation, "_ep_plan", {vision: "ep_dispatch_experts"})
-    with pytest.raises(UserError, match=r"the model's own plan also spreads .*layers.1.mlp.vision_moe, which"):
+    with pytest.raises(UserError, match=r"the model's HF plan also shards .*layers.1.mlp.vision_moe, which"):
         resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(ep=2)), ep=2)
 
 
@@ -213,7 +215,7 @@ def test_chunks_are_counted_where_the_experts_can_be_spread_and_only_if_asked_fo
 
 def test_routers_that_a_model_does_not_declare_cannot_be_named() -> None:
     model = build_omni_model(foundation=ernie4_5_vl_moe())
-    with pytest.raises(UserError, match=r"default.recomputed_parts: found router, but Ernie.* declares none beside"):
+    with pytest.raises(UserError, match=r"default.recomputed_parts: found router, but Ernie.* declares no router of"):
         resolve(model, by_default(recompute="parts"))
     parts = ["attention", "expert_activation"]
     found = resolve(model, by_default(recompute="parts", recomputed_parts=parts))
@@ -320,8 +322,12 @@ def two_heads() -> ot.OmniModel:
     [
         (plan(ulysses=2), {"sp": 4}, r"ulysses: found 2, but 4 ranks share .*; use 1 or 4"),
         (plan(ulysses=4), {"sp": 4}, r"ulysses: found 4: 4 ranks cannot share 2 heads equally; 1, 2 can"),
-        (plan(ulysses=2, place="world"), {"sp": 2}, r"found 2 with `place: world`; .* share each item: remove one"),
-        (plan(cp=2), {"sp": 2}, r"image_encoder.cp: found 2, but only the foundation has a ring; .*`place: group`"),
+        (plan(ulysses=2, place="world"), {"sp": 2}, r"found 2 with `place: world`, .* share each item; remove one"),
+        (
+            plan(cp=2),
+            {"sp": 2},
+            r"image_encoder.cp: found 2, but only the foundation supports ring attention; .*`place: group`",
+        ),
     ],
 )
 def test_a_tower_is_shared_by_the_ranks_that_share_its_row_or_not_at_all(
@@ -349,17 +355,19 @@ def test_a_tower_that_keeps_items_apart_along_the_batch_is_refused_by_name(
 
 def test_a_ring_is_refused_to_a_model_that_drops_attention_before_it_runs() -> None:
     model = build_omni_model(foundation=qwen3_with_dropout())
-    with pytest.raises(UserError, match=r"a ring does not honour dropout \(attention_dropout in .*; set cp to 1"):
+    with pytest.raises(
+        UserError, match=r"ring attention ignores attention dropout \(attention_dropout in .*; set cp to 1"
+    ):
         resolve(model, ot.ParallelPlan(), cp=2)
     resolve(model, ot.ParallelPlan(), sp=2)
 
 
 def test_a_plan_or_a_model_of_another_kind_is_told_before_anything_is_done(model: ot.OmniModel) -> None:
-    with pytest.raises(UserError, match="model: found a Linear; expected an OmniModel or a model of transformers"):
+    with pytest.raises(UserError, match="model: found a Linear; expected an OmniModel or a transformers model"):
         ot.build_parallelize_model(torch.nn.Linear(2, 2))
     for argument, found, message in (
         ("parallel_plan", {"default": {"recompute": "full"}}, "found a dict; expected a ParallelPlan"),
-        ("parallel_state", {"tp": 1}, "found a dict; expected what init_parallel_state returns"),
+        ("parallel_state", {"tp": 1}, "found a dict; expected the state that init_parallel_state returns"),
         ("weights_path", 3, "found 3; expected a folder or a Hub id"),
         ("enable_mixed_precision", "float16", r"found 'float16'; expected True \(bf16\), False or None"),
         ("enable_gradient_checkpointing", None, "found None; expected True or False"),

@@ -117,5 +117,5 @@ def wrong_lengths() -> None:
 def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="4 ranks cannot share 6 heads equally; 1, 2, 3, 6 can"):
         ranks.run(scatter_heads, 6, timeout_s=30)
-    with pytest.raises(RankError, match=r"lengths are \[1, 1, 1, 1\]; expected 4 that add up to 5"):
+    with pytest.raises(RankError, match=r"lengths: found \[1, 1, 1, 1\]; expected 4 numbers that add up to 5"):
         ranks.run(wrong_lengths, timeout_s=30)

@@ -174,7 +174,7 @@ def refused_around_a_ring(name: str) -> None:
     [("dropout", "dropout"), ("position_bias", "a position bias"), ("a mask with gradients", "a mask with gradients")],
 )
 def test_what_a_ring_does_not_honour_is_refused_by_name(ranks: RankPool, name: str, found: str) -> None:
-    with pytest.raises(RankError, match=f"a ring does not honour {found}: set cp to 1"):
+    with pytest.raises(RankError, match=f"ring attention does not support {found}; set cp to 1"):
         ranks.run(refused_around_a_ring, name, timeout_s=30, world=2)
 
 

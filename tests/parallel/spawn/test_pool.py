@@ -201,15 +201,17 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert "rank 0 ended with exit code 1 while it was started; if this is a script, are its last lines" in ended.stderr
+    assert "rank 0 ended with exit code 1 during its start; in a script, put the code that starts ranks" in ended.stderr
 
 
 def test_what_cannot_be_sent_is_refused(ranks: RankPool) -> None:
-    with pytest.raises(UserError, match=r"cannot be sent to other processes.*expected a function of a module's top"):
+    with pytest.raises(
+        UserError, match=r"cannot be sent to other processes.*expected a function at the top level of a module"
+    ):
         ranks.run(lambda: None, timeout_s=30)
     with pytest.raises(RankError, match=r"cannot pickle '_thread.lock' object"):
         ranks.run(unpicklable, timeout_s=30, world=1)
-    with pytest.raises(UserError, match="5 ranks asked for; this pool has 1 to 4"):
+    with pytest.raises(UserError, match="found 5 ranks; this pool can run 1 to 4"):
         ranks.run(process_id, timeout_s=30, world=5)
 
 

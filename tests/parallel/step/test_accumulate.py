@@ -31,7 +31,10 @@ def gradients_on_ranks(table: Sequence[Sequence[Sequence[Sample]]], place: Place
     rank, model = torch.distributed.get_rank(), tiny_model()
     idle = idle_prompt(model)
     packs = [Pack.from_samples(samples or [idle]) for samples in table[rank]]
-    batch = step_planner(model, places=dict.fromkeys(ENCODERS, place))(packs)
+    planner = step_planner(model)
+    components = [replace(c, place=place) if c.name in ENCODERS else c for c in planner.topology.components]
+    planner.topology = replace(planner.topology, components=tuple(components))
+    batch = planner(packs)
     loss = accumulate_gradients(model, batch)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     loads = {name: batch.plan.loads(name).tolist() for name in ENCODERS}

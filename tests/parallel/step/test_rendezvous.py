@@ -53,7 +53,7 @@ def meet_without_rank_1() -> str:
 
 def test_a_data_process_that_never_comes_is_not_waited_for(ranks: RankPool) -> None:
     message, _ = ranks.run(meet_without_rank_1, timeout_s=60, world=2)
-    assert message.startswith("the data processes of 2 ranks did not meet within 1 s")
+    assert message.startswith("the data processes of 2 ranks did not connect within 1 s")
 
 
 def meet_late() -> int:

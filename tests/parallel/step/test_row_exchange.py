@@ -227,5 +227,5 @@ def wrong_number_of_rows() -> None:
 
 
 def test_rows_are_counted_before_anything_moves(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="rank 0: found 3 rows; expected 2, those of its items"):
+    with pytest.raises(RankError, match="rank 0: found 3 rows; expected 2, one per row of its items"):
         ranks.run(wrong_number_of_rows, timeout_s=30, world=1)

@@ -50,7 +50,7 @@ def test_a_model_is_cut_by_its_own_plan(any_to_any: ot.OmniModel) -> None:
 
 
 def test_a_model_without_a_plan_needs_globs(qwen3_vl: ot.OmniModel) -> None:
-    assert "Qwen3VLForConditionalGeneration comes with no tensor parallel plan" in problems(qwen3_vl)
+    assert "Qwen3VLForConditionalGeneration has no tensor parallel plan" in problems(qwen3_vl)
 
 
 def test_a_glob_that_fits_the_foundation_leaves_its_tower_alone(qwen3_vl: ot.OmniModel) -> None:
@@ -100,14 +100,14 @@ def test_experts_stay_whole_and_shared_ones_are_cut() -> None:
         (2, {"mlp.up_proj": "colwize"}, "tp_plan: unknown style 'colwize'; did you mean `colwise`?"),
         (2, {"mlp": "colwise"}, "colwise is for linear layers, found Qwen3MLP"),
         (2, {"mlp.up_proj": "embedding_rowwise"}, "embedding_rowwise is for embeddings, found Linear"),
-        (2, {"mlp.up_proj": "packed_colwise"}, "keeps its order with colwise_gather_output, and rowwise_split_input"),
+        (2, {"mlp.up_proj": "packed_colwise"}, "keeps the order of its columns, and rowwise_split_input"),
         (2, {"q_norm.weight": "colwise_gather_output"}, "colwise_gather_output is for modules, found a parameter"),
         (
             2,
             {"mlp.up_proj": "colwise", "layers.0.mlp.*": "rowwise"},
             "`mlp.up_proj` says colwise, `layers.0.mlp.*` says rowwise",
         ),
-        (1, {"mlp.up_proj": "colwise"}, "tp_plan: found with tp 1, which cuts nothing"),
+        (1, {"mlp.up_proj": "colwise"}, "tp_plan: found with tp 1, where it does nothing"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_what_can(
@@ -120,7 +120,7 @@ def test_a_tower_is_cut_only_if_something_says_how(qwen3_vl: ot.OmniModel) -> No
     asked = {"image_encoder": ot.ComponentPlan(tp=2)}
     globs = {"layers.*.mlp.down_proj": "rowwise_split_input"}
     found = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), 2)
-    assert "components.image_encoder.tp: found 2, but nothing says how to cut it" in found.problems[0]
+    assert "components.image_encoder.tp: found 2, but transformers has no tensor parallel plan" in found.problems[0]
     assert tensor_plan(qwen3_vl, ot.ParallelPlan(tp_plan=globs), 2).components == {"foundation"}
     globs |= {"blocks.*.mlp.linear_fc1": "colwise", "blocks.*.mlp.linear_fc2": "rowwise"}
     both = tensor_plan(qwen3_vl, ot.ParallelPlan(components=asked, tp_plan=globs), 2)

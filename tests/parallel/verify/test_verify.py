@@ -18,7 +18,7 @@ from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.discovery import discover
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.run import Outcome
-from omnitrain.parallel.verify.verify import _compared, _in_one_process, _Rounding, verify
+from omnitrain.parallel.verify.verify import _compared, _reference, _Rounding, verify
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
@@ -138,7 +138,7 @@ def test_a_layout_that_is_not_there_yet_or_too_large_is_refused_with_the_reason(
     assert [row.status for row in report.rows] == ["refused", "refused"] and report.ok
     assert (
         "pp 2, but pipeline parallelism is not available yet" in report.rows[0].reason
-        and "needs 8 ranks, 4 may run" in report.rows[1].reason
+        and "needs 8 ranks, but nproc is 4" in report.rows[1].reason
     )
 
 
@@ -185,16 +185,16 @@ def test_samples_without_a_token_to_predict_prove_nothing(ranks: RankPool) -> No
     [
         ({"layouts": "dp2"}, "layouts: found a str; expected a list"),
         ({"layouts": ParallelPlan()}, "layouts: found a ParallelPlan; expected a list"),
-        ({"layouts": [2]}, "layouts: found a int at place 0"),
+        ({"layouts": [2]}, "layouts: found a int at index 0"),
         ({"samples": {"input_ids": [1]}}, "samples: found a dict; expected a list"),
-        ({"samples": [None]}, "samples: found a NoneType at place 0"),
+        ({"samples": [None]}, "samples: found a NoneType at index 0"),
         ({"samples": [{"input_ids": [], "labels": []}]}, "sample 0 has no tokens"),
         ({"nproc": "2"}, "nproc: found '2'; expected a number of ranks"),
         ({"nproc": 0}, "nproc: found 0"),
         ({"tolerance": 0.0}, "tolerance: found 0.0; expected a relative error above 0"),
         ({"tolerance": float("nan")}, "tolerance: found nan"),
         ({"model_factory": 3}, "model_factory: found a int; expected a function"),
-        ({"model_factory": dict}, "the model factory returned a dict; expected a model"),
+        ({"model_factory": dict}, "the model factory returned a dict; expected a transformers model"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_named(changed: dict[str, Any], message: str) -> None:
@@ -204,7 +204,7 @@ def test_an_argument_that_cannot_be_meant_is_named(changed: dict[str, Any], mess
 
 
 def test_a_model_in_the_place_of_its_factory_is_refused() -> None:
-    with pytest.raises(UserError, match="found a OmniModel; expected a function that makes the model"):
+    with pytest.raises(UserError, match="found a OmniModel; expected a function that builds the model"):
         verify(factories.any_to_any(), [], ["dp2"])
 
 
@@ -214,7 +214,9 @@ def test_a_word_that_no_layout_has_is_named() -> None:
 
 
 def test_a_factory_that_no_other_process_can_have_is_refused() -> None:
-    with pytest.raises(UserError, match=r"cannot be sent to other processes .* expected a function at a module's top"):
+    with pytest.raises(
+        UserError, match=r"cannot be sent to other processes .* expected a function at the top level of a module"
+    ):
         verify(lambda: factories.any_to_any(), [], ["dp2"])
 
 
@@ -251,7 +253,7 @@ def all_frozen() -> PreTrainedModel:
 
 
 def test_a_factory_whose_models_are_not_the_same_is_refused(ranks: RankPool) -> None:
-    with pytest.raises(UserError, match=r"makes another model each time \(foundation.lm_head.weight differs\)"):
+    with pytest.raises(UserError, match=r"builds a different model each time \(foundation.lm_head.weight differs\)"):
         verify(drawn_anew, hf_samples("qwen3")[:2], ["dp2"], pool=ranks)
 
 
@@ -310,6 +312,6 @@ def test_a_gradient_that_is_not_a_number_differs_whatever_the_others_are() -> No
 
 def test_only_gradients_that_are_zero_in_exact_arithmetic_count_as_rounding() -> None:
     batch = tiny_samples(tiny_processor(factories.any_to_any()), 3)
-    _, found = _in_one_process("tests.parallel.factories:any_to_any", batch, frozenset(), ())
+    _, found = _reference("tests.parallel.factories:any_to_any", batch, frozenset(), ())
     assert found.empty == {"image_encoder.tower.encoder.layers.0.self_attn.k_proj.bias"}
     assert max(found.gradients[name] for name in found.gradients.keys() - found.empty) < 1e-6

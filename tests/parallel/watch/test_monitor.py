@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -58,10 +59,14 @@ def train(folder: str, limit_s: float, stuck: int, how: str) -> None:
     for module in (model.image_encoder, model.foundation, model):
         fully_shard(module, mesh=mesh)
     store = dist.distributed_c10d._get_default_store()
-    with (
-        open(Path(folder, f"report-{rank}"), "w") as stream,
-        StallMonitor(store, rank, dist.get_world_size(), limit_s, stream=stream) as watch,
-    ):
+    with open(Path(folder, f"report-{rank}"), "w") as stream:
+        with redirect_stderr(stream):
+            monitor = StallMonitor(store, rank, dist.get_world_size(), limit_s)
+        _train(model, monitor, rank, stuck, how)
+
+
+def _train(model: Small, monitor: StallMonitor, rank: int, stuck: int, how: str) -> None:
+    with monitor as watch:
         watch.follow(model)
         for step in (1, 2, 3, 4):
             watch.at(step=step, phase="data")
@@ -93,7 +98,7 @@ def test_what_a_group_counts_for_two_devices_is_told_once() -> None:
         rank: Answer(Place(step=1), 9.0, {f"0/{device}": Collectives("peers", begun) for device in ("cpu", "cuda")}, "")
         for rank, begun in enumerate((4, 5))
     }
-    assert report(answers, {}, (), 9.0).count("has not come to collective 5 of the process group 'peers'") == 1
+    assert report(answers, {}, (), 9.0).count("has not started collective 5 of the process group 'peers'") == 1
 
 
 def dawdle(limit_s: float) -> list[int]:
@@ -168,10 +173,10 @@ def test_the_report_names_place_samples_collective_and_those_that_wait() -> None
         2: answer(Place(3, 0, "backward", "foundation", ["b"]), world=8),
     }
     assert report(answers, {}, [3], 600.4).splitlines() == [
-        "the run stalled: no rank moved on for 600 s (train.stall_seconds)",
+        "the run stalled: no rank made progress for 600 s (train.stall_seconds)",
         "  rank 1 is in encode of image_encoder, step 3, micro-batch 0, samples s0, s1, s2, s3, s4, s5, s6, s7 and "
         "2 more, for 10 s",
-        "    has not come to collective 8 of the process group 'world'; others are at 8",
+        "    has not started collective 8 of the process group 'world'; others are at 8",
         "  waiting: ranks 0, 2 in backward of foundation, step 3, micro-batch 0",
         "  finished: rank 3",
         "  stack of rank 1:",
@@ -243,7 +248,7 @@ def test_a_rank_that_sleeps_in_the_encoder_is_named_and_the_run_ends(ranks: Rank
     assert "died with exit code 1" in str(caught.value) and caught.value.ranks[:3] == [0, 1, 2]
     text = the_report(tmp_path)
     assert "  rank 1 is in forward of image_encoder, step 3, micro-batch 0, samples sample-1-3, for " in text
-    assert "    has not come to collective " in text
+    assert "    has not started collective " in text
     assert "  waiting: ranks 0, 2 in backward" in text or "  waiting: ranks 0, 2 in forward" in text
     assert "  stack of rank 1:\n" in text and "time.sleep(600)" in text
 

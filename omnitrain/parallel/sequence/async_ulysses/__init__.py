@@ -1,1 +1,1 @@
-"""Ulysses whose all-to-alls run while the projections of q, k and v are computed."""
+"""Async Ulysses: overlap the all-to-alls of q, k and v with their projections."""

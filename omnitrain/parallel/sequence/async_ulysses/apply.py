@@ -1,4 +1,4 @@
-"""Which attention modules of a foundation are driven (async Ulysses), and what is said of the others."""
+"""Apply async Ulysses to the attention modules of a foundation that support it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from omnitrain.parallel.sequence.async_ulysses.check import Manners, attention_l
 
 @dataclass(frozen=True)
 class AsyncUlyssesModules:
-    """What became of the attention modules.
+    """The attention modules with and without async Ulysses.
 
     Attributes:
-        driven: number of those whose projections overlap their all-to-alls.
-        plain: reason -> number of those that run the plain form.
+        driven: number of modules whose projections overlap their all-to-alls.
+        plain: reason -> number of modules that use plain Ulysses.
     """
 
     driven: int
@@ -33,11 +33,11 @@ class AsyncUlyssesModules:
 
 
 def drive_foundation(model: OmniModel, sp: int) -> AsyncUlyssesModules:
-    """Drive the attention modules of the foundation that can be, on all ranks alike. Every rank calls it.
+    """Apply async Ulysses to the attention modules that support it on all ranks; all ranks must call it.
 
     Args:
-        model: before it is sharded; what else replaces a layer's forward has been done.
-        sp: ranks that exchange rows for heads.
+        model: not sharded yet, with all other replacements of layers' forwards done.
+        sp: number of ranks that exchange tokens for heads.
     """
     foundation: Any = model.foundation
     layouts = attention_layouts(foundation, model.runner.contract)
@@ -47,7 +47,7 @@ def drive_foundation(model: OmniModel, sp: int) -> AsyncUlyssesModules:
     of_ranks = gathered_objects([reason if isinstance(reason, str) else None for reason in found])
     plain: Counter[str] = Counter()
     for module, layout, reasons in zip(modules, found, zip(*of_ranks, strict=True), strict=True):
-        if reason := next(filter(None, reasons), None):  # of any rank: they must not differ
+        if reason := next(filter(None, reasons), None):  # of any rank, because all ranks must do the same
             plain[reason] += 1
         elif isinstance(layout, AttentionLayout):
             drive(module, layout)

@@ -1,11 +1,11 @@
-"""Async Ulysses: an unmodified attention module, driven so that its projections and their all-to-alls overlap.
+"""Async Ulysses: run an unmodified attention module so that its projections overlap with their all-to-alls.
 
-The module's own forward runs over the whole row with this rank's heads. What it is given for hidden states takes no
-memory and is read by nobody: while it runs, the forward of its projections is replaced. The first of them projects
-this rank's real rows and exchanges them for all rows of its heads (``projections.py``); the
-others hand out what is there. The one behind attention exchanges back and projects. Norms of heads run beside their
-projections, before the exchange. All between (rotary positions, gates, attention) works on each head by itself, so what
-comes out is the same, bit for bit.
+The module's forward runs over the whole sequence with this rank's heads. Its hidden states are a placeholder without
+memory, which nothing reads, because the forwards of its projections are replaced. The first projection projects this
+rank's tokens and exchanges them for all tokens of its heads (``projections.py``); the other projections return their
+stored result. The output projection exchanges back, then projects. Norms of heads run next to their projections, before
+the exchange. All other operations (rotary positions, gates, attention) treat each head independently, so the result is
+the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Input:
     """A projection of hidden states.
 
     Attributes:
-        linear: name of the layer.
-        is_key: its output features are key heads side by side, not query heads.
-        norm: name of the norm behind it; empty: none.
-        norm_width: last dim of what the norm is given.
-        heads_first: how the gradient of the norm's output lies in memory when the module runs by itself, so that its
-            weight's gradient is added up in the same order.
+        linear: name of the linear layer.
+        is_key: whether its output features are concatenated key heads, instead of query heads.
+        norm: name of the norm after it; empty: none.
+        norm_width: last dim of the norm's input.
+        heads_first: whether the gradient of the norm's output is heads-first in memory in the unmodified module; the
+            sums of the norm's weight gradient must have the same order.
     """
 
     linear: str
@@ -57,14 +57,14 @@ class Input:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How attention modules of one class and size are driven.
+    """The projections of attention modules of one class and size.
 
     Attributes:
-        hidden: name of the argument that is the hidden states.
-        inputs: in the order in which the module calls them.
-        output: name of the projection behind attention.
-        num_heads: query heads.
-        num_key_heads: key heads.
+        hidden: name of the argument with the hidden states.
+        inputs: the input projections in the order of their calls.
+        output: name of the output projection.
+        num_heads: number of query heads.
+        num_key_heads: number of key heads.
     """
 
     hidden: str
@@ -74,15 +74,18 @@ class AttentionLayout:
     num_key_heads: int
 
     def replaced(self) -> list[str]:
-        """Names of the modules whose forward is replaced."""
+        """Return the names of the modules whose forward is replaced."""
         return [*(i.linear for i in self.inputs), *(i.norm for i in self.inputs if i.norm), self.output]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnHeadsShard:
-    """For a module that is driven: rows have been exchanged for heads already, and will be exchanged back behind it.
+    """A :class:`~omnitrain.ops.attention.spec.SequenceShard` whose exchanges the projections make.
 
-    A :class:`~omnitrain.ops.attention.spec.SequenceShard`.
+    Attributes:
+        num_rows: number of tokens.
+        heads: the heads of each rank.
+        attend_own_heads: see :meth:`UlyssesShard.attend_own_heads`.
     """
 
     num_rows: int
@@ -95,14 +98,14 @@ class OwnHeadsShard:
 
 
 def drive(module: nn.Module, layout: AttentionLayout) -> None:
-    """Make ``module`` run by :func:`run_driven` wherever its mask says that ranks exchange rows for heads."""
+    """Run ``module`` by :func:`run_driven` if its mask has a Ulysses shard with several ranks."""
     signature = inspect.signature(module.forward)
     function = forward_of(module)
 
-    @torch.compiler.disable  # what is on its way between ranks cannot be traced
+    @torch.compiler.disable  # exchanges in flight cannot be traced
     @wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = MethodType(function, self)  # of a deep copy, its own
+        plain = MethodType(function, self)  # bound here, so that a deep copy uses its own parameters
         shard = _shard_in((args, kwargs))
         if shard is None or shard.split.sp == 1:
             return plain(*args, **kwargs)
@@ -122,19 +125,19 @@ def run_driven(
     gather_tables: Callable[[Tensor, int], Tensor],
     attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor],
 ) -> Any:
-    """One forward of an attention module.
+    """Run one forward of an attention module.
 
     Args:
-        module: the attention.
-        plain: its own forward.
-        layout: which of its inputs are projected and exchanged, and how many heads it has.
+        module: the attention module.
+        plain: its unmodified forward.
+        layout: its projections and numbers of heads.
         exchange: the ranks.
-        arguments: of the forward, with this rank's rows.
-        gather_tables: the whole row of a tensor without gradients that runs along this rank's rows in a dim.
-        attend_own_heads: attention of this rank's heads.
+        arguments: arguments of the forward, with this rank's tokens.
+        gather_tables: all-gathers a tensor without gradients that has this rank's tokens along a dim.
+        attend_own_heads: computes attention with this rank's heads.
 
     Returns:
-        What ``plain`` returns, its first output for this rank's rows.
+        The return value of ``plain``, with this rank's tokens in its first output.
     """
     heads = deal_heads(layout.num_heads, layout.num_key_heads, len(exchange.rows), exchange.rank)
     num_rows = sum(exchange.rows)
@@ -159,10 +162,10 @@ def run_driven(
 
 
 def why_not_driven(module: nn.Module, layout: AttentionLayout, sp: int) -> str | None:
-    """Why a module is better left as it is on ``sp`` ranks; None: it can be driven.
+    """Return why a module must use plain Ulysses on ``sp`` ranks; None: it supports async Ulysses.
 
-    Where ranks share a key head, its gradients would be added up behind rotary positions instead of before them, which
-    rounds differently. Layers whose forward, class or hooks something else has changed are not replaced.
+    If ranks share a key head, its gradients would be summed after rotary positions instead of before, which rounds
+    differently. Layers with a changed forward, class or hooks are not replaced.
     """
     if sp > layout.num_key_heads or layout.num_key_heads % sp:
         return f"ulysses {sp} does not divide its {layout.num_key_heads} key heads"
@@ -173,40 +176,47 @@ def why_not_driven(module: nn.Module, layout: AttentionLayout, sp: int) -> str |
             if "forward" in vars(part):
                 return f"{name} has another forward"
             if type(part) is not nn.Linear or any(type(p) not in (Tensor, nn.Parameter) for p in part.parameters()):
-                return f"{name} is no plain linear layer"
+                return f"{name} is not a plain nn.Linear"
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
             return f"{name} has hooks"
     return None
 
 
 class _Run:
-    """One forward: what the replaced modules do."""
+    """The replaced forwards during one forward of the module."""
 
     def __init__(
         self, module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: RowExchange, hidden: Tensor
     ) -> None:
         self._module, self._layout, self._heads, self._exchange, self._hidden = module, layout, heads, exchange, hidden
         self._norms = {i.norm: module.get_submodule(i.norm).forward for i in layout.inputs if i.norm}
-        self._made: dict[str, Tensor] = {}
+        self._results: dict[str, Tensor] = {}
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """The projections and norms do their part of the run instead of their own forward."""
-        forwards: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(self._norms, _as_it_is)
-        forwards |= {i.linear: self._hand_out(i.linear) for i in self._layout.inputs}
-        forwards[self._layout.output] = self._output
+        """Replace the forwards of projections and norms while the context is open."""
+
+        def output(x: Tensor) -> Tensor:
+            projection = Projection(self._linear(self._layout.output), self._heads.queries)
+            return scatter_and_project(x[0], projection, self._exchange)[None]
+
+        forwards: dict[str, Callable[[Tensor], Tensor]] = dict.fromkeys(self._norms, lambda x: x)
+        forwards |= {i.linear: self._projected(i.linear) for i in self._layout.inputs}
+        forwards[self._layout.output] = output
         with ExitStack() as stack:
             for name, forward in forwards.items():
                 stack.enter_context(own_forward(self._module.get_submodule(name), forward))
             yield
 
-    def _hand_out(self, name: str) -> Callable[[Tensor], Tensor]:
+    def _projected(self, name: str) -> Callable[[Tensor], Tensor]:
+        """A forward that returns the result of a projection; the first one computes all."""
+
         def forward(stand_in: Tensor) -> Tensor:
-            if not self._made:
+            if not self._results:
                 names = [i.linear for i in self._layout.inputs]
                 outputs = project_and_gather(self._hidden, self._projections(), self._exchange)
-                self._made = dict(zip(names, outputs, strict=True))
-            return self._made.pop(name)[None]
+                self._results = dict(zip(names, outputs, strict=True))
+            return self._results.pop(name)[None]
 
         return forward
 
@@ -223,18 +233,10 @@ class _Run:
             for i in self._layout.inputs
         ]
 
-    def _output(self, x: Tensor) -> Tensor:
-        projection = Projection(self._linear(self._layout.output), self._heads.queries)
-        return scatter_and_project(x[0], projection, self._exchange)[None]
-
     def _linear(self, name: str) -> nn.Linear:
         linear = self._module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         return linear
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _shard_in(arguments: Any) -> UlyssesShard | None:

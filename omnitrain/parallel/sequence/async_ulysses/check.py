@@ -1,7 +1,7 @@
-"""Which attention modules can be driven (``attention.py``), measured on a model's twin.
+"""Check on a shrunken copy of a model which attention modules support async Ulysses (``attention.py``).
 
-What a module's projections and norms are is seen by what they read while it runs, not by their names. Whether driving
-it changes anything is measured: outputs and gradients must have the same bits, with all heads and with a part of them.
+A run of the module shows its projections and norms by the tensors that they read, not by their names. The check then
+compares outputs and gradients with the unmodified module: all bits must be equal, with all heads and with some of them.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from omnitrain.parallel.sequence.async_ulysses.projections import RowExchange, R
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
 from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
 
-# Sums of so many rows would show another order.
+# Enough tokens for sums in another order to differ.
 _SAMPLES = 12
 
-# Class of an attention module, and the shapes of its weights -> how it is driven, or why it is not.
+# Class of an attention module, and the shapes of its weights -> its layout, or why it does not support async Ulysses.
 Kind = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
 Manners = Mapping[Kind, AttentionLayout | str]
 
 
 def kind_of(module: nn.Module) -> Kind:
-    """What modules that are driven alike have in common."""
+    """Return the class and weight shapes of a module; modules of one kind share a layout."""
     return type(module).__name__, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
 def attention_layouts(model: PreTrainedModel, contract: Contract) -> Manners:
-    """How each kind of attention module of a foundation is driven.
+    """Return the layout of each kind of attention module of a foundation, or why it does not support async Ulysses.
 
     Args:
-        model: the foundation, on any device; its twin is run.
-        contract: of the foundation.
+        model: the foundation, on any device; a shrunken copy runs.
+        contract: the contract of the foundation.
 
     Returns:
-        Kinds of the modules that are handed a mask of the packed row; others are not listed.
+        Kind -> layout or reason, for modules that receive the mask of the pack.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         found = attempt(lambda: _attention_calls(Trial.by(model, contract)))
@@ -60,9 +60,9 @@ def attention_layouts(model: PreTrainedModel, contract: Contract) -> Manners:
 
 
 def _manner_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
-    """Whatever a module's code raises where it is driven, the plain form is there."""
+    """The layout, or the reason; any error of the module's code means plain Ulysses."""
     found = attempt(lambda: _layout(module, arguments))
-    return f"it fails when it is driven: {found}" if isinstance(found, Failure) else found
+    return f"it fails under async Ulysses: {found}" if isinstance(found, Failure) else found
 
 
 def _layout(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
@@ -76,7 +76,7 @@ def _layout(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLa
 
 
 def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArguments]]:
-    """The innermost modules that are handed the mask of a packed row, one of each kind, with their arguments."""
+    """The innermost modules that receive the mask of a pack, one of each kind, with their arguments."""
     pack = Pack.from_samples(trial.texts[:1] * (_SAMPLES if trial.contract.packs else 1))
     calls: dict[nn.Module, inspect.BoundArguments] = {}
 
@@ -97,12 +97,12 @@ _NO_GROUP: Any = None
 
 
 class _NotDrivenError(Exception):
-    """Why a module cannot be driven."""
+    """A module does not support async Ulysses."""
 
 
 @dataclass(frozen=True)
 class _Called:
-    """A module inside of attention: what it was given and what it returned."""
+    """A call of a module inside attention, with its input and output."""
 
     name: str
     given: Tensor
@@ -116,9 +116,9 @@ class _Plain:
     Attributes:
         hidden: name of the argument with the hidden states.
         called: innermost modules with parameters, in the order of their calls.
-        call: what attention was called with.
-        output: of the module.
-        gradients: of the hidden states, and of each parameter.
+        call: the call of attention.
+        output: output of the module.
+        gradients: gradients of the hidden states and of each parameter.
     """
 
     hidden: str
@@ -130,7 +130,7 @@ class _Plain:
 
 @dataclass(frozen=True, eq=False)
 class _Noting:
-    """A shard that is the whole row, and notes what attention is called with."""
+    """A shard with the whole sequence, which records the calls of attention."""
 
     num_rows: int
     calls: list[Call]
@@ -174,7 +174,7 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
 
 
 def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -> None:
-    """The whole row of what a module is given beside hidden states is gathered without a graph."""
+    """Arguments other than hidden states must not need gradients, because they are gathered without a graph."""
     states = arguments.arguments[hidden]
     for name, value in arguments.arguments.items():
         if any(isinstance(x, Tensor) and x.requires_grad and x is not states for x in tree_leaves(value)):
@@ -182,13 +182,13 @@ def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -
 
 
 def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
-    """Projections are the linear layers that read the hidden states; the last one called is behind attention."""
+    """Input projections are the linear layers that read the hidden states; the last called one is the output's."""
     given = plain.called[0].given
     inputs = [call for call in plain.called if call.given is given]
     output, others = plain.called[-1], [call for call in plain.called[:-1] if call.given is not given]
     for call in (*inputs, output):
         if type(module.get_submodule(call.name)) is not nn.Linear:
-            raise _NotDrivenError(f"{call.name} is no plain linear layer")
+            raise _NotDrivenError(f"{call.name} is not a plain nn.Linear")
     norms = {_source(call, inputs): call for call in others}
     names = [call.name for call in plain.called]
     if len(set(names)) != len(names) or len(norms) != len(others) or output in inputs:
@@ -215,7 +215,7 @@ def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Attention
 
 
 def _source(norm: _Called, inputs: list[_Called]) -> str:
-    """The projection whose output, in another shape, a norm was given."""
+    """The projection whose reshaped output is a norm's input."""
     for call in inputs:
         same = norm.given.untyped_storage().data_ptr() == call.returned.untyped_storage().data_ptr()
         if same and norm.given.numel() == call.returned.numel():
@@ -239,7 +239,7 @@ def _is_key(projection: _Called, call: Call) -> bool:
 def _difference(
     module: nn.Module, layout: AttentionLayout, arguments: inspect.BoundArguments, plain: _Plain
 ) -> str | None:
-    """Where driving the module has other bits; None: nowhere."""
+    """The first difference between async Ulysses and the unmodified module; None: all bits are equal."""
     own = _copied(arguments)
     output = _first(_drive(module, layout, _Pretended.of(plain, 1, 0), own))
     if not torch.equal(output, plain.output):
@@ -248,7 +248,7 @@ def _difference(
     names = ["hidden states", *(name for name, _ in module.named_parameters())]
     for name, one, other in zip(names, found, plain.gradients, strict=True):
         if (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other)):
-            return f"the gradient of {name} differs when it is driven"
+            return f"the gradient of {name} differs under async Ulysses"
     ranks = next((n for n in range(2, layout.num_heads + 1) if layout.num_heads % n == 0), 1)
     parts = []
     for rank in range(ranks):
@@ -262,7 +262,7 @@ def _difference(
 
 @dataclass(frozen=True, eq=False)
 class _Pretended(RowExchange):
-    """One of several ranks that has all rows, and exchanges with itself: others would send it what it has."""
+    """A simulated rank that has all tokens, and exchanges with itself what other ranks would send."""
 
     own_rank: int = 0
     returned: list[Tensor] = field(default_factory=list)

@@ -1,8 +1,8 @@
-"""Projections whose rows are exchanged for heads while the others are computed, forward and backward.
+"""Overlap the all-to-alls of projections with the computation of others, in forward and backward.
 
-The operations are those of a projection, then an exchange (or the reverse), only in another order: rows go in chunks,
-and what one chunk needs is on its way while another is computed. A linear layer computes each row by itself, so nothing
-changes, not even in the last bit; gradients of weights are one product over all rows, as always.
+The operations are the same as projection, then exchange (or the reverse), in another order: tokens are divided into
+chunks, and the exchange of one chunk overlaps with the computation of another. A linear layer computes each token
+independently, so no bit changes; weight gradients remain one product over all tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans, start_gather, start_scatter
 
-# Chunks of a projection whose exchange nothing else hides, and the fewest rows of one: a matrix product of a few rows
-# rounds differently.
+# The first or last projection's exchange has no other projection to overlap with, so it is divided into chunks. Chunks
+# have a minimum size, because a matrix product of few rows rounds differently.
 MOST_CHUNKS = 4
 FEWEST_ROWS = 16
 
@@ -31,15 +31,15 @@ Rows = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer whose output features are heads side by side, and the norm behind it.
+    """A linear layer whose output features are concatenated heads, with the norm after it.
 
     Attributes:
-        linear: the layer.
+        linear: the linear layer.
         spans: the heads of each rank.
-        norm: normalises what it is given along the last dim.
-        norm_forward: of ``norm``.
-        norm_width: of what it is given.
-        heads_first: lay its gradient out in memory by heads, not by rows.
+        norm: normalises the last dim; None: no norm.
+        norm_forward: forward of ``norm``.
+        norm_width: last dim of the norm's input.
+        heads_first: whether the memory of its gradient is heads-first, instead of tokens-first.
     """
 
     linear: nn.Linear
@@ -51,32 +51,32 @@ class Projection:
 
     @property
     def head_width(self) -> int:
-        """Features of a head."""
+        """The number of features of a head."""
         return self.linear.out_features // self.spans[-1][1]
 
     def normed(self, y: Tensor) -> Tensor:
-        """``[n, features]`` behind the norm."""
+        """Apply the norm, if any: ``[n, features]``."""
         return y if self.norm_forward is None else self.in_parts(y).flatten(2)[0]
 
     def in_parts(self, y: Tensor) -> Tensor:
-        """``[1, n, features / norm_width, norm_width]`` behind the norm."""
+        """Apply the norm: ``[1, n, features / norm_width, norm_width]``."""
         assert self.norm_forward is not None
         return self.norm_forward(y.view(1, len(y), -1, self.norm_width))
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Weight, bias if any, and those of the norm."""
+        """Weight, bias if any, and the parameters of the norm."""
         linear = [self.linear.weight, *([] if self.linear.bias is None else [self.linear.bias])]
         return [*linear, *(() if self.norm is None else self.norm.parameters())]
 
 
 @dataclass(frozen=True, eq=False)
 class RowExchange:
-    """The ranks that exchange rows for heads.
+    """The ranks that exchange tokens for heads.
 
     Attributes:
-        rows: of each rank.
-        group: of the ranks.
+        rows: number of tokens of each rank.
+        group: process group of the ranks.
     """
 
     rows: Sequence[int]
@@ -84,59 +84,59 @@ class RowExchange:
 
     @property
     def rank(self) -> int:
-        """This rank's place."""
+        """The rank of this process in ``group``."""
         return dist.get_rank(self.group)
 
     @property
     def num_chunks(self) -> int:
-        """The same on all ranks."""
+        """The number of chunks, the same on all ranks."""
         return max(1, min(MOST_CHUNKS, min(self.rows) // FEWEST_ROWS))
 
     def chunks(self, number: int) -> list[Rows]:
-        """``number`` runs of each rank's rows, nearly equal: per run, ``(start, stop)`` on each rank."""
+        """Divide each rank's tokens into ``number`` nearly equal chunks: per chunk, ``(start, stop)`` on each rank."""
         cuts = [[rows * index // number for index in range(number + 1)] for rows in self.rows]
         return [list(run) for run in zip(*(pairwise(of_rank) for of_rank in cuts), strict=True)]
 
     def places(self, run: Rows) -> list[slice]:
-        """Where each rank's rows of a run are in the whole row."""
+        """Return the positions of each rank's tokens of a chunk in the whole sequence."""
         starts = [0, *accumulate(self.rows)]
         return [slice(first + start, first + stop) for first, (start, stop) in zip(starts, run, strict=False)]
 
     def start_gather(self, x_NHW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
-        """This rank's rows of a run, all heads; all ranks' rows of it, own heads, arrive."""
+        """Send this rank's tokens of a chunk with all heads; receive all ranks' tokens of it with local heads."""
         return start_gather([x_NHW], [spans], [stop - start for start, stop in run], self.group)
 
     def start_scatter(self, x_THW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
-        """The whole row, own heads; this rank's rows of a run, all heads, arrive."""
+        """Send the whole sequence with local heads; receive this rank's tokens of a chunk with all heads."""
         rows = torch.cat([x_THW[place] for place in self.places(run)])
         return start_scatter([rows], [spans], [stop - start for start, stop in run], self.group)
 
 
 def project_and_gather(x: Tensor, projections: Sequence[Projection], exchange: RowExchange) -> tuple[Tensor, ...]:
-    """Projections of this rank's rows, and in exchange the whole row of its heads.
+    """Project this rank's tokens, and exchange them for the whole sequence of its heads.
 
     Args:
-        x: ``[own rows, features]``.
-        projections: in the order in which they are computed; a projection's exchange is hidden behind the next ones.
+        x: ``[local tokens, features]``.
+        projections: projections in the order of computation; an exchange overlaps with the next projections.
         exchange: the ranks.
 
     Returns:
-        Per projection ``[all rows, features of the own heads]``, behind its norm.
+        Per projection ``[all tokens, features of the local heads]``, after its norm.
     """
     parameters = [p for projection in projections for p in projection.parameters]
     return _ProjectAndGather.apply(projections, exchange, x, *parameters)
 
 
 def scatter_and_project(x: Tensor, projection: Projection, exchange: RowExchange) -> Tensor:
-    """The whole row of this rank's heads exchanged for its own rows of all heads, and their projection.
+    """Exchange the whole sequence of this rank's heads for its tokens with all heads, and project them.
 
     Args:
-        x: ``[all rows, features of the own heads]``.
-        projection: its *input* features are heads side by side.
+        x: ``[all tokens, features of the local heads]``.
+        projection: its *input* features are concatenated heads.
         exchange: the ranks.
 
     Returns:
-        ``[own rows, output features]``.
+        ``[local tokens, output features]``.
     """
     return _ScatterAndProject.apply(projection.spans, exchange, x, *projection.parameters)
 
@@ -149,7 +149,7 @@ class _ProjectAndGather(torch.autograd.Function):
         arriving: list[list[tuple[Rows, Arrival]]] = []
         before_norm: list[Tensor] = []
         for index, projection in enumerate(projections):
-            # The others are computed while the one before is on its way.
+            # Later projections compute while the exchange of the one before is in flight.
             is_at_an_end = index in (0, len(projections) - 1)
             arriving.append([])
             made: list[Tensor] = []
@@ -188,7 +188,7 @@ class _ProjectAndGather(torch.autograd.Function):
 
 
 class _LinearBackward:
-    """Gradients of a projection: of its input chunk by chunk, of its parameters from all rows at once."""
+    """The gradients of a projection: of its input per chunk, of its parameters from all tokens at once."""
 
     def __init__(self, projection: Projection, parameters: list[Tensor], before_norm: Tensor | None) -> None:
         self._projection, self._before_norm = projection, before_norm
@@ -197,14 +197,14 @@ class _LinearBackward:
         self._of_norm: list[Tensor | None] = []
 
     def rows(self, gradient: Tensor) -> Tensor:
-        """Of the input, for ``gradient`` ``[rows, features]`` of some rows of the output."""
+        """The gradient of some input tokens, from ``gradient`` ``[tokens, features]`` of the output."""
         if self._before_norm is not None:
             gradient = self._through_norm(self._before_norm, gradient)
         self._gradients.append(gradient)
         return gradient.mm(self._weight)
 
     def parameters(self, x: Tensor) -> list[Tensor | None]:
-        """Of weight, bias and the norm's parameters; None: of what is frozen."""
+        """The gradients of weight, bias and the norm's parameters; None for frozen ones."""
         return [*_of_linear(_concatenated(self._gradients), x, self._weight, *self._bias), *self._of_norm]
 
     def _through_norm(self, before_norm: Tensor, gradient: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class _LinearBackward:
 
 
 def _of_linear(gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Tensor | None]:
-    """Of weight and bias, from all rows at once."""
+    """The gradients of weight and bias, from all tokens at once."""
     of_weight = gradient.t().mm(x) if weight.requires_grad else None
     return [of_weight, *([] if bias is None else [gradient.sum(0) if bias.requires_grad else None])]
 
@@ -233,14 +233,14 @@ def _concatenated(parts: list[Tensor]) -> Tensor:
 
 
 def _start_back(gradient: Tensor, projection: Projection, exchange: RowExchange, is_first: bool) -> list[Arrival]:
-    """Gradients of the own rows of all heads, on their way; in one chunk where a norm needs all rows at once."""
+    """Start the exchange of gradients back to local tokens; one chunk if a norm needs all tokens at once."""
     heads = gradient.unflatten(1, (-1, projection.head_width))
     runs = exchange.chunks(exchange.num_chunks if is_first and projection.norm is None else 1)
     return [exchange.start_scatter(heads, projection.spans, run) for run in runs]
 
 
 def _whole_row(arriving: Sequence[tuple[Rows, Arrival]], exchange: RowExchange) -> Tensor:
-    """``[all rows, features of own heads]`` from the rows of all ranks, run by run."""
+    """``[all tokens, features of local heads]`` from the chunks of all ranks."""
     parts = [arrived()[0].flatten(1) for _, arrived in arriving]
     if len(parts) == 1:
         return parts[0]
