@@ -27,11 +27,10 @@ from omnitrain.models.contract.checks_packing import (
     without_gradient,
 )
 from omnitrain.models.contract.checks_reads import read_from_outside
-from omnitrain.models.contract.checks_rows import row_local_modules
+from omnitrain.models.contract.checks_rows import row_local_modules, skipped_modules_of, unread_by_short_samples
 from omnitrain.models.contract.harness import Failure, Trial, attempt
 from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.skipped_modules import skipped_modules_of, unread_by_short_samples
-from omnitrain.models.contract.tiny_model import build_twin, twin_configs
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
 from omnitrain.models.foundation.in_forward import outermost_unreached
 from omnitrain.models.hf.hub_kernels import kernels_of, torch_kernels
 
@@ -65,7 +64,7 @@ def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig)
     Returns:
         The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
     """
-    twins = twin_configs(config)
+    twins = tiny_configs(config)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         for (small, larger), accepted in zip(pairwise(twins), ({"passed"}, {"passed", "fallback"}), strict=True):
             if small.to_dict() == larger.to_dict():
@@ -78,7 +77,7 @@ def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig)
 
 
 def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> Contract:
-    plain = build_twin(model_class, twin)
+    plain = build_tiny_model(model_class, twin)
     with torch_kernels(plain):
         contract = _checked(Trial(plain))
     if kernels := kernels_of(plain):

@@ -21,10 +21,9 @@ from omnitrain.data.pack import Pack
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.checks_packing import TOLERANCE
-from omnitrain.models.contract.harness import Failure, attempt, relative
-from omnitrain.models.contract.recorded import Recorded, Replayed, worst
+from omnitrain.models.contract.harness import Failure, Recorded, Replayed, attempt, relative, worst
 from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.tiny_model import build_twin, twin_configs
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
 from omnitrain.models.discovery import MediaFeatures, discover
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
@@ -68,7 +67,7 @@ def check_sequence(
     """Check a small twin of ``config``; where that has a problem, one with whole towers and MLPs."""
     if contract.attention == "native":
         return SequenceContract("it keeps its own attention, which sees the tokens of one rank alone")
-    small, _, whole = twin_configs(config)
+    small, _, whole = tiny_configs(config)
     return first_without_problem(partial(_measured, model_class, twin, contract) for twin in (small, whole))
 
 
@@ -85,7 +84,7 @@ def first_without_problem(measures: Iterable[Callable[[], SequenceContract]]) ->
 
 
 def _measured(model_class: type[PreTrainedModel], twin: PreTrainedConfig, contract: Contract) -> SequenceContract:
-    model = build_twin(model_class, twin)
+    model = build_tiny_model(model_class, twin)
     with torch_kernels(model):
         native = discover(model)
         samples = [probe.sample for probe in probe_samples(model, native)]

@@ -18,10 +18,9 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import contract_path
 from omnitrain.models.contract.checks_packing import TOLERANCE
 from omnitrain.models.contract.checks_sequence import SequenceContract, first_without_problem, kept_or_checked
-from omnitrain.models.contract.harness import relative
-from omnitrain.models.contract.recorded import Recorded, Replayed, worst
+from omnitrain.models.contract.harness import Recorded, Replayed, relative, worst
 from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.tiny_model import build_twin, tower_config, twin_config
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, tower_config
 from omnitrain.models.discovery import discover
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.shared_tower import SharedTower
@@ -59,7 +58,7 @@ def check_native_tower(
     """Check a small twin of a foundation's ``config``; where that has a problem, one with whole towers."""
 
     def measured(cuts: dict[str, bool]) -> SequenceContract:
-        model = build_twin(model_class, twin_config(config, **cuts))
+        model = build_tiny_model(model_class, tiny_config(config, **cuts))
         native = discover(model)
         runner = FoundationRunner(model.train(), contract, native=native)
         names = {modality for modality, port in native.ports.items() if port.component == component}
@@ -83,7 +82,7 @@ def check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTraine
         values = as_dict(config)
         if values.get("tower"):
             values["tower"] = as_dict(tower(as_config(values["tower"])))
-        twin: Any = build_twin(encoder_class, as_config(values)).train()
+        twin: Any = build_tiny_model(encoder_class, as_config(values)).train()
         use_omnitrain_attention(twin)
         features, rows = twin.minimal_input()
         generator = torch.Generator().manual_seed(0)

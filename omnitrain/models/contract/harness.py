@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -17,10 +17,11 @@ from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.components.contract import Contract, Outcome
 from omnitrain.models.contract.samples import Probe, ordinary_words, probe_samples, reworded
-from omnitrain.models.contract.tiny_model import build_twin, twin_config
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config
 from omnitrain.models.discovery import discover, failure_of_model
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.ops.attention import PackedRow
+from omnitrain.ops.attention.spec import Call
 
 _T = TypeVar("_T")
 
@@ -66,7 +67,7 @@ class Trial:
     """
 
     def __init__(self, twin: PreTrainedModel) -> None:
-        """Set the other one beside ``twin``, which :func:`build_twin` made."""
+        """Set the other one beside ``twin``, which :func:`build_tiny_model` made."""
         self.plain = twin.train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
@@ -78,7 +79,7 @@ class Trial:
     @classmethod
     def by(cls, model: PreTrainedModel, contract: Contract) -> Trial:
         """Of a small twin of ``model``, run by the contract that was found for it."""
-        trial = cls(build_twin(type(model), twin_config(model.config)))
+        trial = cls(build_tiny_model(type(model), tiny_config(model.config)))
         trial.use(**vars(contract))
         return trial
 
@@ -204,3 +205,79 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     """The language-model head."""
     head: Any = model.get_output_embeddings()
     return head
+
+
+class Recorded:
+    """All of a row, as a :class:`~omnitrain.ops.attention.RowPart`, and what crossed from token to token in it.
+
+    Attributes:
+        heads: numbers of query heads of the attentions.
+        attended: calls and outputs of all attentions, in order.
+        gathered: all that was gathered, in order.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens, self.num_rows, self.attention = num_tokens, num_tokens, self
+        self.rows = self.host_rows = torch.arange(num_tokens)
+        self.heads: set[int] = set()
+        self.attended: list[tuple[Call, Tensor]] = []
+        self.gathered: list[Tensor] = []
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        """Compute, and keep."""
+        self.heads.add(call.query.size(1))
+        self.attended.append((call, compute(call)))
+        return self.attended[-1][1]
+
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Compute, and keep."""
+        output = compute(tensors, slice(0, tensors[0].size(1)))
+        self.gathered += [*tensors, output]
+        return output
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Keep."""
+        self.gathered.append(tensor)
+        return tensor
+
+
+class Replayed:
+    """Some tokens of a recorded row, as a :class:`~omnitrain.ops.attention.RowPart`.
+
+    Attributes:
+        errors: of what the part handed over, relative.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, whole: Recorded, rows: Tensor) -> None:
+        self.rows = self.host_rows = rows
+        self.num_tokens, self.num_rows, self.attention = whole.num_tokens, len(rows), self
+        self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
+        self.errors = [0.0]
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        """What was kept, of these tokens."""
+        expected, output = next(self._attended)
+        for name in ("query", "key", "value"):
+            self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.rows]))
+        return output[:, self.rows]
+
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """What was kept, of these tokens."""
+        for tensor in tensors:
+            self.gather(tensor, 0)
+        return next(self._gathered)[self.rows]
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """What was kept, of all tokens."""
+        whole = next(self._gathered)
+        self.errors.append(relative(tensor, whole.index_select(dim, self.rows)))
+        return whole
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest; NaN, where one is."""
+    return float(torch.tensor(list(errors)).max())

@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
-from omnitrain.models.contract.tiny_model import TWIN_THRESHOLD
+from omnitrain.models.contract.tiny_model import TINY_THRESHOLD
 from omnitrain.models.discovery import Discovery, config_nodes, special_ids
 from omnitrain.ops.config_value import config_value
 
 # Shorter than the twin's windows, and longer.
-_TEXT_LENGTHS = (TWIN_THRESHOLD - 2, TWIN_THRESHOLD + 3, TWIN_THRESHOLD + 5)
+_TEXT_LENGTHS = (TINY_THRESHOLD - 2, TINY_THRESHOLD + 3, TINY_THRESHOLD + 5)
 # Names of the tokens around a medium, by what they start with.
 _STEMS = {"image": ("image", "vision"), "video": ("video", "vision", "image"), "audio": ("audio",)}
 _STARTS = ("{}_start_token_id", "{}_bos_token_id", "bo{}_token_id", "bo{}_token_index")

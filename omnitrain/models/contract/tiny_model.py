@@ -21,7 +21,7 @@ _TOWER_DEPTHS = (*_DEPTHS, "depth", "encoder_layers")
 _SHARING = ("num_kv_shared_layers",)
 # Layers that differ by position and say so with a number (the first dense ones, every nth expert one).
 _FIRST_LAYERS = ("first_k_dense_replace", "decoder_sparse_step", "interleave_moe_layer_step", "num_dense_layers")
-_TWIN_TOWER_DEPTH = 3  # an index from the end (the feature layer, -2) still leaves one layer before it
+_TINY_TOWER_DEPTH = 3  # an index from the end (the feature layer, -2) still leaves one layer before it
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
 # Lengths from which on a language model does something else: narrower windows, other scales or frequencies.
@@ -34,19 +34,19 @@ _THRESHOLDS = (
     "keep_window_size",
     "window_size",
 )
-TWIN_THRESHOLD = 8
+TINY_THRESHOLD = 8
 # Widths inside an MLP, which nothing outside of it sees. They hold most of a layer's weights.
 _INNER_WIDTHS = ("intermediate_size", "ffn_dim", "mlp_dim", "n_inner", "ffn_hidden_size")
 _RANDOM = ("drop", "jitter")
 _TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index", "_token_idx")
 
 # Below this a vocabulary is small enough to stay as it is.
-TWIN_VOCABULARY = 512
-_TWIN_EXPERTS, _TWIN_CHOSEN_EXPERTS = 4, 2
-TWIN_INNER_WIDTH = 256
+TINY_VOCABULARY = 512
+_TINY_EXPERTS, _TINY_CHOSEN_EXPERTS = 4, 2
+TINY_INNER_WIDTH = 256
 
 
-def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True) -> PreTrainedConfig:
+def tiny_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True) -> PreTrainedConfig:
     """A config of the same hidden widths that is quick to build.
 
     The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
@@ -84,12 +84,12 @@ def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
     return small
 
 
-def twin_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+def tiny_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """The smallest, one with whole towers, one with whole MLPs, too: a config may tie other numbers to what is cut."""
     return [
-        twin_config(config),
-        twin_config(config, cut_towers=False),
-        twin_config(config, cut_towers=False, cut_mlps=False),
+        tiny_config(config),
+        tiny_config(config, cut_towers=False),
+        tiny_config(config, cut_towers=False, cut_mlps=False),
     ]
 
 
@@ -103,7 +103,7 @@ def _drawn(node: PreTrainedConfig) -> list[str]:
     return [k for k, value in vars(node).items() if isinstance(value, float) and any(word in k for word in _RANDOM)]
 
 
-def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def build_tiny_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """``model_class`` on ``config``, fp32 on the CPU, every layer of which matters to the output.
 
     Fresh weights (standard deviation 0.02) make attention uniform and hide wrong masks and positions; these are drawn
@@ -123,7 +123,7 @@ def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 
 def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A tower's config with its first layers only, see :func:`twin_config`; ``config`` is not changed."""
+    """A tower's config with its first layers only, see :func:`tiny_config`; ``config`` is not changed."""
     small = copy.deepcopy(config)
     for node in config_nodes(small):
         _cut_tower(node)
@@ -210,7 +210,7 @@ def _cut_tower(node: PreTrainedConfig) -> None:
     depth: int = getattr(node, name)
     values = {k: list(v) for k, v in vars(node).items() if isinstance(v, (list, tuple)) and v}
     named = {k: v for k, v in values.items() if "index" in k and all(isinstance(i, int) and 0 <= i < depth for i in v)}
-    kept = max([_TWIN_TOWER_DEPTH, *(len(indices) + 1 for indices in named.values())])
+    kept = max([_TINY_TOWER_DEPTH, *(len(indices) + 1 for indices in named.values())])
     if kept >= depth:
         return
     for key, indices in named.items():
@@ -223,26 +223,26 @@ def _cut_tower(node: PreTrainedConfig) -> None:
 
 def _cut_mlps(node: PreTrainedConfig) -> None:
     for name, value in vars(node).items():
-        if name.endswith(_INNER_WIDTHS) and isinstance(value, int) and value > TWIN_INNER_WIDTH:
-            setattr(node, name, TWIN_INNER_WIDTH)
+        if name.endswith(_INNER_WIDTHS) and isinstance(value, int) and value > TINY_INNER_WIDTH:
+            setattr(node, name, TINY_INNER_WIDTH)
 
 
 def _cut_thresholds(text: PreTrainedConfig) -> None:
     for name in _THRESHOLDS:
-        if isinstance(value := config_value(text, name), int) and value > TWIN_THRESHOLD:
-            setattr(text, name, TWIN_THRESHOLD)
+        if isinstance(value := config_value(text, name), int) and value > TINY_THRESHOLD:
+            setattr(text, name, TINY_THRESHOLD)
     rope = config_value(text, "rope_parameters") or {}
     for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if values.get("rope_type") == "longrope":
-            values["original_max_position_embeddings"] = TWIN_THRESHOLD
-            text.original_max_position_embeddings = TWIN_THRESHOLD  # from which transformers fills in the other
+            values["original_max_position_embeddings"] = TINY_THRESHOLD
+            text.original_max_position_embeddings = TINY_THRESHOLD  # from which transformers fills in the other
         elif values.get("rope_type") == "dynamic":
-            text.max_position_embeddings = TWIN_THRESHOLD
+            text.max_position_embeddings = TINY_THRESHOLD
 
 
 def _cut_experts(text: PreTrainedConfig) -> None:
     groups = int(config_value(text, "n_group") or 1)
-    for names, most in ((_EXPERTS, _TWIN_EXPERTS * groups), (_CHOSEN_EXPERTS, _TWIN_CHOSEN_EXPERTS)):
+    for names, most in ((_EXPERTS, _TINY_EXPERTS * groups), (_CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)):
         for name in names:
             if isinstance(value := config_value(text, name), int) and value > most:
                 setattr(text, name, most)
@@ -252,9 +252,9 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
     nodes = config_nodes(config)
     special = sorted({token for node in nodes for _, values in _tokens(node) for token in values})
     text = config.get_text_config(decoder=True)
-    if text.vocab_size <= TWIN_VOCABULARY and all(token < text.vocab_size for token in special):
+    if text.vocab_size <= TINY_VOCABULARY and all(token < text.vocab_size for token in special):
         return
-    moved = {token: TWIN_VOCABULARY - 1 - index for index, token in enumerate(special)}
+    moved = {token: TINY_VOCABULARY - 1 - index for index, token in enumerate(special)}
     for node in nodes:
         for name, values in _tokens(node):
             new = [moved[token] for token in values]
@@ -263,7 +263,7 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
     for node in nodes:
         for name, value in list(vars(node).items()):
             if name.startswith("vocab_size") and value == full:
-                setattr(node, name, TWIN_VOCABULARY)
+                setattr(node, name, TINY_VOCABULARY)
 
 
 def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:

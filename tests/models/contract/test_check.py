@@ -17,7 +17,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
-from omnitrain.models.contract.tiny_model import twin_config
+from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.discovery import MediaFeatures, discover, init_peaked_
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import foundation_class
@@ -200,7 +200,7 @@ def test_a_model_that_ties_its_mlps_to_another_width_is_checked_with_wide_ones()
     contract = check_contract(broken.TiedWidths, config)
     assert contract.findings and {finding.outcome for finding in contract.findings} == {"passed"}
     with pytest.raises(ValueError, match="four times the hidden width"):
-        broken.TiedWidths(twin_config(config))
+        broken.TiedWidths(tiny_config(config))
 
 
 def _out_of_memory(*_: object) -> None:
