@@ -71,7 +71,7 @@ def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr("omnitrain.models.contract.check.row_local_modules", lambda trial: wrong)
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
     assert contract.row_local == () and not contract.without_tails
-    assert all("all are computed" in facts(contract, check) for check in ("last rows", "tails"))
+    assert all("all tokens are computed" in facts(contract, check) for check in ("last rows", "tails"))
     assert facts(contract, "gradients").startswith("passed")
 
 
@@ -85,7 +85,7 @@ def test_a_capped_head_gets_the_plain_loss() -> None:
 def test_attention_that_ignores_its_mask_is_named_and_runs_sample_by_sample() -> None:
     contract = checked(broken.MaskIgnored)
     assert contract.segmented == ("BlindAttention",) and contract.packs
-    assert "with BlindAttention run sample by sample" in facts(contract, "packing")
+    assert "BlindAttention run sample by sample" in facts(contract, "packing")
 
 
 def test_a_layer_that_leaks_is_named_and_runs_sample_by_sample() -> None:
@@ -99,7 +99,7 @@ def test_a_leak_that_no_module_can_be_blamed_for_leaves_one_sample_per_pack(mode
     contract = checked(model_class)
     assert not contract.packs and contract.segmented == ()
     assert (
-        "one sample per pack: packed, a sample of 11 tokens (text) differs from itself alone" in contract.why_unpacked
+        "one sample per pack: the loss of a sample of 11 tokens (text) differs by" in contract.why_unpacked
     )
     assert facts(contract, "gradients").startswith("passed")
 
@@ -125,7 +125,7 @@ def test_side_features_that_the_model_does_not_read_are_refused() -> None:
 def test_a_tower_that_mixes_images_encodes_one_sample_at_a_time() -> None:
     contract = checked(broken.MixingImages, "llava")
     assert contract.by_sample == ("image",) and contract.packs
-    assert facts(contract, "packing") == "passed: packed samples equal each alone"
+    assert facts(contract, "packing") == "passed: packed samples give the same losses as single ones"
     assert facts(contract, "gradients").startswith("passed")
 
 
@@ -155,7 +155,7 @@ def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> Non
     model = RobertaForCausalLM(config)
     with torch.device("meta"):
         empty = RobertaForCausalLM(config)
-    assert [discover(each).positions.start for each in (model, empty)] == [2, 2]  # behind that of padding
+    assert [discover(each).positions.start for each in (model, empty)] == [2, 2]  # after that of padding
     contract = check_contract(RobertaForCausalLM, config)
     assert contract.packs and not contract.refusals
 
@@ -167,7 +167,8 @@ def test_images_that_no_feature_method_makes_rows_of_are_read_by_the_models_own_
 
 
 def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
-    assert checked(broken.WithSpareParts).without_gradient == ("spare.weight", "spare.bias")
+    fact = facts(checked(broken.WithSpareParts), "unused parameters")
+    assert fact == "passed: 2 of the tiny model never get a gradient: spare.weight, spare.bias"
 
 
 def test_a_model_whose_forward_fails_is_refused_with_its_own_words() -> None:

@@ -133,7 +133,7 @@ def test_a_refusal_is_raised_each_time_and_never_cached(tmp_path: Path, monkeypa
     model = broken.Refusing(FAMILIES["qwen3"]())
     for _ in range(2):
         with pytest.raises(
-            UserError, match="Refusing cannot be trained with this config: modalities: text: ValueError"
+            UserError, match="omnitrain cannot train Refusing with this config: modalities: text: ValueError"
         ):
             contract_of(model)
     assert list(tmp_path.rglob("*.json")) == []
@@ -168,5 +168,5 @@ def test_what_other_code_of_omnitrain_found_is_not_read(monkeypatch: pytest.Monk
     """Neither of a contract nor of what lies beside it (sequences, towers), whose paths are made from its own."""
     config = FAMILIES["qwen3"]()
     before = contract_path(Qwen3ForCausalLM, config)
-    monkeypatch.setattr(cache, "_own_code", lambda: "other")
+    monkeypatch.setattr(cache, "_code_digest", lambda: "other")
     assert contract_path(Qwen3ForCausalLM, config) != before
