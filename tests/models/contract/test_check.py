@@ -163,7 +163,7 @@ def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> Non
 def test_images_that_no_feature_method_makes_rows_of_are_read_by_the_models_own_forward() -> None:
     fact = facts(checked(broken.CrossAttending), "modality image")
     assert fact.startswith("fallback: read by the model's own forward, one sample per row: ")
-    assert fact.endswith("its forward takes pixel_values, but no get_image_features makes rows of it")
+    assert fact.endswith("its forward takes pixel_values, but it has no get_image_features to compute features")
 
 
 def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
@@ -243,7 +243,7 @@ def test_an_audio_row_too_many_or_too_few_names_the_sample(surplus: int) -> None
     cut = MediaSpan(span.component, span.start, item, is_target=False, scattered=torch.tensor(kept).numpy())
     pack = Pack.from_samples([dataclasses.replace(sample, id="clips.jsonl:7", spans=(cut,))])
     rows = len(span.positions)
-    message = rf"sample clips.jsonl:7: {rows - surplus} audio placeholders, {rows} rows"
+    message = rf"sample clips.jsonl:7: {rows - surplus} audio placeholders, {rows} features"
     with pytest.raises(UserError, match=message):
         both.ours(pack)
 
