@@ -108,7 +108,7 @@ def test_a_model_that_changes_the_number_of_tokens_is_refused_in_words() -> None
     ids = sample.input_ids.copy()
     ids[ids == 4] = 20
     ids[5] = 4  # one placeholder, which the model itself expands
-    with pytest.raises(UserError, match=r"made \d+ positions of 84 tokens; its HF processor must expand"):
+    with pytest.raises(UserError, match=r"gave \d+ hidden states for 84 tokens; the HF processor must insert"):
         model(Pack.from_samples([replace(sample, input_ids=ids)]))
 
 
