@@ -98,9 +98,7 @@ def test_a_layer_that_leaks_is_named_and_runs_sample_by_sample() -> None:
 def test_a_leak_that_no_module_can_be_blamed_for_leaves_one_sample_per_pack(model_class: type) -> None:
     contract = checked(model_class)
     assert not contract.packs and contract.segmented == ()
-    assert (
-        "one sample per pack: the loss of a sample of 11 tokens (text) differs by" in contract.why_unpacked
-    )
+    assert "one sample per pack: the loss of a sample of 11 tokens (text) differs by" in contract.why_unpacked
     assert facts(contract, "gradients").startswith("passed")
 
 

@@ -48,7 +48,9 @@ def test_a_model_that_counts_from_one_is_followed() -> None:
 def test_media_that_the_model_cannot_place_are_a_clear_error() -> None:
     sample = media_sample("qwen3_vl", "image")
     grid = sample.features["image_grid_thw"][:1]
-    with pytest.raises(UserError, match="Qwen3VLForConditionalGeneration cannot compute positions for this sample's media"):
+    with pytest.raises(
+        UserError, match="Qwen3VLForConditionalGeneration cannot compute positions for this sample's media"
+    ):
         sample.found.positions(sample.ids, {"image_grid_thw": grid}, sample.found.extras(sample.ids))
 
 
