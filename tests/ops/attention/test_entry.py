@@ -106,7 +106,7 @@ def test_a_padding_mask_is_not_taken_for_a_mask_of_queries_and_keys() -> None:
     padding = torch.ones(1, 13, dtype=torch.bool)
     with pytest.raises(UserError, match=r"TowerLayer hands a padding mask of shape \(1, 13\)"):
         attend(TowerLayer(), *draw(), padding)
-    with packed(BORDERS), pytest.raises(UserError, match=r"shape \(1, 13\) says nothing of a packed row"):
+    with packed(BORDERS), pytest.raises(UserError, match=r"shape \(1, 13\) does not fit a packed row"):
         attend(TowerLayer(), *draw(), padding)
 
 
@@ -124,7 +124,7 @@ def test_without_borders_it_is_sdpa_bit_for_bit() -> None:
 @pytest.mark.parametrize("name", ["sinks", "head_mask", "attention_bias", "indices", "output_attentions", "anything"])
 def test_an_argument_that_is_not_known_is_refused_by_name(name: str) -> None:
     spec = MaskSpec(BORDERS, causal=True)
-    with pytest.raises(UserError, match=f"CausalLayer hands {name} to its attention"):
+    with pytest.raises(UserError, match=f"CausalLayer passes {name} to its attention"):
         attend(CausalLayer(), *draw(), spec, **{name: torch.ones(1)})
     attend(CausalLayer(), *draw(), spec, **{name: None})
     attend(CausalLayer(), *draw(), spec, **{name: False})
@@ -218,7 +218,7 @@ def test_contexts_nest_and_can_be_entered_again() -> None:
 
 @pytest.mark.parametrize("borders", [(), (1, 4), (0, 5, 3)])
 def test_borders_that_are_none_are_refused(borders: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="borders of samples begin at 0"):
+    with pytest.raises(ValueError, match="cu_seqlens must start at 0"):
         packed(borders)
 
 

@@ -152,7 +152,7 @@ def test_an_attention_backend_that_a_layer_of_the_model_needs_more_of_is_refused
     (problem,) = check_recipe(load(path, foundation, "model.ops.attention=sdpa"))
     assert re.fullmatch(
         r"model\.ops\.attention: attention backend 'sdpa' cannot compute GptOssAttention: "
-        r"it does not honour .*sinks.*; .*reference can",
+        r"it does not support .*sinks.*; .*reference can",
         problem,
     )
 
