@@ -15,7 +15,7 @@ from omnitrain.data.pack import IGNORED
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, adapters_of, adapters_within, add_lora
-from omnitrain.models.contract.tiny_model import build_tiny_model, moved_tokens, sizes, tower_config, tiny_config
+from omnitrain.models.contract.tiny_model import build_tiny_model, moved_tokens, sizes, tiny_config, tower_config
 from omnitrain.models.discovery import refusing
 from omnitrain.models.hf.load import as_config, as_dict
 from omnitrain.models.omni.model import OmniModel

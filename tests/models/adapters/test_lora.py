@@ -232,7 +232,7 @@ def test_a_missing_peft_is_named_with_the_extra_that_brings_it(monkeypatch: pyte
 def test_experts_of_other_backends_are_refused() -> None:
     model = adapted()
     use_omnitrain_experts(model, "grouped_mm")
-    with pytest.raises(UserError, match="'grouped_mm' knows no LoRA adapters; use torch"):
+    with pytest.raises(UserError, match="'grouped_mm' does not support LoRA adapters; use torch"):
         logits(model)
 
 

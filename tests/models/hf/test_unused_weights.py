@@ -62,8 +62,8 @@ def test_check_run_and_export_tell_of_them_and_a_saved_model_remembers(tmp_path:
     foundation = add(tmp_path / "foundation", "mtp.fc.weight", "mtp.norm.weight", "talker.head.weight")
     recipe = Recipe.load(str(tiny_recipe(tmp_path)), [f"model.foundation={foundation}", "train.steps=1"])
     line = (
-        "the foundation's checkpoint holds 3 tensors that this model does not use: mtp.* (2), talker.* (1); they are not "
-        "trained, saved or exported"
+        "the foundation's checkpoint holds 3 tensors that this model does not use: mtp.* (2), talker.* (1); they are "
+        "not trained, saved or exported"
     )
     with console.capture() as checked:
         assert check_recipe(recipe) == []
