@@ -170,7 +170,7 @@ def test_sinks_and_soft_cap_reach_the_backend() -> None:
 def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
     with pytest.raises(UserError, match=r"TowerLayer: the model's mask is causal.*is_causal=False"):
         attend(TowerLayer(), *draw(), MaskSpec(BORDERS, causal=True))
-    with pytest.raises(UserError, match=r"the mask of the model is full.*is_causal=True"):
+    with pytest.raises(UserError, match=r"the model's mask is full.*is_causal=True"):
         attend(CausalLayer(), *draw(), MaskSpec(BORDERS))
     attend(CausalLayer(), *draw(), MaskSpec(BORDERS), is_causal=False)
 
