@@ -36,19 +36,19 @@ MEDIAN_LENGTH, SPREAD = 96, 1.0  # of the log-normal lengths: their median, and 
 
 
 class Layer(torch.nn.Module):
-    """As much of an attention layer as attention functions read."""
+    """The attributes of an attention layer that attention functions read."""
 
     is_causal = True
     num_key_value_groups = HEADS // KEY_HEADS
 
 
 def draw_states(tokens: int) -> list[torch.Tensor]:
-    """Query, key and value ``[1, heads, tokens, head_dim]``."""
+    """Draw query, key and value ``[1, heads, tokens, head_dim]``."""
     return [torch.randn(1, heads, tokens, HEAD_DIM, requires_grad=True) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
 
 
 def draw_borders(tokens: int, seed: int) -> tuple[int, ...]:
-    """Borders of a row of ``tokens``, its samples sorted by length as in packs."""
+    """Draw the borders of a row of ``tokens``, with samples sorted by length as in packs."""
     generator = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -58,13 +58,13 @@ def draw_borders(tokens: int, seed: int) -> tuple[int, ...]:
 
 
 def block_diagonal(borders: tuple[int, ...]) -> torch.Tensor:
-    """``[1, 1, T, T]``: causal within each sample."""
+    """Return a mask ``[1, 1, T, T]``, causal within each sample."""
     parts = [torch.ones(stop - start, stop - start, dtype=torch.bool).tril() for start, stop in pairwise(borders)]
     return torch.block_diag(*parts)[None, None]
 
 
 def seconds(side: Callable[[], torch.Tensor], states: list[torch.Tensor], gradient: torch.Tensor) -> float:
-    """Of one forward and backward."""
+    """Return the seconds of one forward and backward."""
     began = time.perf_counter()
     torch.autograd.grad(side(), states, gradient)
     return time.perf_counter() - began
@@ -73,7 +73,7 @@ def seconds(side: Callable[[], torch.Tensor], states: list[torch.Tensor], gradie
 def round_of(
     sides: dict[str, Callable[[], torch.Tensor]], states: list[torch.Tensor], steps: int, index: int
 ) -> dict[str, float]:
-    """Seconds per repetition of each side, after one that does not count."""
+    """Return the seconds per repetition of each side, after one warm-up."""
     gradient = torch.randn(1, states[0].size(2), HEADS, HEAD_DIM)
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for step in range(steps + 1):
@@ -109,7 +109,7 @@ def packed_sides(states: list[torch.Tensor], borders: tuple[int, ...]) -> dict[s
 
 
 def assert_equal(sides: dict[str, Callable[[], torch.Tensor]], states: list[torch.Tensor]) -> None:
-    """Both sides give the same outputs and gradients."""
+    """Check that both sides give the same outputs and gradients."""
     outputs = [side() for side in sides.values()]
     gradients = [torch.autograd.grad(output, states, torch.ones_like(output)) for output in outputs]
     for one, other in zip(*([output, *grads] for output, grads in zip(outputs, gradients, strict=True)), strict=True):
@@ -117,7 +117,7 @@ def assert_equal(sides: dict[str, Callable[[], torch.Tensor]], states: list[torc
 
 
 def measure(rounds: int, steps: int, row: int, tokens: int) -> Result:
-    """All sides in turn."""
+    """Measure all sides in turn."""
     torch.manual_seed(0)
     short, long = draw_states(row), draw_states(tokens)
     taken: list[dict[str, float]] = []

@@ -26,7 +26,7 @@ LONGEST_SLEEP = 200_000  # clock cycles of a GPU: some 0.1 ms, in which a step d
 
 
 class PromptLoopback:
-    """A rank that sends to itself, at once."""
+    """A link of a rank to itself that sends immediately."""
 
     rank, size = 0, 1
 
@@ -36,19 +36,19 @@ class PromptLoopback:
         return lambda: None
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        """See there."""
+        """See :class:`omnitrain.parallel.expert.dispatch.Link`."""
         return counts
 
 
 class LateLoopback(PromptLoopback):
-    """The same as late as it may; see the top of this file."""
+    """The same link, which sends as late as allowed; see the top of this file."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._random = random.Random(seed)
 
     def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], Any]:
-        """What this returns keeps both tensors, as a link has to."""
+        """Return a wait function that keeps both tensors alive, as a link must."""
         out.fill_(torch.nan)
         if self._stream is None:
 
@@ -71,7 +71,7 @@ class LateLoopback(PromptLoopback):
 
 
 def experts_of_a_layer(device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Random ones of a small Qwen3-MoE."""
+    """Return random experts of a small Qwen3-MoE."""
     config = Qwen3MoeConfig(num_experts=EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=INNER)
     experts = Qwen3MoeExperts(config).to(device, dtype)
     for parameter in experts.parameters():
@@ -106,7 +106,7 @@ def check_late_rows(device: torch.device, dtype: torch.dtype, steps: int) -> Non
 
 
 def _inputs(tokens: int, used: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one micro-batch: hidden states, experts among the first ``used``, weights."""
+    """Draw one micro-batch: hidden states, experts among the first ``used``, weights."""
     index = torch.rand(tokens, used, device=device).topk(TOP_K, dim=-1).indices
     return torch.randn(tokens, HIDDEN, device=device, dtype=dtype), index, torch.rand(index.shape, device=device)
 
@@ -114,7 +114,7 @@ def _inputs(tokens: int, used: int, device: torch.device, dtype: torch.dtype) ->
 def _step(
     experts: nn.Module, link: Link, chunks: int, delays: bool, inputs: list[tuple[Tensor, Tensor, Tensor]]
 ) -> list[Tensor]:
-    """Forwards of all micro-batches, then their backwards, the last one first."""
+    """Run the forwards of all micro-batches, then their backwards in reverse order."""
     set_experts(experts, dispatcher=RankDispatcher(link, chunks), delays_weight_gradients=delays)
     experts.zero_grad()
     leaves = [(hidden.clone().requires_grad_(), weights.clone().requires_grad_()) for hidden, _, weights in inputs]

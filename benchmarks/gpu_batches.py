@@ -1,4 +1,4 @@
-"""What the sides of a benchmark on one GPU train on: packs of this repository's samples, and the same ones padded."""
+"""The batches of the benchmarks on one GPU: packs of this repository's samples, and the same samples padded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = list[dict[str, Any]]
 
 
 def samples_of(kind: str, sizes: Sizes, config: Any, number: int) -> Batch:
-    """HF-style samples, with what a HF processor adds for this model."""
+    """Return HF-style samples, with the arguments that an HF processor adds for this model."""
     if kind == "text":
         return text_samples(number, sizes.longest)
     made = mixed_samples(number, sizes.longest, sizes.sides, config)
@@ -33,7 +33,7 @@ def samples_of(kind: str, sizes: Sizes, config: Any, number: int) -> Batch:
 
 
 def batches_of(kind: str, sizes: Sizes, config: Any, given: Namespace) -> list[Batch]:
-    """The packs of all steps."""
+    """Return the packs of all steps."""
     number = WARM_UP + given.rounds * given.steps
     samples: Batch = []
     while sum(len(sample["input_ids"]) for sample in samples[:-HELD]) < number * given.tokens:
@@ -42,7 +42,7 @@ def batches_of(kind: str, sizes: Sizes, config: Any, given: Namespace) -> list[B
 
 
 def packed_batches(samples: Batch, tokens: int, number: int) -> list[Batch]:
-    """``number`` batches as omnitrain's packer fills packs, from ``HELD`` samples at a time."""
+    """Return ``number`` batches packed by omnitrain's packer, from a buffer of ``HELD`` samples."""
     waiting, held = iter(samples), list[_Ordered]()
     batches: list[Batch] = []
     while len(batches) < number:
@@ -55,7 +55,7 @@ def packed_batches(samples: Batch, tokens: int, number: int) -> list[Batch]:
 
 @dataclass(frozen=True, eq=False)
 class _Ordered:
-    """A sample as the packer takes it."""
+    """A sample in the packer's format."""
 
     arguments: dict[str, Any]
     index: int
@@ -66,7 +66,7 @@ class _Ordered:
 
 
 def padded_batches(batches: list[Batch], tokens: int) -> list[Batch]:
-    """The same samples, sorted by length, as many at a time as have at most ``tokens`` tokens once padded."""
+    """Return batches of the same samples, sorted by length, with at most ``tokens`` tokens after padding."""
     cut: list[Batch] = [[]]
     for sample in sorted((s for batch in batches for s in batch), key=lambda s: len(s["input_ids"])):
         if cut[-1] and len(sample["input_ids"]) * (len(cut[-1]) + 1) > tokens:
@@ -77,13 +77,13 @@ def padded_batches(batches: list[Batch], tokens: int) -> list[Batch]:
 
 
 def flattened(batches: list[Batch]) -> dict[str, Any]:
-    """One batch, by HF's collator."""
+    """Collate one batch by HF's collator."""
     (batch,) = batches
     return DataCollatorWithFlattening()([{n: s[n].tolist() for n in ("input_ids", "labels")} for s in batch])
 
 
 def padded(batches: list[Batch]) -> dict[str, torch.Tensor]:
-    """One batch, padded to its longest sample; media end to end, as HF's processors return them."""
+    """Pad one batch to its longest sample; media are concatenated, as HF's processors return them."""
     (batch,) = batches
     ids, labels = ([torch.from_numpy(sample[name]) for sample in batch] for name in ("input_ids", "labels"))
     pad = torch.nn.utils.rnn.pad_sequence

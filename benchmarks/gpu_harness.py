@@ -1,4 +1,4 @@
-"""What the benchmarks on one GPU share: options, sides one after the other, what is measured of them, and a report."""
+"""Shared code of the benchmarks on one GPU: options, running the sides one by one, measurements, and a report."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ WARM_UP = 3  # steps of a side before its clock starts: compilation, allocation
 
 
 def start_on_device(options: ArgumentParser, tokens: int) -> Namespace:
-    """Read the command line; adds the device, and the tokens of a pack where they are not given."""
-    options.add_argument("--tokens", type=int, help=f"of a pack; {tokens}, and 256 with --tiny")
-    options.add_argument("--layers", type=int, help="of the language model; unset: as many as fit")
-    options.add_argument("--tiny", action="store_true", help="toy sizes, which a CPU can do")
-    options.add_argument("--seconds", type=float, default=25.0, help="of the rounds of a side, if there are many")
-    options.add_argument("--eager", action="store_true", help="our blocks are not compiled")
+    """Read the command line; add the device, and the default number of tokens of a pack."""
+    options.add_argument("--tokens", type=int, help=f"tokens of a pack; default {tokens}, or 256 with --tiny")
+    options.add_argument("--layers", type=int, help="layers of the language model; default: as many as fit in memory")
+    options.add_argument("--tiny", action="store_true", help="tiny sizes that run on a CPU")
+    options.add_argument("--seconds", type=float, default=25.0, help="time limit of the measured rounds of a side")
+    options.add_argument("--eager", action="store_true", help="do not compile omnitrain's blocks")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # with more of them HF Trainer would use all
     given = start(options)
     given.tokens = given.tokens or (256 if given.tiny else tokens)
@@ -37,7 +37,7 @@ def start_on_device(options: ArgumentParser, tokens: int) -> Namespace:
 
 
 def synchronize(device: torch.device) -> None:
-    """All that was asked of the device is done."""
+    """Wait for all queued work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -63,7 +63,7 @@ class Measured:
     uses_liger: bool = False
 
     def add(self, tokens: int, performed: float, seconds: float) -> None:
-        """A round."""
+        """Add a round."""
         self.seconds += seconds
         self.tokens_per_second.append(tokens / seconds)
         self.operations_per_second.append(performed / seconds)
@@ -75,7 +75,7 @@ Run = Callable[[], Measured]
 
 
 def attempted(name: str, run: Callable[[], Outcome]) -> Outcome | None:
-    """What ``run`` returns; None: it failed, and why is printed."""
+    """Return the result of ``run``; None: it failed, and the reason is printed."""
     try:
         return run()
     except Exception:  # whatever transformers, liger, a compiler or the memory lacks
@@ -85,7 +85,7 @@ def attempted(name: str, run: Callable[[], Outcome]) -> Outcome | None:
 
 
 def measured_one_by_one(device: torch.device, sides: dict[Name, Run]) -> Iterator[tuple[Name, Measured]]:
-    """Each side has the memory for itself: two models do not fit at once.
+    """Run the sides one by one: two models do not fit in memory at once.
 
     One that fails is left out, and why is printed: what the others took minutes for is not lost.
     """
@@ -113,7 +113,7 @@ def loss_error(sides: Sequence[Measured]) -> float:
 
 
 def report_all(result: Result, given: Namespace) -> None:
-    """What was measured, and then an error where something was not, or where losses differ."""
+    """Report the measurements; then raise if a side failed or losses differ."""
     report(result, given.json)
     if not (error := result.figures["loss_error"]) < LOSS_TOLERANCE:
         sys.exit(f"{result.name}: losses of sides differ by {error:.2g}; less than {LOSS_TOLERANCE:g} was expected")

@@ -73,7 +73,7 @@ TINY_MOE = replace(TINY, text=TINY.text | {"moe_intermediate_size": 32, "num_exp
 
 @dataclass(frozen=True)
 class Variant:
-    """Omnitrain with some parts as transformers has them."""
+    """Omnitrain with some parts replaced by those of transformers."""
 
     permutation: bool = False
     router: bool = False
@@ -104,7 +104,7 @@ def hf_experts(device: torch.device) -> list[str]:
 
 
 class WeightsInBf16:
-    """Experts as their function sees them; what it takes of their weights is cast."""
+    """Experts whose weights are cast to bf16 when their function reads them."""
 
     def __init__(self, experts: nn.Module) -> None:
         self._experts = experts
@@ -127,7 +127,7 @@ def use_their_experts(model: OmniModel) -> None:
 
 @contextmanager
 def all_logits_at_once(device: torch.device) -> Iterator[None]:
-    """The loss goes over one chunk."""
+    """Compute the loss in one chunk."""
     usual = cross_entropy.CHUNK_BYTES[device.type]
     cross_entropy.CHUNK_BYTES[device.type] = sys.maxsize
     try:
@@ -145,7 +145,7 @@ def plan_of(variant: Variant, given: Namespace) -> ComponentPlan:
 
 
 def run_variant(variant: Variant, config: Any, packs: Any, given: Namespace) -> Measured:
-    """Omnitrain's side, or what is left of it."""
+    """Run omnitrain's side, with the replaced parts of the variant."""
     alter = use_their_experts if variant.permutation else None
     with all_logits_at_once(given.device) if variant.loss else nullcontext():
         return run_omnitrain(config, packs, given, plan_of(variant, given), alter)
@@ -165,7 +165,7 @@ def run_loopback(device: torch.device, steps: int) -> int:
 
 
 def measure(given: Namespace) -> Result:
-    """All sides."""
+    """Measure all sides."""
     sizes, device = TINY_MOE if given.tiny else MOE, given.device
     loopback = attempted("loopback", partial(run_loopback, device, given.loopback))
     limit = ceiling(sizes.matmul, device)
@@ -205,7 +205,7 @@ def _result(found: dict[str, Measured], limit: float, more: dict[str, float]) ->
 def main() -> None:
     """Measure and report."""
     options = parser(sys.modules[__name__].__doc__ or "", rounds=5, steps=2)
-    options.add_argument("--loopback", type=int, default=200, help="random steps of the experts' exchange")
+    options.add_argument("--loopback", type=int, default=200, help="number of random steps of the expert exchange")
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # read when liger is imported
     ALL_EXPERTS_FUNCTIONS.register("grouped_mm_bf16", grouped_mm_in_bf16)
     given = start_on_device(options, 8192)

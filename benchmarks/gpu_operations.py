@@ -22,7 +22,7 @@ from omnitrain.data.pack import IGNORED
 
 
 def operations(config: Any, model: PreTrainedModel, samples: Sequence[dict[str, Any]]) -> float:
-    """Of forward and backward of these samples; see the head of this file."""
+    """Return the operations of forward and backward of these samples; see the head of this file."""
     text = getattr(config, "text_config", config)
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim >= 2}
     blocks = sum(n for name, n in matrices.items() if ".layers." in name and ".experts." not in name)

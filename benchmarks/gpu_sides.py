@@ -36,7 +36,7 @@ Collate = Callable[[list[Batch]], dict[str, Any]]
 
 
 def fresh(config: Any, device: torch.device) -> PreTrainedModel:
-    """The model with random weights, made on the device: there it takes a second, not a minute."""
+    """Build the model with random weights on the device, which takes a second instead of a minute."""
     torch.manual_seed(0)
     with device:
         return foundation_class(config)(copy.deepcopy(config)).train()
@@ -54,7 +54,7 @@ def run_omnitrain(
     foundation: ComponentPlan,
     alter: Callable[[OmniModel], None] | None = None,
 ) -> Measured:
-    """Ours.
+    """Run omnitrain's side.
 
     Args:
         config: of the model.
@@ -92,7 +92,7 @@ def run_omnitrain(
 
 
 class Borders(TrainerCallback):
-    """Takes the time at the ends of rounds."""
+    """Records the time at the end of each round."""
 
     def __init__(self, given: Namespace) -> None:
         self._given = given

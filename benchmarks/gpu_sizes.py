@@ -26,7 +26,7 @@ _USED = 0.9  # of the free memory; the rest is for fragmentation
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the models and samples.
+    """Sizes of the models and samples.
 
     Attributes:
         text: config of the language model.

@@ -44,7 +44,7 @@ HF_SIDES = {"text": ("hf_flattened", "hf_padded"), "mixed": ("hf_padded",)}
 
 
 def measure(given: Namespace) -> Result:
-    """Both kinds of data, all sides."""
+    """Measure both kinds of data and all sides."""
     sizes = TINY if given.tiny else FULL
     limit = ceiling(sizes.matmul, given.device)
     layers = {kind: given.layers or layers_that_fit(kind, sizes, given) for kind in HF_SIDES}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, rounds that take turns, medians, and a report with its formula."""
+"""Shared code of the benchmarks: options, alternating rounds, medians, and a report with its formula."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 
 
 def parser(description: str, *, rounds: int, steps: int) -> argparse.ArgumentParser:
-    """The options that every benchmark has; ``rounds`` and ``steps`` are its defaults."""
+    """Return the options of every benchmark; ``rounds`` and ``steps`` are the defaults."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", type=Path, help="also write the result to this file")
-    options.add_argument("--rounds", type=int, default=rounds, help="measured rounds, of which the median counts")
+    options.add_argument("--rounds", type=int, default=rounds, help="measured rounds; the result is their median")
     options.add_argument("--steps", type=int, default=steps, help="optimizer steps per round")
     return options
 
@@ -52,18 +52,18 @@ def start(options: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def settle() -> None:
-    """Take one thread, and go to the repository's root, where recipes find their data."""
+    """Use one thread, and change to the repository's root, where recipes find their data."""
     os.chdir(ROOT)
     torch.set_num_threads(1)
 
 
 def in_turn(sides: tuple[str, ...], index: int) -> tuple[str, ...]:
-    """The order within round ``index``: ``A B``, ``B A``, ``A B``, ...; a drift of the machine then hits all alike."""
+    """Return the order of round ``index``: ``A B``, ``B A``, ...; a drift of the machine affects all sides equally."""
     return sides[::-1] if index % 2 else sides
 
 
 class Around:
-    """Stands in for a trainer's loader: a subclass iterates in its own way, everything else is the loader's."""
+    """Wraps a trainer's loader: a subclass changes the iteration, all other attributes are the loader's."""
 
     def __init__(self, loader: StepLoader) -> None:
         self.loader = loader
@@ -85,7 +85,7 @@ def peak_of(profiled: profile, span: str) -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark found.
+    """The result of a benchmark.
 
     Attributes:
         name: of the benchmark.
@@ -101,7 +101,7 @@ class Result:
 
 
 def report(result: Result, json_path: Path | None) -> None:
-    """Print ``result`` and, where asked for, write it with the versions and the processor it was measured on."""
+    """Print ``result``; with a path, also write it with the versions and the processor of the machine."""
     print(f"{result.name}: {result.formula}")
     for name, value in result.figures.items():
         print(f"  {name:<40} {value:,.4g}" if abs(value) < 1000 else f"  {name:<40} {value:,.0f}")

@@ -105,7 +105,7 @@ CONFIGS = {"text": text_config, "vlm": vlm_config}
 
 
 def fresh(kind: str) -> PreTrainedModel:
-    """The model with the weights that all sides begin with."""
+    """Build the model with the initial weights of all sides."""
     torch.manual_seed(0)
     config = CONFIGS[kind]()
     return foundation_class(config)(config).train()
@@ -143,7 +143,7 @@ def pack_of(kind: str, native: Discovery, tokens: int) -> Pack:
 
 
 class Omnitrain:
-    """What ``Trainer`` does."""
+    """The step of omnitrain's ``Trainer``."""
 
     def __init__(self, kind: str, tokens: int) -> None:
         plan = ParallelPlan(default=ComponentPlan(mode="fsdp2"))
@@ -151,7 +151,7 @@ class Omnitrain:
         self._packs = [pack_of(kind, self._step.model.runner.native, tokens)]
 
     def run(self) -> float:
-        """One step; the loss of all ranks."""
+        """Run one step and return the loss of all ranks."""
         return self._step.run(self._packs)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class ByHand:
         self._optimizer = build_optimizer(self._model, SETTINGS)
 
     def run(self) -> float:
-        """One step; this rank's part of the loss."""
+        """Run one step and return this rank's share of the loss."""
         count = (self._batch["labels"] != IGNORED).sum()
         dist.all_reduce(count)
         loss = self._model(**self._batch, use_cache=False, num_items_in_batch=count).loss
@@ -184,7 +184,7 @@ class ByHand:
         return loss.item()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class SameForward:
@@ -200,7 +200,7 @@ class SameForward:
         self._optimizer = build_optimizer(self._model, SETTINGS)
 
     def run(self) -> float:
-        """One step; this rank's part of the loss."""
+        """Run one step and return this rank's share of the loss."""
         term = self._model(self._pack).losses["text"]
         count = torch.tensor(term.count)
         dist.all_reduce(count)
@@ -212,7 +212,7 @@ class SameForward:
         return loss.item()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 SIDES: dict[str, Callable[[str, int], Any]] = {
@@ -223,7 +223,7 @@ SIDES: dict[str, Callable[[str, int], Any]] = {
 
 
 def sides_of(kind: str) -> tuple[str, ...]:
-    """The sides that there are for a model."""
+    """Return the sides of a model."""
     return tuple(side for side in SIDES if kind == "text" or side not in TEXT_ONLY)
 
 
@@ -284,7 +284,7 @@ def _check_losses(found: list[dict[str, dict[str, list[float]]]]) -> None:
 
 
 def measure(rounds: int, steps: int, tokens: int) -> Result:
-    """Both models."""
+    """Measure both models."""
     ratios, measured, peaks = {}, {}, {}
     with RankPool(RANKS, preload=("layouts",)) as pool:
         for kind in CONFIGS:
@@ -323,7 +323,7 @@ def _median_ratio(ours: list[float], theirs: list[float]) -> float:
 def main() -> None:
     """Measure and report."""
     options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=3)
-    options.add_argument("--tokens", type=int, default=1024, help="of each rank in a step")
+    options.add_argument("--tokens", type=int, default=1024, help="tokens of each rank in a step")
     given = start(options)
     report(measure(given.rounds, given.steps, given.tokens), given.json)
 

@@ -1,4 +1,4 @@
-"""Memory of long rows: what sharing a row among ranks costs, and how long a row may be.
+"""Memory of long rows: the cost of sharing a sequence between ranks, and the longest row that fits.
 
 A random Qwen3 in fp32 on gloo ranks with one thread each, blocks recomputed in the backward, the loss in chunks; a step
 is what ``Trainer`` does. Peak memory is the largest sum of live tensor bytes of rank 0 within a step, as torch's
@@ -94,7 +94,7 @@ class Peaks:
         self.found: dict[tuple[int, int], list[int]] = {}
 
     def of(self, tokens: int, ranks: int) -> float:
-        """Bytes."""
+        """Peak in bytes."""
         if (tokens, ranks) not in self.found:
             self.found[tokens, ranks] = [self._run(tokens, ranks) for _ in range(self._runs)]
         return median(self.found[tokens, ranks])
@@ -106,7 +106,7 @@ class Peaks:
 
 
 def longest_by_formula(peaks: Peaks, budget: float, short: int) -> float:
-    """Tokens of the longest row on all ranks."""
+    """Return the tokens of the longest row on all ranks."""
     slope = (peaks.of(2 * short, 1) - peaks.of(short, 1)) / short
     return RANKS * (budget - peaks.of(RANKS * short, RANKS) + slope * short) / slope
 

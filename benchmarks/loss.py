@@ -30,12 +30,12 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """All logits at once."""
+    """Compute the plain loss with all logits at once."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
 
 def chunked(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Ours."""
+    """Compute omnitrain's loss."""
     return linear_cross_entropy(hidden, weight, labels).sum
 
 
@@ -43,7 +43,7 @@ SIDES: dict[str, Callable[..., torch.Tensor]] = {"chunked": chunked, "plain": pl
 
 
 def batch(sizes: Namespace) -> Batch:
-    """Hidden states, weight and labels."""
+    """Draw hidden states, weight and labels."""
     torch.manual_seed(0)
     hidden = torch.randn(sizes.tokens, sizes.hidden, requires_grad=True)
     weight = torch.randn(sizes.classes, sizes.hidden).mul_(0.02).requires_grad_()
@@ -51,7 +51,7 @@ def batch(sizes: Namespace) -> Batch:
 
 
 def run(side: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> float:
-    """Loss and gradients; the loss's mean."""
+    """Compute loss and gradients; return the mean loss."""
     hidden.grad = weight.grad = None
     loss = SIDES[side](hidden, weight, labels) / len(labels)
     loss.backward()
@@ -59,7 +59,7 @@ def run(side: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Ten
 
 
 def peak_bytes(side: str, sizes: Namespace) -> float:
-    """Resident memory that ``side`` adds at its peak, in a process of its own."""
+    """Return the peak of resident memory that ``side`` adds, in a separate process."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(_peak_of_this_process, (side, sizes))
 
@@ -74,13 +74,13 @@ def _peak_of_this_process(side: str, sizes: Namespace) -> float:
 
 
 def _peak() -> float:
-    """The kernel's high-water mark of this process alone (``ru_maxrss`` starts from the parent's)."""
+    """Return the kernel's peak memory of this process (``ru_maxrss`` starts from the parent's)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def measure(sizes: Namespace) -> Result:
-    """Memory once per side, time in turns."""
+    """Measure memory once per side, and time in turns."""
     peaks = {side: peak_bytes(side, sizes) for side in SIDES}
     tensors = batch(sizes)
     losses = {side: run(side, *tensors) for side in SIDES}  # a round that does not count

@@ -1,4 +1,4 @@
-"""Experts of one layer on one rank: what more experts cost, and the layer against transformers' ``grouped_mm``.
+"""Experts of one layer on one rank: the cost of more experts, and the layer against transformers' ``grouped_mm``.
 
 - Dispatch and combine alone (sort by expert, a row per token and expert, weighted sum), forward and backward, with 8,
   64 and 512 experts. The work is that of the rows, whose number does not change.
@@ -32,7 +32,7 @@ SIDES = ("omnitrain", "grouped_mm")
 
 
 def draw_routes(tokens: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts ``[T, k]`` and weights of every token."""
+    """Draw experts ``[T, k]`` and weights of every token."""
     index = torch.rand(tokens, num_experts).topk(min(TOP_K, num_experts), dim=-1)[1]
     return index, torch.rand(index.shape, requires_grad=True)
 
@@ -47,20 +47,20 @@ def draw_layer(num_experts: int, hidden: int, inner: int) -> Any:
 
 
 def seconds(forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor], gradient: torch.Tensor) -> float:
-    """Of one forward and backward."""
+    """Return the seconds of one forward and backward."""
     began = time.perf_counter()
     torch.autograd.grad(forward(), inputs, gradient)
     return time.perf_counter() - began
 
 
 def dispatch_and_combine(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
-    """A layer whose experts return what they are given."""
+    """A layer whose experts return their input."""
     routes = sort_by_expert(index, number)
     return combine_rows(take_rows(hidden, routes), weights, routes)
 
 
 def measure(rounds: int, tokens: int, width: int, inner: int) -> Result:
-    """All sides in turn."""
+    """Measure all sides in turn."""
     torch.manual_seed(0)
     hidden, gradient = torch.randn(tokens, width, requires_grad=True), torch.randn(tokens, width)
     routed = {number: draw_routes(tokens, number) for number in EXPERTS}
@@ -98,7 +98,7 @@ def measure(rounds: int, tokens: int, width: int, inner: int) -> Result:
 
 
 def assert_equal(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
-    """Both sides give the same outputs and gradients."""
+    """Check that both sides give the same outputs and gradients."""
     found = []
     for side in SIDES:
         experts.config._experts_implementation = side

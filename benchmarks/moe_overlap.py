@@ -1,4 +1,4 @@
-"""Experts on two ranks and a network that takes its time: how much of the all-to-alls disappears behind the products.
+"""Experts on two ranks and a slow network: how much of the all-to-alls is hidden by the matmuls.
 
 The experts of one Qwen3-MoE layer, spread over two ranks, forward and backward in fp32, one thread per rank. Routes
 are drawn at random; router, norms and attention are left out. The network is that of ``slow_link.py``. Its rate is
@@ -79,24 +79,24 @@ class Sizes:
 
 
 class StillLink:
-    """In place of a link: nothing travels, and what would have come is there at once."""
+    """A link that sends nothing and returns immediately."""
 
     def __init__(self, counting: GroupLink) -> None:
         self._counting = counting
         self.rank, self.size = counting.rank, counting.size
 
     def start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], Any]:
-        """What comes are ones: as many rows as would have come."""
+        """Return ones, with as many rows as the exchange would give."""
         out.fill_(1.0)
         return lambda: None
 
     def exchange_counts(self, counts: Tensor) -> Tensor:
-        """So that the rows are as many as in ``plain``."""
+        """Return ones, so that the numbers of rows are those of ``plain``."""
         return self._counting.exchange_counts(counts)
 
 
 class HeldLink(GroupLink):
-    """Exchanges at once, and keeps what it was given until it is awaited, as if it were under way until then.
+    """Exchanges immediately, and keeps its tensors until the wait, as if the exchange took until then.
 
     For memory: gloo's threads let go of tensors at times of their own, which the profiler does not see.
     """
@@ -109,7 +109,7 @@ class HeldLink(GroupLink):
 
 
 class Layer:
-    """This rank's experts and tokens, and what the sides do with them."""
+    """This rank's experts and tokens, and the work of the sides."""
 
     def __init__(self, sizes: Sizes, link: type[GroupLink] = GroupLink) -> None:
         self.state = init_parallel_state(ep_size=RANKS)
@@ -150,7 +150,7 @@ class Layer:
         return model["experts"]
 
     def step(self, side: str) -> list[Tensor]:
-        """Output and gradients."""
+        """Return the output and gradients."""
         if side == "communication":
             return self._communicate()
         experts = self.theirs if side == "transformers" else self.ours
@@ -161,7 +161,7 @@ class Layer:
         return [output.detach(), *self._taken_gradients(experts)]
 
     def step_of_several(self, layers: int) -> None:
-        """Forward and backward of the layer as it is set, applied ``layers`` times."""
+        """Run forward and backward of the layer with its settings, applied ``layers`` times."""
         hidden: Tensor = self.hidden
         for _ in range(layers):
             hidden = self.ours(hidden, self.index, self.weights)
@@ -194,7 +194,7 @@ class Layer:
         return []
 
     def multiply(self) -> None:
-        """The experts' products and activations alone, in chunks of experts, forward and backward."""
+        """Run only the experts' matmuls and activations, in chunks of experts, forward and backward."""
         every = self.splits_of_chunks
         chunks = ExpertWeights.of(self.ours).in_chunks([splits.ranges for splits in every], None)
         rows = [torch.ones(sum(splits.received), self.sizes.hidden, requires_grad=True) for splits in every]
@@ -206,7 +206,7 @@ class Layer:
 
     @property
     def bits(self) -> float:
-        """That all ranks together send in a step, by the formula."""
+        """Return the bytes that all ranks send in a step, by the formula."""
         (splits,) = self.plan.chunks
         rows = torch.tensor([sum(splits.sent) - splits.sent[self.link.rank]])
         dist.all_reduce(rows)
@@ -214,14 +214,14 @@ class Layer:
 
 
 def slowest(own: float) -> float:
-    """The most of all ranks."""
+    """Return the maximum over all ranks."""
     most = torch.tensor([own], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)
 
 
 def check_equal(layer: Layer) -> None:
-    """The sides compute the same."""
+    """Check that the sides compute the same."""
     plain, overlap, theirs = (layer.step(side) for side in ("plain", "overlap", "transformers"))
     for one, other in zip(plain, overlap, strict=True):
         assert torch.equal(_local(one), _local(other))
@@ -235,7 +235,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def peak_bytes(layer: Layer, side: str) -> int:
-    """Of a step, above what was there before it."""
+    """Return the peak memory of a step above the memory before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, record_function("step"):
         layer.step(side)
     return peak_of(profiled, "step")
@@ -250,7 +250,7 @@ class HostMemory(ActivationOffload):
         return torch.from_numpy(tensor.detach().numpy().copy())
 
     def back(self, host: Tensor) -> tuple[Tensor, None]:
-        """See there."""
+        """See :class:`ActivationOffload`."""
         return host.clone(), None
 
 
@@ -275,7 +275,7 @@ def offload_savings(layer: Layer) -> dict[str, float]:
 
 
 def run_rank(sizes: Sizes, ratios: Sequence[float], rounds: int, steps: int, is_limited: bool) -> dict[str, Any]:
-    """What one rank measures."""
+    """Measure on one rank."""
     settle()
     thin = Layer(replace(sizes, hidden=2 * sizes.hidden, inner=2 * sizes.hidden * INNER[0] // INNER[1]), HeldLink)
     peaks = {side: peak_bytes(thin, side) for side in ("plain", "overlap", "transformers")}

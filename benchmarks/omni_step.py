@@ -1,4 +1,4 @@
-"""A training step of omnitrain over packs that are made already, with the pieces that ``Trainer`` makes it of."""
+"""A training step of omnitrain over ready packs, built from the same functions as ``Trainer``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class OmniStep:
         self._step = 0
 
     def run(self, packs: Sequence[Pack]) -> float:
-        """One optimizer step over the packs of this rank and of all others; the loss of all."""
+        """Run one optimizer step over the packs of all ranks, and return the loss of all."""
         self._step += 1
         self._watch.at(step=self._step, phase="data")
         batch = self._planner(packs)
@@ -90,5 +90,5 @@ class OmniStep:
         return loss
 
     def close(self) -> None:
-        """The other ranks may go on without this one."""
+        """Let the other ranks continue without this one."""
         self._watch.close()

@@ -83,12 +83,12 @@ def foundation_recipe(folder: str) -> Recipe:
 
 
 class ReadySamples:
-    """In place of a processor: its "rows" are samples already."""
+    """Replaces a processor: its "rows" are samples already."""
 
     def sample(
         self, row: Sample, index: int = 0, max_tokens: int | None = None, *, without_tail: bool = False
     ) -> Sample:
-        """``row`` at its place in the data order."""
+        """Return ``row`` with its index in the data order."""
         return dataclasses.replace(row.without_tail() if without_tail else row, index=index)
 
 
@@ -111,7 +111,7 @@ class Marked(Around):
 
 
 def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) -> float:
-    """Tokens per second of ``fit``."""
+    """Return the tokens per second of ``fit``."""
     # One step more than is measured: the clock stops when it is asked for.
     train = recipe.train.model_copy(update={"steps": WARM_UP + steps + 1})
     trainer = Trainer(recipe.model_copy(update={"train": train}))
@@ -126,20 +126,20 @@ def run_omnitrain(recipe: Recipe, samples: list[Sample], steps: int, seed: int) 
 
 
 class StepEnds(TrainerCallback):
-    """Notes when each step has ended."""
+    """Records the end of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Take the time."""
+        """Record the time."""
         self.times.append(time.perf_counter())
 
 
 def run_hf(
     collator: Any, sampling: str, recipe: Recipe, examples: list[dict[str, Any]], steps: int, seed: int
 ) -> float:
-    """Tokens per second of HF ``Trainer`` with ``collator``, without its padding."""
+    """Return the tokens per second of HF ``Trainer`` with ``collator``, without padding."""
     torch.manual_seed(recipe.train.seed)
     model = build_foundation_model(dict(recipe.model.foundation.config))
     model.set_attn_implementation("sdpa")
@@ -184,7 +184,7 @@ def _arguments(
 
 
 def in_a_fresh_process(run: Callable[[], float]) -> float:
-    """What ``run`` returns there; the process is forked from one that has imported everything and run nothing."""
+    """Return the result of ``run`` in a process forked from one that has imported everything and run nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["padding"])
     with ProcessPoolExecutor(1, context, initializer=_begin) as pool:
@@ -198,7 +198,7 @@ def _begin() -> None:
 
 
 def measure(rounds: int, steps: int, limit: int | None, folder: str) -> Result:
-    """All four sides in turn, each round with another order of the data."""
+    """Measure all four sides in turn, each round with another order of the data."""
     quickstart = Recipe.load(QUICKSTART)
     samples, tokenizer = quickstart_samples(quickstart, limit)
     recipe = foundation_recipe(folder)

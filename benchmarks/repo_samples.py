@@ -1,4 +1,4 @@
-"""Real text and images that this repository ships, as HF-style samples: no download, the same on every machine."""
+"""HF-style samples from text and images of this repository: without download, the same on every machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNIT = 32  # pixels along a side that become one row: patches of 16, merged 2 x 
 
 
 def texts() -> Iterator[str]:
-    """Sections of the documentation, then top-level blocks of the package's source, over and over."""
+    """Yield sections of the documentation, then top-level blocks of the package's source, endlessly."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     sections = [section for page in pages for section in page.read_text().split("\n## ")]
     modules = sorted((ROOT / "omnitrain").rglob("*.py"))
@@ -32,7 +32,7 @@ def texts() -> Iterator[str]:
 
 
 def text_samples(number: int, longest: int) -> list[dict[str, Any]]:
-    """``number`` samples of text alone, each token predicted, cut off after ``longest``."""
+    """Return ``number`` text samples, with every token predicted, truncated to ``longest``."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / TOKENIZER)
     ids = (tokenizer(text, add_special_tokens=False)["input_ids"][:longest] for text in texts())
     return [{"input_ids": np.array(row), "labels": np.array(row)} for row in islice(ids, number)]
@@ -61,7 +61,7 @@ def mixed_samples(number: int, longest: int, sides: tuple[int, int], config: Any
 
 
 def _mosaic(generator: np.random.Generator, height: int, width: int) -> Image.Image:
-    """Handwritten digits side by side, as many as the picture holds."""
+    """Fill a picture with handwritten digits side by side."""
     digits = _digits()
     rows, columns = height // digits.shape[1], width // digits.shape[2]
     chosen = digits[generator.integers(len(digits), size=(rows, columns))]

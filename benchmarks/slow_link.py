@@ -1,4 +1,4 @@
-"""Ranks on a network that takes its time, on one machine.
+"""Ranks on a slow network, on one machine.
 
 The ranks of a benchmark run in a network namespace of their own, whose loopback ``tc`` limits, each pinned to a core:
 communication takes real time and hardly any processor. That needs root and iproute2.
@@ -27,7 +27,7 @@ BUCKET_BYTES = 100_000  # pass at once: small messages take their time, too. A p
 
 @contextmanager
 def own_loopback() -> Iterator[list[str]]:
-    """The words before a command that runs it in a network namespace, where the loopback can be limited."""
+    """Return the prefix of a command that runs it in a network namespace, where the loopback can be limited."""
     name = f"omnitrain_{os.getpid()}"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
@@ -38,7 +38,7 @@ def own_loopback() -> Iterator[list[str]]:
 
 
 def may_limit() -> bool:
-    """Whether a network namespace can be made and limited here."""
+    """Whether this machine allows to create and limit a network namespace."""
     try:
         with own_loopback() as inside:
             return subprocess.run([*inside, "tc", "qdisc", "show"], check=False, capture_output=True).returncode == 0
@@ -53,12 +53,12 @@ def limit(bits_per_second: float) -> None:
 
 
 def bytes_on_the_wire() -> int:
-    """That the loopback has sent so far, headers included."""
+    """Return the bytes that the loopback has sent so far, including headers."""
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
 def seconds(run: Callable[[], Any], steps: int) -> float:
-    """Per repetition, from barrier to barrier."""
+    """Return the seconds per repetition, from barrier to barrier."""
     dist.barrier()
     began = time.perf_counter()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""What a step of ``Trainer.fit`` costs over a bare loop on the same packs.
+"""The cost of a step of ``Trainer.fit`` over a bare loop on the same packs.
 
 ``trainer`` is ``fit`` itself, on the quickstart's recipe: packs from the loader and its worker, ``train_step``, metrics
 and progress. Its loader is wrapped, so that the clock runs from the moment ``fit`` asks for a round's first step to the
@@ -46,7 +46,7 @@ class BareLoop:
         self.losses: list[torch.Tensor] = []
 
     def follow(self, trainer: Trainer) -> None:
-        """Go on from where ``trainer`` is."""
+        """Continue from the state of ``trainer``."""
         self.model.load_state_dict(trainer.model.state_dict())
         self.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
 
@@ -62,7 +62,7 @@ class BareLoop:
 
 
 class Clock:
-    """Seconds since its making, of the wall and of this process (which its workers are no part of)."""
+    """Wall seconds and CPU seconds of this process (without its workers) since the clock was created."""
 
     def __init__(self) -> None:
         self._wall, self._process = time.perf_counter(), time.process_time()
@@ -73,7 +73,7 @@ class Clock:
 
 
 class Rounds(Around):
-    """Hands the trainer its steps, and lets the bare loop run between the trainer's rounds."""
+    """Passes the trainer its steps, and runs the bare loop between the trainer's rounds."""
 
     def __init__(self, trainer: Trainer, bare: BareLoop, rounds: int, steps: int, first: int) -> None:
         super().__init__(trainer.loader)
@@ -108,7 +108,7 @@ class Rounds(Around):
 
 
 def measure(rounds: int, steps: int, skipped: int, folder: str) -> Result:
-    """Both sides in turn; the warm-up rounds are dropped."""
+    """Measure both sides in turn; the warm-up rounds are dropped."""
     total = (WARM_UP + rounds) * steps
     changes = ["train.optimizer={warmup_steps: 0, schedule: constant}", "data.heldout=[]", "evaluation=null"]
     # One step more than is measured: the clock of the last round stops when it is asked for.
@@ -149,7 +149,7 @@ def _ratios(above: list[float], below: list[float]) -> list[float]:
 
 
 def _check_losses(bare: BareLoop, metrics: Path) -> None:
-    """The losses of a round must follow each other, or one side did other work.
+    """Check that the losses of both sides agree in a round; else one side did other work.
 
     Not longer than a round: torch's clipping adds up the norm in another order, and training makes a difference in the
     last bit grow, to 3e-3 in 240 steps (clipped by the same function, both sides stay equal to the bit).

@@ -1,4 +1,4 @@
-"""How long a rank takes to plan a step, once it has the tables of all ranks.
+"""The time that a rank needs to plan a step, once it has the tables of all ranks.
 
 Timed is what the loader does a batch ahead: decode the gathered tables, plan the step, and read off one rank's calls
 and routes in every micro-batch. Two ports feed one encoder on 64 ranks; costs are log-normal, so that some items are
@@ -48,7 +48,7 @@ def topology(place: Place) -> Topology:
 
 
 def gathered_tables(given: Topology, num_items: int) -> np.ndarray:
-    """``[ranks, words]``: tables of ``num_items`` items in all, of two shapes, as an all-gather would bring them."""
+    """Return tables ``[ranks, words]`` of ``num_items`` items in total, of two shapes, as an all-gather gives them."""
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(num_items, np.full(RANKS * MICRO_BATCHES * len(PORTS), 1 / (RANKS * MICRO_BATCHES * 2)))
     facts = [
@@ -67,7 +67,7 @@ def _items(rng: np.random.Generator, counts: list[int]) -> dict[str, tuple[ItemF
 
 
 def plan_once(given: Topology, gathered: np.ndarray) -> StepPlan:
-    """What is timed."""
+    """Run the timed code."""
     plan = plan_step(given, decode_tables(given, gathered))
     for micro_batch in range(plan.num_micro_batches):
         plan.calls_of(RANKS // 2, ENCODER, micro_batch)
@@ -76,7 +76,7 @@ def plan_once(given: Topology, gathered: np.ndarray) -> StepPlan:
 
 
 def over_unavoidable(plan: StepPlan) -> float:
-    """Cost of the busiest rank over what no assignment can undercut, in the worst micro-batch."""
+    """Return the cost of the busiest rank over the lower bound of any assignment, in the worst micro-batch."""
     loads, costliest = plan.loads(ENCODER), np.zeros(plan.num_micro_batches)
     np.maximum.at(costliest, plan.slot // len(PORTS), plan.cost)
     least = np.maximum(loads.mean(axis=1), costliest)
@@ -85,7 +85,7 @@ def over_unavoidable(plan: StepPlan) -> float:
 
 
 def measure(rounds: int, steps: int, items_per_rank: int) -> Result:
-    """All cases in every round; one unmeasured step each first."""
+    """Measure all cases in every round, after one warm-up step each."""
     figures, measured = {}, {}
     for place in ("world", "local"):
         for size, num_items in (("few", items_per_rank), ("many", items_per_rank * RANKS)):

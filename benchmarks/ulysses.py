@@ -1,4 +1,4 @@
-"""Ulysses on a network that takes its time: bytes against the formula, and how much of them async Ulysses hides.
+"""Ulysses on a slow network: bytes against the formula, and how much communication async Ulysses hides.
 
 One attention layer of transformers' Qwen3 on two ranks that share a row, forward and backward, in fp32 with one thread
 per rank. The ranks run in a network namespace of their own, whose loopback ``tc`` limits, each on a core: communication
@@ -47,7 +47,7 @@ RANKS, HEAD_DIM, ITEMSIZE = 2, 64, 4
 
 
 class Layer:
-    """The attention of a layer, on this rank's rows of one row of tokens."""
+    """The attention of a layer, on this rank's slice of a sequence."""
 
     def __init__(self, tokens: int, hidden: int) -> None:
         state = init_parallel_state(ulysses_size=RANKS)
@@ -88,7 +88,7 @@ class Layer:
         return self.attention(self.hidden, position_embeddings=self.tables, attention_mask=mask)[0]
 
     def step(self) -> list[Tensor]:
-        """Output and gradients."""
+        """Return the output and gradients."""
         output = self.forward()
         return [output, *torch.autograd.grad(output, [self.hidden, *self.attention.parameters()], output.detach())]
 
@@ -110,7 +110,7 @@ class Layer:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Bytes that this rank hands to all-to-alls, with what it keeps for itself."""
+    """Count the bytes that this rank passes to all-to-alls, including those it keeps."""
     sent: list[int] = []
     plain = dist.all_to_all_single
     dist.all_to_all_single = lambda out, rows, *more, **given: (
@@ -123,7 +123,7 @@ def counted_bytes() -> Iterator[list[int]]:
 
 
 def run_rank(tokens: int, hidden: int, rounds: int, steps: int, rate: float | None) -> dict[str, Any]:
-    """What one rank measures."""
+    """Measure on one rank."""
     settle()
     layer, driven = Layer(tokens, hidden), Layer(tokens, hidden)
     layout = attention_layouts(driven.model, Contract())[kind_of(driven.attention)]

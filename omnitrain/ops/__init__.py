@@ -1,1 +1,1 @@
-"""Operations with more than one implementation: a torch reference, faster backends beside it."""
+"""Operations with several implementations: a torch reference and faster backends."""

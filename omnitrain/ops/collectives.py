@@ -1,7 +1,7 @@
-"""Differentiable collectives of ranks that compute together: the backward of each is its transpose.
+"""Differentiable collectives: the backward of each is its transpose.
 
-Each rank's loss is its own, and what is differentiated is the sum of all ranks' losses. So the gradient that a rank has
-of something that several hold alike is its own part, and the parts of all of them add up to the gradient.
+Each rank has its loss, and gradients are those of the sum of all ranks' losses. A rank's gradient of a replicated
+tensor is therefore a partial gradient; the sum over all ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -17,79 +17,80 @@ from torch.autograd.function import once_differentiable
 
 T = TypeVar("T")
 
-# torch 2.13 has other names for them.
+# torch 2.13 renames them.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all ranks' tensors, on each of them. Gradients are added up in the same way."""
+    """Sum the tensors of all ranks (all-reduce). The backward sums the gradients in the same way."""
     summed = partial(_summed, group=group)
     return with_backward(summed, summed, tensor)
 
 
 def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``tensor``, which all ranks computed alike by helping each other: its gradients are added up.
+    """Return ``tensor``; the backward sums its gradients over the ranks.
 
-    For a function with collectives inside, whose backward on each rank takes the gradient of what all ranks return.
+    For the result of a function with collectives, which is equal on all ranks: the backward of that function needs the
+    gradient with respect to all ranks' copies.
     """
-    return with_backward(lambda own: own.view_as(own), partial(_summed, group=group), tensor)
+    return with_backward(lambda local: local.view_as(local), partial(_summed, group=group), tensor)
 
 
 def gather_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[..., n]`` of each rank side by side: ``[..., ranks * n]``, on each of them."""
+    """All-gather along the last dim: ``[..., n]`` of each rank -> ``[..., ranks * n]``."""
     return with_backward(partial(_gathered_columns, group=group), partial(_summed_columns, group=group), tensor)
 
 
 def own_columns(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The inverse of :func:`gather_columns`: ``[..., n]`` of this rank. No collective, neither forth nor back."""
+    """Return this rank's columns ``[..., n]``, the inverse of :func:`gather_columns`; without any collective."""
     width = tensor.size(-1) // group.size()
     return tensor.narrow(-1, group.rank() * width, width)
 
 
 def gather_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks, rank by rank: ``[sum of counts, ...]``, on each. A row's gradients add up at its owner.
+    """All-gather rows, rank by rank: ``[sum of counts, ...]``. The backward sums a row's gradients on its rank.
 
     Args:
         own: ``[counts of this rank, ...]``.
-        counts: rows of each rank.
-        group: all of its ranks call this, forward and backward.
+        counts: number of rows of each rank.
+        group: all its ranks must call this, forward and backward.
     """
     gather = partial(_gathered_rows, counts=counts, group=group)
     return with_backward(gather, partial(_summed_rows, counts=counts, group=group), own)
 
 
 def scatter_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of the sum of all ranks' tensors: the transpose of :func:`gather_rows`, with the same arguments.
+    """Reduce-scatter rows: the transpose of :func:`gather_rows`, with the same arguments.
 
     Returns:
-        ``[counts of this rank, ...]``, added up in fp32.
+        ``[counts of this rank, ...]``, summed in fp32.
     """
     gather = partial(_gathered_rows, counts=counts, group=group)
     return with_backward(partial(_summed_rows, counts=counts, group=group), gather, whole)
 
 
 def gathered_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank of the group has, rank by rank, pickled on its way; None: of all ranks."""
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, own, group=group)
-    return everywhere
+    """All-gather objects by pickle, rank by rank; ``group`` None: all ranks."""
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, own, group=group)
+    return objects
 
 
 def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``[ranks, ...]`` of each rank's ``[...]``; without a graph."""
+    """All-gather ``[...]`` of each rank to ``[ranks, ...]``, without autograd."""
     parts = tensor.new_empty(group.size(), *tensor.shape)
     _all_gather(parts.view(-1), tensor.reshape(-1), group=group)
     return parts
 
 
 def with_backward(forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
-    """``forth(*tensors)``, with a backward of its own: ``back`` of the gradients of what it returns.
+    """Return ``forth(*tensors)`` with the backward ``back``.
 
     Args:
-        forth: tensors of any shape -> a tensor, or a tuple of them.
-        back: a gradient for each of those -> one for each of ``tensors``, of its shape. It is not differentiated.
-        tensors: what is differentiated; all else is in the functions.
+        forth: tensors of any shape -> a tensor, or a tuple of tensors.
+        back: a gradient per output -> a gradient per tensor of ``tensors``. It cannot be differentiated again.
+        tensors: the tensors that get gradients.
     """
     return _BothWays.apply(forth, back, *tensors)
 
@@ -103,8 +104,8 @@ class _BothWays(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.back(*gradients)
-        return None, None, *(found if isinstance(found, tuple) else (found,))
+        results = ctx.back(*gradients)
+        return None, None, *(results if isinstance(results, tuple) else (results,))
 
 
 def _gathered_columns(own: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -133,7 +134,7 @@ def _summed_rows(whole: Tensor, counts: Sequence[int], group: dist.ProcessGroup)
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A new tensor: a gradient may be that of other inputs, too."""
+    """Sum into a new tensor: autograd may use the gradient for other inputs, too."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

@@ -1,4 +1,4 @@
-"""Values of a HuggingFace config, read by names that it may or may not have."""
+"""Read values of a HuggingFace config that may be missing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def config_value(config: Any, name: str, default: Any = None) -> Any:
-    """The value that a config has for the whole model.
+    """Return the value of a config for the whole model.
 
     Args:
-        config: a HF config, or None.
-        name: of the value.
-        default: where the config has no such value, or one for each layer (transformers' ``per_layer_config``).
+        config: an HF config, or None.
+        name: name of the value.
+        default: result if the config has no such value, or one per layer (transformers' ``per_layer_config``).
     """
     by_layer = getattr(config, "per_layer_attributes", None) or ()
     aliases = getattr(config, "attribute_map", {})

@@ -1,12 +1,12 @@
-"""Gradients of weights that a backward leaves for later.
+"""Delay the gradients of weights in a backward.
 
-What a backward hands on are gradients of activations. Those of weights are needed by nobody before the parameters are
-reduced, so they can be computed while something else is on its way::
+The rest of the backward needs only the gradients of activations. Weight gradients are needed only when parameters are
+reduced, so we can compute them during communication::
 
-    plain        dX dW | wait for an exchange | dX dW ...
-    split off    dX | dW while the exchange goes on | dX ...
+    plain      dX dW | wait for communication | dX dW ...
+    delayed    dX | dW during communication | dX ...
 
-The products are the same ones on the same operands, so nothing changes, not even in the last bit.
+The matmuls and their operands are the same, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Later = Callable[[MakeGradient], None]
 
 
 class WeightGradients:
-    """Those of one backward, by keys of the caller's; they hold on to their operands until :meth:`made`.
+    """Delayed weight gradients by a key of the caller; they keep their operands until :meth:`made`.
 
     Args:
-        around: makes a context in which they are computed.
+        around: makes the context in which they are computed.
     """
 
     def __init__(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
@@ -40,18 +40,18 @@ class WeightGradients:
         return len(self._waiting)
 
     def add(self, key: Hashable, make: MakeGradient) -> None:
-        """Leave a gradient for later; there may be several of one key, which add up to its gradient."""
+        """Delay a gradient; several gradients of one key must be summed."""
         self._waiting.append((key, make))
 
     def of(self, key: Hashable) -> Later:
-        """:meth:`add` for ``key``."""
+        """Return :meth:`add` with ``key`` bound."""
         return partial(self.add, key)
 
     def made(self, order: Callable[[Any], int] = lambda key: 0) -> Iterator[tuple[Any, Tensor]]:
-        """Compute what waits, one after the other; each lets go of its operands. Nothing waits afterwards.
+        """Compute the delayed gradients one by one; each then releases its operands.
 
         Args:
-            order: of a key; those of one place in it come as they were left.
+            order: key -> sort key; the sort is stable.
         """
         waiting, self._waiting = sorted(self._waiting, key=lambda left: order(left[0]))[::-1], []
         with self._around():
@@ -60,21 +60,21 @@ class WeightGradients:
                 yield key, make()
 
     def accumulate(self) -> None:
-        """Compute what waits, and add it to the ``grad`` of the parameters that are its keys."""
+        """Compute the delayed gradients and add them to ``grad`` of their keys, which are parameters."""
         for parameter, gradient in self.made():
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 @contextmanager
 def delayed_linears(modules: Iterable[nn.Module], work: WeightGradients) -> Iterator[None]:
-    """In forwards inside, ``nn.Linear`` layers leave their weights' gradients to ``work``, by parameter.
+    """Let ``nn.Linear`` layers delay their weight gradients in forwards inside this context, by parameter.
 
-    For schedules that place the weights' part of a backward themselves; who does must call ``work.accumulate()`` before
-    anything reads ``grad``. Biases and frozen weights are as always.
+    For schedules that place weight gradients themselves: the caller must call ``work.accumulate()`` before anything
+    reads ``grad``. Biases and frozen weights do not change.
 
     Args:
-        modules: whose linear layers; none of subclasses, nor what has another forward already.
-        work: takes the gradients in backwards, whenever they are.
+        modules: the modules with the layers; subclasses of Linear and layers with a replaced forward are skipped.
+        work: collects the delayed gradients.
     """
     linears: set[nn.Module] = {
         part
@@ -99,7 +99,7 @@ def _linear(linear: Any, work: WeightGradients, x: Tensor) -> Tensor:
 
 
 class _LinearForNow(torch.autograd.Function):
-    """A linear layer whose weight's gradient is left for later."""
+    """A linear layer that delays its weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:

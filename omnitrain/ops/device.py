@@ -1,4 +1,4 @@
-"""What is done for one device: tensors of the host on their way to it, and its random numbers."""
+"""Copy host tensors to a device without waiting, and seed a device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the host on ``device``. A plain copy to a GPU would first wait for all that is queued there."""
+    """Copy a host tensor to ``device``. A blocking copy to a GPU would wait for all its queued work."""
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Begin the random numbers of ``device`` and of the host anew, as ``torch.manual_seed`` does for all devices.
+    """Seed the random numbers of ``device`` and of the host, as ``torch.manual_seed`` does for all devices.
 
-    That one writes down stack traces for every kind of accelerator that is not there, which takes half a millisecond.
+    ``torch.manual_seed`` records stack traces for every missing kind of accelerator, which takes half a millisecond.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Forwards of single modules, replaced from outside: classes, parameters and the keys of the state dict stay."""
+"""Replace the forward of single modules; classes, parameters and the keys of the state dict stay."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Forward = Callable[..., Any]  # (module, *args, **kwargs)
 
 
 def forward_of(module: nn.Module) -> Forward:
-    """What runs by now: the forward of its class, or one that was put in."""
-    own = vars(module).get("forward")
-    return type(module).forward if own is None else own.__func__
+    """Return the module's current forward: that of its class, or its replacement."""
+    replaced = vars(module).get("forward")
+    return type(module).forward if replaced is None else replaced.__func__
 
 
 def set_forward(module: nn.Module, forward: Forward) -> None:
-    """Put ``forward`` in. It is bound: a deep copy of the module gets one that is bound to the copy."""
+    """Replace the module's forward by a bound method, so that deep copies of the module get their own."""
     module.forward = MethodType(forward, module)
 
 
 @contextmanager
 def own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """While open, the module's forward is this function of its arguments; None: that of its class."""
-    own = vars(module)
-    before = own.pop("forward", None)
+    """Replace the module's forward by a function of its arguments within the context; None: that of its class."""
+    attributes = vars(module)
+    before = attributes.pop("forward", None)
     if forward is not None:
-        own["forward"] = forward
+        attributes["forward"] = forward
     try:
         yield
     finally:
-        own.pop("forward", None)
+        attributes.pop("forward", None)
         if before is not None:
-            own["forward"] = before
+            attributes["forward"] = before

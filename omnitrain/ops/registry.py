@@ -1,4 +1,4 @@
-"""Choosing among the implementations of an operation: by name, or ``auto``."""
+"""Choose among the implementations of an operation: by name, or ``auto``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Backend:
     """One implementation of an operation.
 
     Attributes:
-        name: as recipes spell it.
+        name: name in recipes.
         run: the implementation.
-        missing: device -> what it lacks to run there, None: nothing.
-        automatic: device types on which ``auto`` may pick it, where nothing is missing; None: any.
+        missing: device -> missing requirement; None: nothing is missing.
+        automatic: device types on which ``auto`` may choose it if nothing is missing; None: any.
     """
 
     name: str
@@ -37,29 +37,29 @@ B = TypeVar("B", bound=Backend)
 
 
 def choose(operation: str, backends: Sequence[B], wanted: str, device: torch.device) -> B:
-    """The backend called ``wanted``; ``auto``: the first of ``backends`` that is automatic on ``device`` and can run.
+    """Return the backend named ``wanted``; ``auto``: the first that is automatic on ``device`` and can run.
 
     Raises:
-        UserError: no backend has that name, or the one that has cannot run on ``device``; names those that can.
+        UserError: the backend is unknown or cannot run on ``device``; names those that can.
     """
     if wanted == "auto":
         automatic = (b for b in backends if b.automatic is None or device.type in b.automatic)
         return next(b for b in automatic if b.missing(device) is None)
-    found = next((backend for backend in backends if backend.name == wanted), None)
-    if found is None:
+    named = next((backend for backend in backends if backend.name == wanted), None)
+    if named is None:
         names = ", ".join(backend.name for backend in backends)
         raise UserError(f"{operation}: no backend {wanted!r}; expected auto, {names}")
-    lack = found.missing(device)
+    lack = named.missing(device)
     if lack is not None:
         able = ", ".join(["auto", *(backend.name for backend in backends if backend.missing(device) is None)])
         raise UserError(f"{operation}: backend {wanted!r} {lack}; choose from {able}")
-    return found
+    return named
 
 
 def liger_missing(device: torch.device) -> str | None:
-    """What liger's kernels lack to run on ``device``."""
+    """Return the missing requirement of liger's kernels on ``device``; None: nothing is missing."""
     if device.type != "cuda":
-        return f"runs on CUDA only, not on {device.type}"
+        return f"runs only on CUDA, not on {device.type}"
     if importlib.util.find_spec("liger_kernel") is None:
         return "needs the package liger-kernel (pip install 'omnitrain[gpu]')"
     return None

@@ -1,4 +1,4 @@
-"""What ran when in a step: spans on the host's clock, or on the device's where work is only handed to it."""
+"""Record time spans in a step, by the host's clock or by device events."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Mark = Any  # a moment: seconds of the host's clock, or an event of the device
 
 @dataclass(frozen=True)
 class What:
-    """What a span is of.
+    """The activity of a span.
 
     Attributes:
-        kind: ``compute``; ``link``: on its way; ``wait``: nothing could be computed meanwhile.
-        name: such as ``experts`` or ``dispatch``.
-        phase: of a step.
-        layer: name of its module.
-        chunk: of the layer's experts; None: of all.
+        kind: ``compute``; ``link``: communication; ``wait``: waiting for communication.
+        name: name of the activity, such as ``experts`` or ``dispatch``.
+        phase: phase of the step.
+        layer: name of the layer's module.
+        chunk: chunk of the layer's experts; None: all experts.
     """
 
     kind: Kind
@@ -34,12 +34,12 @@ class What:
 
 @dataclass(frozen=True)
 class Span:
-    """From when to when.
+    """A time span.
 
     Attributes:
-        what: it was.
-        start: seconds since the recording began.
-        end: the same.
+        what: the activity.
+        start: seconds since the start of the recording.
+        end: seconds since the start of the recording.
     """
 
     what: What
@@ -48,18 +48,18 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What :class:`SpanRecorder` recorded.
+    """A recording of :class:`SpanRecorder`.
 
     Attributes:
-        began: seconds since 1970.
-        seconds: from begin to end.
-        spans: in the order in which they ended.
+        began: start of the recording, seconds since 1970.
+        seconds: duration of the recording.
+        spans: the spans, in the order in which they ended.
     """
 
     began: float
@@ -68,15 +68,15 @@ class Recorded:
 
 
 class SpanRecorder:
-    """Records spans between :meth:`begin` and :meth:`end`, and nothing outside.
+    """Records spans between :meth:`begin` and :meth:`end`.
 
-    Moments of a CUDA device are events on its current stream, read at the end: no step waits for its recording.
+    Marks on a CUDA device are events on its current stream, which are read at the end, so recording never waits.
 
     Args:
-        device: that computes.
+        device: device that computes.
 
     Attributes:
-        is_on: spans are recorded now. Who measures asks first: off, it costs no more than that.
+        is_on: whether spans are recorded now. Callers check it first, so a recorder that is off costs nothing else.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -87,12 +87,12 @@ class SpanRecorder:
         self._first: Mark = None
 
     def begin(self) -> None:
-        """From now on."""
+        """Start recording."""
         self.is_on, self._spans = True, []
         self._began, self._first = time.time(), self.mark()
 
     def mark(self) -> Mark:
-        """Now, as the device will come to it."""
+        """Return the current moment: the host's clock, or an event in the device's stream."""
         if not self._has_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -100,19 +100,19 @@ class SpanRecorder:
         return event
 
     def add(self, what: What, start: Mark, end: Mark) -> None:
-        """A span between two marks; one that ends behind the recording's end is left out."""
+        """Add a span between two marks; ignored if the recording has ended."""
         if self.is_on:
             self._spans.append((what, start, end))
 
     def end(self) -> Recorded:
-        """Waits for the device."""
+        """Stop recording, wait for the device, and return the spans."""
         last = self.mark()
         self.is_on = False
         if self._has_events:
             last.synchronize()
         spans, self._spans = self._spans, []
-        found = tuple(Span(what, self._since(start), self._since(end)) for what, start, end in spans)
-        return Recorded(self._began, self._since(last), found)
+        recorded = tuple(Span(what, self._since(start), self._since(end)) for what, start, end in spans)
+        return Recorded(self._began, self._since(last), recorded)
 
     def _since(self, mark: Mark) -> float:
         return self._first.elapsed_time(mark) / 1e3 if self._has_events else mark - self._first

@@ -1,12 +1,12 @@
-"""Adapters in files of peft: one folder per HF model, which ``PeftModel.from_pretrained`` reads.
+"""Save and load adapters in peft's files: one folder per HF model, which ``PeftModel.from_pretrained`` reads.
 
-Experts in peft's layout, ``E`` of them, rank ``r``:
+``E`` experts of rank ``r`` in peft's layout:
 
     ours        A [E, r, in]              B [E, out, r]
-    peft's      lora_A.weight [E*r, in]   lora_B.weight [out, r*E], of which column ``j*E + e`` is column j of expert e
+    peft's      lora_A.weight [E*r, in]   lora_B.weight [out, r*E]; column ``j*E + e`` is column j of expert e
 
-peft wraps a module once for each of its parameters that has adapters: the last parameter's are at the module, those of
-the one before it at its ``base_layer``.
+peft wraps a module once for each of its parameters with adapters: the adapters of the last parameter are at the module,
+those of the parameter before it at its ``base_layer``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 FOLDER = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_FIELDS: dict[str, tuple[type, ...]] = {  # of the config, those that are read
+_FIELDS: dict[str, tuple[type, ...]] = {  # the fields of the config that we read
     "r": (int,),
     "lora_alpha": (int, float),
     "rank_pattern": (dict,),
@@ -43,13 +43,13 @@ _FIELDS: dict[str, tuple[type, ...]] = {  # of the config, those that are read
 }
 _PREFIX = "base_model.model"
 _WEIGHT = ".weight"
-# In models with fused experts peft takes linear layers of these names (dense ones beside them, say) for experts of
-# checkpoints from before they were fused, and drops their adapters. Named by their parameter, they are what they are.
+# In models with fused experts peft takes linear layers with these names (such as dense layers) for unfused experts of
+# old checkpoints, and drops their adapters. It keeps them if we name them by their parameter.
 _TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def split_weights(model: ComponentModel, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A model's ``state_dict`` -> that of the model without adapters, under its own names, and the adapters'."""
+    """Split a model's ``state_dict`` into the other weights, under their original names, and the adapters."""
     base_of = {names[0]: base for base, names in model.renamed.items()}
     added = model.adapter_names
     base = {base_of.get(name, name): tensor for name, tensor in weights.items() if name not in added}
@@ -57,12 +57,12 @@ def split_weights(model: ComponentModel, weights: Mapping[str, Tensor]) -> tuple
 
 
 def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write ``adapters/NAME`` for each HF model that has some: ``foundation``, or an encoder.
+    """Write ``adapters/NAME`` for each HF model with adapters: ``foundation``, or an encoder.
 
     Args:
-        model: with adapters, laid out or not.
-        folder: of the checkpoint.
-        weights: whole adapters by their names in ``model``, see :func:`split_weights`.
+        model: a model with adapters, parallelized or not.
+        folder: folder of the checkpoint.
+        weights: whole (unsharded) adapters by their names in ``model``, see :func:`split_weights`.
     """
     for root, adapters in _by_root(model).items():
         into = folder / FOLDER / root
@@ -75,35 +75,35 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
 
 
 def remove_adapters(folder: Path) -> None:
-    """Those of a model that was saved in ``folder`` before; there need not be any."""
+    """Remove adapters that were saved in ``folder`` before, if any."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
 def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapters]:
-    """Component of ``model`` -> the adapters that a checkpoint has for it; weights are not read.
+    """Return component of ``model`` -> its adapters in a checkpoint, without reading weights.
 
     Args:
-        model: with adapters or without.
+        model: a model with or without adapters.
         path: folder or Hub id of the checkpoint.
 
     Raises:
-        UserError: no such checkpoint, a file that cannot be read, or adapters of layers that the model does not have.
+        UserError: the checkpoint is missing, a file cannot be read, or the model lacks a layer that has adapters.
     """
     return _stored(model, _folders_at(path))
 
 
 def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", **hub: Any) -> None:
-    """Put the adapters of a checkpoint into ``model``, and freeze the components that have some.
+    """Load the adapters of a checkpoint into ``model``, and freeze the components that have adapters.
 
     Args:
-        model: without adapters, not laid out. On the meta device it gets their shapes, and weights are not read.
+        model: a model without adapters, not parallelized. On the meta device it gets only their shapes.
         path: folder or Hub id of the checkpoint; one without ``adapters`` changes nothing.
-        subfolder: of it, in which the checkpoint is.
-        **hub: for ``snapshot_download``.
+        subfolder: folder of the checkpoint below ``path``.
+        **hub: keyword arguments of ``snapshot_download``.
 
     Raises:
         UserError: peft is missing, or see :func:`stored_adapters`.
-        WeightsError: tensors that are missing, left over or misshapen.
+        WeightsError: tensors are missing, unexpected or have another shape.
     """
     folders = _folders_at(path, subfolder, **hub)
     add_lora(model, _stored(model, folders))
@@ -112,24 +112,24 @@ def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", 
 
 
 def _folders_at(path: str | Path, subfolder: str = "", **hub: Any) -> list[Path]:
-    """One per HF model that has adapters."""
-    inside = PurePosixPath(subfolder) / FOLDER
-    found = folder_with(path, f"{inside}/*", **hub) / inside
-    return sorted(folder for folder in found.glob("[!.]*") if folder.is_dir())
+    """The folders of HF models with adapters."""
+    below = PurePosixPath(subfolder) / FOLDER
+    parent = folder_with(path, f"{below}/*", **hub) / below
+    return sorted(folder for folder in parent.glob("[!.]*") if folder.is_dir())
 
 
 def _stored(model: ComponentModel, folders: Iterable[Path]) -> dict[str, Adapters]:
-    found: dict[str, Adapters] = {}
+    adapters: dict[str, Adapters] = {}
     for folder in folders:
-        found |= _adapters_in(model, folder.name, _read(folder / _CONFIG, _config_in))
-    return found
+        adapters |= _adapters_in(model, folder.name, _read(folder / _CONFIG, _config_in))
+    return adapters
 
 
 def _config_in(file: Path) -> dict[str, Any]:
     config = json.loads(file.read_text())
     fields = config if isinstance(config, dict) else {}
     if wrong := [name for name, kinds in _FIELDS.items() if not isinstance(fields.get(name), kinds)]:
-        raise ValueError(f"not a config that save_pretrained wrote: {', '.join(wrong)}")
+        raise ValueError(f"save_pretrained did not write this config; missing or wrong: {', '.join(wrong)}")
     return fields
 
 
@@ -143,7 +143,7 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
 
 @dataclass(frozen=True)
 class _Entry:
-    """How a tensor lies in the file. ``num_experts`` is 0 for linear layers, which are stored as they are."""
+    """How a tensor is stored in the file. ``num_experts`` is 0 for linear layers, which need no conversion."""
 
     is_a: bool = True
     num_experts: int = 0
@@ -162,33 +162,30 @@ class _Entry:
 
 
 def _by_root(model: ComponentModel) -> dict[str, list[Adapters]]:
-    found: dict[str, list[Adapters]] = {}
+    by_root: dict[str, list[Adapters]] = {}
     for component, adapters in adapters_of(model).items():
-        found.setdefault(root_of(model, component), []).append(adapters)
-    return found
+        by_root.setdefault(root_of(model, component), []).append(adapters)
+    return by_root
 
 
 def _entries(model: ComponentModel, root: str, adapters: list[Adapters]) -> Iterator[tuple[str, tuple[str, _Entry]]]:
-    """Key in the file -> name in the model, and how the tensor lies in the file."""
-    experts = {path for own in adapters for path in own.experts}
-    for name in (name for own in adapters for name in own.linears):
+    """Key in the file -> name in the model, and how the tensor is stored."""
+    experts = {path for each in adapters for path in each.experts}
+    for name in (name for each in adapters for name in each.linears):
         for matrix in "AB":
             key = f"{_PREFIX}.{_below(root, name)}.lora_{matrix}.weight"
             yield key, (f"{name}.lora_{matrix}.{ADAPTER}.weight", _Entry())
     for owner in dict.fromkeys(path.rpartition(".")[0] for path in sorted(experts)):
         module = model.get_submodule(owner)
-        adapted = [name for name in _in_order(module) if f"{owner}.{name}" in experts]
+        matrices = matrix_names(module)
+        # peft wraps matrices in the order in which they are registered.
+        registered = [name for name, _ in module.named_parameters(recurse=False) if name in matrices]
+        adapted = [name for name in registered if f"{owner}.{name}" in experts]
         for depth, weight in enumerate(reversed(adapted)):
             wrapper = f"{_PREFIX}.{_below(root, owner)}{'.base_layer' * depth}"
             for matrix, name in zip("AB", parameter_names(weight), strict=True):
                 entry = _Entry(matrix == "A", module.get_parameter(weight).size(0))
                 yield f"{wrapper}.lora_{matrix}.weight", (f"{owner}.{name}", entry)
-
-
-def _in_order(module: torch.nn.Module) -> list[str]:
-    """Matrices of experts as they are registered, which is the order in which peft wraps them."""
-    matrices = matrix_names(module)
-    return [name for name, _ in module.named_parameters(recurse=False) if name in matrices]
 
 
 def _below(root: str, name: str) -> str:
@@ -199,21 +196,23 @@ def _config(model: ComponentModel, root: str, adapters: list[Adapters]) -> Any:
     first = adapters[0]
     has_experts = any(True for _ in experts_in(model.get_submodule(root)))
     modules, parameters = {}, {}
-    for own in adapters:
-        for name in own.linears:
+    for each in adapters:
+        for name in each.linears:
             if has_experts and name.endswith(tuple(f".{taken}" for taken in _TAKEN_FOR_EXPERTS)):
-                parameters[_below(root, name) + _WEIGHT] = own
+                parameters[_below(root, name) + _WEIGHT] = each
             else:
-                modules[_below(root, name)] = own
-        parameters |= {_below(root, name): own for name in own.experts}
+                modules[_below(root, name)] = each
+        parameters |= {_below(root, name): each for name in each.experts}
     differing = {
-        name: own for name, own in (modules | parameters).items() if (own.rank, own.alpha) != (first.rank, first.alpha)
+        name: each
+        for name, each in (modules | parameters).items()
+        if (each.rank, each.alpha) != (first.rank, first.alpha)
     }
     config = peft().LoraConfig(
         r=first.rank,
         lora_alpha=first.alpha,
-        rank_pattern={name: own.rank for name, own in differing.items()},
-        alpha_pattern={name: own.alpha for name, own in differing.items()},
+        rank_pattern={name: each.rank for name, each in differing.items()},
+        alpha_pattern={name: each.alpha for name, each in differing.items()},
         target_modules=list(modules),
         target_parameters=list(parameters),
         inference_mode=True,
@@ -223,23 +222,23 @@ def _config(model: ComponentModel, root: str, adapters: list[Adapters]) -> Any:
 
 
 def _adapters_in(model: ComponentModel, root: str, config: Mapping[str, Any]) -> dict[str, Adapters]:
-    """Component -> adapters, of a file's config with full names of layers."""
+    """Component -> adapters, from a file's config, in which layers have full names."""
     base = {names[0]: name for name, names in model.renamed.items()}
     owner = {base.get(path, path): name for name, parameters in model.components.items() for path in parameters}
-    found: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
     modules = {name: name + _WEIGHT for name in config["target_modules"]}
     for name, parameter in (modules | {name: name for name in config["target_parameters"] or ()}).items():
         component = owner.get(f"{root}.{parameter}")
         if component is None:
-            raise UserError(f"the adapters of {root} are for {name}, which the model does not have")
+            raise UserError(f"the checkpoint has {root} adapters for {name}, but the model has no such layer")
         rank = config["rank_pattern"].get(name, config["r"])
         alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
-        own = found.setdefault(component, {"rank": rank, "alpha": alpha, "linears": [], "experts": []})
+        entry = values.setdefault(component, {"rank": rank, "alpha": alpha, "linears": [], "experts": []})
         kind = "linears" if parameter.endswith(_WEIGHT) else "experts"
-        own[kind].append(f"{root}.{parameter.removesuffix(_WEIGHT)}")
+        entry[kind].append(f"{root}.{parameter.removesuffix(_WEIGHT)}")
     return {
-        name: Adapters(own["rank"], own["alpha"], tuple(sorted(own["linears"])), tuple(sorted(own["experts"])))
-        for name, own in found.items()
+        name: Adapters(entry["rank"], entry["alpha"], tuple(sorted(entry["linears"])), tuple(sorted(entry["experts"])))
+        for name, entry in values.items()
     }
 
 

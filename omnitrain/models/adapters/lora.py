@@ -1,4 +1,4 @@
-"""LoRA: thin trained matrices beside frozen ones. ``peft`` puts them beside linear layers, we beside fused experts."""
+"""LoRA: trained low-rank matrices next to frozen ones; ``peft`` adapts linear layers, omnitrain fused experts."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Adapters:
     """The adapters of a component.
 
     Attributes:
-        rank: of each.
-        alpha: ``alpha / rank`` scales them.
-        linears: names of linear layers, sorted.
-        experts: names of fused experts' matrices, sorted.
+        rank: rank of each adapter.
+        alpha: adapters are scaled by ``alpha / rank``.
+        linears: names of adapted linear layers, sorted.
+        experts: names of adapted matrices of fused experts, sorted.
     """
 
     rank: int
@@ -49,15 +49,15 @@ class Adapters:
 
     @property
     def summary(self) -> str:
-        """In a few words, for messages."""
+        """A short description, for messages."""
         return f"rank {self.rank}, alpha {self.alpha:g}, {len(self.linears) + len(self.experts)} matrices"
 
 
 def peft() -> ModuleType:
-    """The package.
+    """Import and return the package ``peft``.
 
     Raises:
-        UserError: it is not installed.
+        UserError: peft is not installed.
     """
     try:
         import peft
@@ -67,26 +67,26 @@ def peft() -> ModuleType:
 
 
 def adapters_of(model: ComponentModel) -> dict[str, Adapters]:
-    """Component -> its adapters; components without any are left out."""
+    """Return component -> its adapters, for components with adapters."""
     return getattr(model, _APPLIED, {})
 
 
 def adapters_within(model: ComponentModel, adapters: Mapping[str, Adapters]) -> dict[str, Adapters]:
-    """Those of ``adapters`` whose matrices ``model`` has: one of fewer layers has fewer."""
+    """Return ``adapters`` without those of matrices that ``model`` does not have, such as with fewer layers."""
     names = {name for name, _ in model.named_parameters()}
     return {
         component: replace(
-            own,
-            linears=tuple(name for name in own.linears if f"{name}.weight" in names),
-            experts=tuple(name for name in own.experts if name in names),
+            each,
+            linears=tuple(name for name in each.linears if f"{name}.weight" in names),
+            experts=tuple(name for name in each.experts if name in names),
         )
-        for component, own in adapters.items()
+        for component, each in adapters.items()
     }
 
 
 def without_adapters(model: ComponentModel) -> tuple[dict[str, nn.Module], dict[str, nn.Parameter]]:
-    """The modules and parameters of ``model``, tied ones under all names, as they are called without adapters."""
-    adapted = {name for own in adapters_of(model).values() for name in own.linears}
+    """Return the modules and parameters by their names without adapters; tied ones have all their names."""
+    adapted = {name for each in adapters_of(model).values() for name in each.linears}
     inside = tuple(f"{name}." for name in adapted)
     modules = {
         name: module.get_submodule("base_layer") if name in adapted else module
@@ -98,112 +98,114 @@ def without_adapters(model: ComponentModel) -> tuple[dict[str, nn.Module], dict[
 
 
 def names_without_adapters(model: ComponentModel, names: Iterable[str]) -> dict[str, str]:
-    """What parameters ``names`` are called without adapters -> their names; adapters are left out."""
-    base_of, added = {own[0]: base for base, own in model.renamed.items()}, model.adapter_names
+    """Return name without adapters -> name, for the parameters ``names`` except adapters."""
+    base_of, added = {renamed[0]: base for base, renamed in model.renamed.items()}, model.adapter_names
     return {base_of.get(name, name): name for name in names if name not in added}
 
 
 def root_of(model: ComponentModel, component: str) -> str:
-    """Name of the HF model that the component is, or is a part of."""
+    """Return the name of the HF model that is the component or contains it."""
     return component if component in (*model.encoder_names, *model.decoder_names) else FOUNDATION
 
 
 def find_adapters(model: ComponentModel, component: str, lora: Lora) -> Adapters:
-    """What the globs of ``lora`` name in the component.
+    """Find the layers of the component that the globs of ``lora`` match.
 
     Raises:
-        UserError: a line for each glob that matches nothing, with the nearest one that would.
+        UserError: one line per glob that matches nothing, with the nearest name that exists.
     """
     return find_in_all(model, [component], lora)[component]
 
 
 def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) -> dict[str, Adapters]:
-    """What the globs of ``lora`` name in ``components``; those in which they name nothing are left out.
+    """Find the layers of ``components`` that the globs of ``lora`` match; components without a match are omitted.
 
     Raises:
-        UserError: a line for each glob that matches nothing in any of them.
+        UserError: one line per glob that matches nothing in any component.
     """
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
     if problems := [unmatched(g, every) for g in lora.targets if not any(matches(g, name) for name in every)]:
         raise UserError("\n".join(problems))
-    found = {name: _chosen(lora, *own) for name, own in candidates.items()}
-    return {name: own for name, own in found.items() if own.linears or own.experts}
 
+    def matching(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(name for name in names if any(matches(glob, name) for glob in lora.targets)))
 
-def _chosen(lora: Lora, linears: Iterable[str], experts: Iterable[str]) -> Adapters:
-    taken = [[n for n in names if any(matches(g, n) for g in lora.targets)] for names in (linears, experts)]
-    return Adapters(lora.rank, lora.alpha, *(tuple(sorted(names)) for names in taken))
+    adapters = {
+        name: Adapters(lora.rank, lora.alpha, matching(linears), matching(experts))
+        for name, (linears, experts) in candidates.items()
+    }
+    return {name: each for name, each in adapters.items() if each.linears or each.experts}
 
 
 def _candidates(model: ComponentModel, component: str) -> tuple[list[str], list[str]]:
-    """Linear layers and matrices of experts. Not the output head: the loss reads its weight, and calls no module.
+    """Linear layers and matrices of experts that can get adapters.
 
-    Nor decoders' layers: their media tokenizers run without gradients, and their heads are read by the loss.
+    The loss reads the weights of the output head and of decoders' heads without calling the module, and media
+    tokenizers run without gradients, so these are excluded.
     """
     if component in model.decoder_names:
         return [], []
-    own = model.components[component]
+    parameters = model.components[component]
     head = model.foundation.get_output_embeddings()
     adapted = {name for adapters in adapters_of(model).values() for name in adapters.linears}
     inside = tuple(f"{name}." for name in adapted)
     linears = [
         name
         for name, module in model.named_modules()
-        # Kinds of linear layers of others' making may compute without calling themselves.
+        # Subclasses of Linear may use their weight without calling the module.
         if (name in adapted or (type(module) is nn.Linear and module is not head and not name.startswith(inside)))
-        and model.renamed.get(f"{name}.weight", (f"{name}.weight",))[0] in own
+        and model.renamed.get(f"{name}.weight", (f"{name}.weight",))[0] in parameters
     ]
     matrices = (f"{name}.{weight}" for name, module in experts_in(model) for weight in matrix_names(module))
-    return linears, [name for name in matrices if name in own]
+    return linears, [name for name in matrices if name in parameters]
 
 
 def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
-    """Freeze components and put adapters into them, which change nothing before they are trained (``B`` is zero).
+    """Freeze components and add adapters to them; the outputs do not change before training (``B`` is zero).
 
-    ``A`` is drawn as peft does, from the parameter's name: it is the same on all ranks and in all runs.
+    ``A`` has peft's distribution, with a seed from the parameter's name: it is the same on all ranks and in all runs.
 
     Args:
-        model: not laid out yet; changed in place.
-        adapters: component -> adapters. One that has the same already is left as it is.
+        model: not parallelized yet; changed in place.
+        adapters: component -> adapters. A component that already has the same adapters does not change.
 
     Raises:
-        UserError: peft is missing, or a component has other adapters already.
+        UserError: peft is missing, or a component already has other adapters.
     """
     present = adapters_of(model)
-    new = {name: own for name, own in adapters.items() if present.get(name) != own}
+    new = {name: each for name, each in adapters.items() if present.get(name) != each}
     if not new:
         return
     if taken := sorted(new.keys() & present.keys()):
-        raise UserError(f"{taken[0]} has LoRA adapters already, of other targets, rank or alpha; build a new model")
+        raise UserError(f"{taken[0]} already has LoRA adapters with other targets, rank or alpha; build a new model")
     peft()
-    # Before any is added: a model finds out its foundation's components by measurements without adapters.
-    own = {name: model.components[name] for name in new}
-    for parameters in own.values():
+    # Read the components first: the model finds those of its foundation by runs without adapters.
+    frozen = {name: model.components[name] for name in new}
+    for parameters in frozen.values():
         for parameter in parameters.values():
             parameter.requires_grad_(False)
-    for name, wanted in new.items():
-        _add_to_linears(model, wanted)
-        _add_to_experts(model, wanted)
-        _draw(model, [path for base in own[name] for path in model.renamed.get(base, (base,))[1:]])
+    for name, each in new.items():
+        _add_to_linears(model, each)
+        _add_to_experts(model, each)
+        _draw(model, [path for base in frozen[name] for path in model.renamed.get(base, (base,))[1:]])
     setattr(model, _APPLIED, {**present, **new})
 
 
 @torch.no_grad()
 def merge_lora(model: ComponentModel, dtype: torch.dtype | None = None) -> None:
-    """Make ``W + alpha / rank * B A`` of every adapted matrix ``W``, and remove the adapters.
+    """Replace every adapted matrix ``W`` by ``W + alpha / rank * B A``, and remove the adapters.
 
-    The model computes what it did, up to one rounding of each of these matrices. Parameters are called as they were
-    without adapters, and stay frozen.
+    Outputs stay the same up to one rounding of each of these matrices. Parameters get their names without adapters, and
+    stay frozen.
 
     Args:
-        model: not laid out; changed in place. One without adapters stays as it is.
-        dtype: of merged matrices, where the caller casts the rest to it, too; None: each keeps its own. The sum is made
-            in fp32 and rounded once.
+        model: not parallelized; changed in place. A model without adapters does not change.
+        dtype: dtype of the merged matrices, if the caller casts all others to it, too; None: each keeps its dtype. The
+            sum is computed in fp32 and rounded once.
 
     Raises:
-        UserError: the model is laid out over ranks, or none of ours, or an adapted matrix is tied to another one, which
-            has no adapter.
+        UserError: the model is parallelized, or no omnitrain model, or an adapted matrix is tied to another matrix.
     """
     if not hasattr(model, "renamed"):
         raise UserError(
@@ -211,13 +213,13 @@ def merge_lora(model: ComponentModel, dtype: torch.dtype | None = None) -> None:
         )
     if is_spread(model):
         raise UserError(
-            "merge_lora: the model is laid out over ranks; save it, and merge what build_omni_model(weights_path=...) "
-            "makes of the folder"
+            "merge_lora: the model is parallelized; save it, load it with build_omni_model(weights_path=...), and "
+            "merge that model"
         )
     names = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for base, (path, *_) in model.renamed.items():
         if names[model.get_parameter(path)] > 1:
-            raise UserError(f"merge_lora: {base} is tied to another matrix, which its adapter would change, too")
+            raise UserError(f"merge_lora: {base} is tied to another matrix, and merging would change that matrix, too")
     for adapters in adapters_of(model).values():
         for name in adapters.linears:
             layer = model.get_submodule(name)
@@ -237,19 +239,19 @@ def _add_to_linears(model: ComponentModel, adapters: Adapters) -> None:
         return
     trains = {parameter for parameter in model.parameters() if parameter.requires_grad}
     config = peft().LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.linears))
-    # In a shell, so that peft sees no model of transformers: of some it would take other layers than were named.
+    # In a shell, so that peft does not recognize the HF model: for some models it would choose other layers.
     peft().inject_adapter_in_model(config, _Shell(model), ADAPTER)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in trains)
     for name in adapters.linears:
-        thin = (f"{name}.lora_{matrix}.{ADAPTER}.weight" for matrix in "AB")
-        model.renamed[f"{name}.weight"] = (f"{name}.base_layer.weight", *thin)
+        added = (f"{name}.lora_{matrix}.{ADAPTER}.weight" for matrix in "AB")
+        model.renamed[f"{name}.weight"] = (f"{name}.base_layer.weight", *added)
         if model.get_submodule(f"{name}.base_layer").bias is not None:
             model.renamed[f"{name}.bias"] = (f"{name}.base_layer.bias",)
 
 
 class _Shell(nn.Module):
-    """A model as the only thing in it, under names that are those of the model."""
+    """A plain module with the children of a model, under the same names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -268,7 +270,7 @@ def _add_to_experts(model: ComponentModel, adapters: Adapters) -> None:
 
 @torch.no_grad()
 def _draw(model: ComponentModel, paths: Collection[str]) -> None:
-    """Adapters train, in fp32. ``A``: uniform as ``kaiming_uniform_(a=sqrt(5))``; ``B``: zeros."""
+    """Initialize adapters in fp32 and let them train. ``A``: as ``kaiming_uniform_(a=sqrt(5))``; ``B``: zeros."""
     for first, second in zip(*[iter(paths)] * 2, strict=True):
         a, b = model.get_parameter(first), model.get_parameter(second)
         for parameter in (a, b):
@@ -276,9 +278,6 @@ def _draw(model: ComponentModel, paths: Collection[str]) -> None:
             parameter.requires_grad_()
         if not a.is_meta:
             bound = a.size(-1) ** -0.5
-            drawn: Tensor = torch.empty(a.shape).uniform_(-bound, bound, generator=_generator(first))
+            generator = torch.Generator().manual_seed(zlib.crc32(first.encode()))
+            drawn: Tensor = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
             a.copy_(drawn)
-
-
-def _generator(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -1,1 +1,1 @@
-"""What components give each other: protocols, outputs, media calls, and the contract."""
+"""Interfaces between components: protocols, outputs, media calls, and the contract."""

@@ -1,4 +1,4 @@
-"""What the contract check found out about a foundation, and what follows from it."""
+"""The result of the contract check: how a foundation must be run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Outcome = Literal["passed", "fallback", "left out", "refused"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One check.
+    """The result of one check.
 
     Attributes:
-        check: its name, as in docs/models.md.
-        outcome: ``passed``; ``fallback``: something slower is used, which is exact; ``left out``: of what transformers
-            would train, this is not trained; ``refused``: cannot be trained.
-        fact: what was measured, and what is done about it.
+        check: name of the check, as in docs/models.md.
+        outcome: ``passed``; ``fallback``: a slower, exact method is used; ``left out``: transformers would train this
+            term and omnitrain does not; ``refused``: the model cannot be trained.
+        fact: the measurement, and the action taken.
     """
 
     check: str
@@ -26,13 +26,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class SkippedModule:
-    """A module with parameters that a forward calls for some samples only.
+    """A module with parameters that a forward calls only for some samples.
 
     Attributes:
-        module: its name, with ``*`` for places in module lists.
-        parent: of the nearest module around it that every forward calls.
-        takes: sizes of its arguments where there is nothing for it.
-        problem: why it cannot be called on nothing; empty: it can.
+        module: name of the module, with ``*`` for indices in module lists.
+        parent: name of the nearest outer module that every forward calls.
+        takes: sizes of its arguments when they are empty.
+        problem: why it cannot be called on empty arguments; empty string: it can.
     """
 
     module: str
@@ -43,23 +43,22 @@ class SkippedModule:
 
 @dataclass(frozen=True)
 class Contract:
-    """How a foundation has to be run so that training it is exact.
+    """How a foundation must be run so that training it is exact.
 
     Attributes:
-        attention: ``omnitrain``: through the registered entry point; ``native``: the model's own, which cannot pack.
+        attention: ``omnitrain``: omnitrain's registered attention; ``native``: the model's own, which cannot pack.
         head: ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns.
-        packs: several samples may share a row.
+        packs: whether several samples may share a row.
         segmented: names of module classes that run one sample at a time, because they carry state along the row.
         by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
-        row_local: modules of which a row reaches the same row of the last hidden states only; items of a module list
-            are named by their place from its end.
-        without_tails: what comes behind the last token that a loss reads makes no difference.
-        skipped_modules: modules that some samples leave out, in the order of a forward that leaves nothing out.
-        read_outside: modules whose parameters are read while they do not run, with ``*`` for places in module lists.
-        without_gradient: parameters of the twin that no loss reaches.
-        beyond_text: modules and bare parameters that no sample of text, or of media with rows of their own, reaches;
-            ``*`` for places in module lists.
-        findings: every check with what it measured.
+        row_local: modules in which each token of the output reaches only the same token of the last hidden states;
+            items of a module list are named by their index from the end.
+        without_tails: whether tokens after the last supervised token can be skipped.
+        skipped_modules: modules that some samples skip, in the order of a forward that skips none.
+        read_outside: modules whose parameters are read while they do not run, with ``*`` for indices in module lists.
+        beyond_text: modules and bare parameters without a gradient from text and from media that are encoded outside
+            the forward; ``*`` for indices in module lists.
+        findings: the result of every check.
     """
 
     attention: Literal["omnitrain", "native"] = "omnitrain"
@@ -71,30 +70,30 @@ class Contract:
     without_tails: bool = False
     skipped_modules: tuple[SkippedModule, ...] = ()
     read_outside: tuple[str, ...] = ()
-    without_gradient: tuple[str, ...] = ()
     beyond_text: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property
     def refusals(self) -> tuple[Finding, ...]:
-        """What makes the model untrainable here."""
+        """Findings that refuse the model."""
         return tuple(finding for finding in self.findings if finding.outcome == "refused")
 
     @property
     def why_unpacked(self) -> str:
-        """The fact behind ``packs = False``; empty where samples may be packed."""
+        """Why ``packs`` is False; empty if samples may be packed."""
         return next((f.fact for f in self.findings if f.check == "packing" and f.outcome != "passed"), "")
 
     def noting(self, check: str, outcome: Outcome, fact: str, **changes: Any) -> Contract:
-        """This contract with one more finding, and fields changed by it."""
+        """Return this contract with one more finding, and with the fields that it changes."""
         return replace(self, findings=(*self.findings, Finding(check, outcome, fact)), **changes)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Contract:
-        """The contract of which ``values`` are ``asdict``, lists for tuples."""
+        """Build the contract from its ``asdict`` values, in which tuples are lists."""
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, (list, tuple))}
         lists["findings"] = tuple(Finding(**finding) for finding in values["findings"])
         lists["skipped_modules"] = tuple(
-            SkippedModule(**found | {"takes": tuple(map(tuple, found["takes"]))}) for found in values["skipped_modules"]
+            SkippedModule(**module | {"takes": tuple(map(tuple, module["takes"]))})
+            for module in values["skipped_modules"]
         )
         return cls(**values | lists)

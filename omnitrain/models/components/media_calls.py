@@ -1,4 +1,4 @@
-"""The calls of a component that the items of a pack ask for."""
+"""Split the items of a pack into calls of a component."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Apart = Literal["samples", "items"]
 
 @dataclass(frozen=True)
 class MediaCall:
-    """What one call of a component encodes.
+    """The items of one call of a component.
 
     Attributes:
-        items: those that stack together.
-        samples: id of the sample of each item, for messages.
+        items: items that can be stacked.
+        samples: sample id of each item, for messages.
     """
 
     items: MediaGroup
@@ -26,12 +26,12 @@ class MediaCall:
 
 
 def media_calls(batch: MediaBatch, ids: Sequence[str], *, apart: Apart | None = None) -> Iterator[MediaCall]:
-    """One call per group of a batch, or several.
+    """Yield the calls for a batch: one per group, or several.
 
     Args:
         batch: items of a component.
-        ids: of the samples in its pack.
-        apart: what no call may have two of.
+        ids: sample ids of its pack.
+        apart: a call has items of only one sample, or only one item; None: no limit.
     """
     owners = iter(batch.samples)
     for group in batch.groups:
@@ -40,5 +40,5 @@ def media_calls(batch: MediaBatch, ids: Sequence[str], *, apart: Apart | None = 
         if apart is not None:
             sizes = [len(list(run)) for _, run in groupby(samples)] if apart == "samples" else [1] * len(samples)
         names = iter(samples)
-        for part in group.split(sizes):
-            yield MediaCall(part, tuple(ids[next(names)] for _ in part.num_tokens))
+        for items in group.split(sizes):
+            yield MediaCall(items, tuple(ids[next(names)] for _ in items.num_tokens))

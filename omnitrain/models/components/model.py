@@ -1,4 +1,4 @@
-"""A model of named components, as adapters, files and layouts know it."""
+"""The base class of a model with named components, which adapters, files and layouts use."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from omnitrain.errors import UserError
 
 
 class ComponentModel(PreTrainedModel):
-    """A foundation with encoders and decoders, each a submodule by its name.
+    """A foundation with encoders and decoders, which are submodules with the component's name.
 
     Attributes:
-        foundation: a HF causal language model.
-        encoder_names: sorted.
-        decoder_names: sorted.
-        renamed: parameter -> its name since adapters lie next to it, then the adapters' names. Parameters without
-            adapters are not in it and keep their names.
+        foundation: an HF causal language model.
+        encoder_names: names of encoders, sorted.
+        decoder_names: names of decoders, sorted.
+        renamed: parameter -> its name after adapters were added, then the names of its adapters. Parameters without
+            adapters keep their names and are not in it.
     """
 
     foundation: PreTrainedModel
 
     def __init__(self, config: PreTrainedConfig, encoders: Iterable[str], decoders: Iterable[str]) -> None:
-        """Submodules are added by the subclass."""
+        """Set the names; the subclass adds the submodules."""
         super().__init__(config)
         self.encoder_names, self.decoder_names = sorted(encoders), sorted(decoders)
         self.renamed: dict[str, tuple[str, ...]] = {}
@@ -49,23 +49,27 @@ class ComponentModel(PreTrainedModel):
     def components(self) -> dict[str, dict[str, nn.Parameter]]:
         """Component name -> its parameters by their names in this model, the foundation first.
 
-        The modalities that the foundation reads by itself are components of their own (``image_encoder``, ...), and
-        ``foundation`` is the rest of it.
+        Towers inside the foundation are separate components (``image_encoder``, ...); ``foundation`` has its other
+        parameters.
 
         Raises:
-            UserError: an encoder or decoder has the name of such a modality.
+            UserError: an encoder or decoder has the name of a component inside the foundation.
         """
-        own = dict(self.foundation.named_parameters(prefix="foundation"))
-        found = {
-            name: {path: own[path] for p in paths for path in self.renamed.get(f"foundation.{p}", (f"foundation.{p}",))}
+        parameters = dict(self.foundation.named_parameters(prefix="foundation"))
+        native = {
+            name: {
+                path: parameters[path]
+                for p in paths
+                for path in self.renamed.get(f"foundation.{p}", (f"foundation.{p}",))
+            }
             for name, paths in self.foundation_components.items()
         }
         attached = {name: self.get_submodule(name) for name in (*self.encoder_names, *self.decoder_names)}
-        if taken := sorted(found.keys() & attached.keys()):
+        if taken := sorted(native.keys() & attached.keys()):
             raise UserError(
-                f"model: {taken[0]!r} is the name of a component that the foundation has; choose another name"
+                f"model: the foundation already has a component named {taken[0]!r}; choose another name for yours"
             )
-        return found | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+        return native | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
 
     @property
     def adapter_names(self) -> frozenset[str]:

@@ -28,12 +28,12 @@ class OmniOutput:
     """Output of :meth:`OmniModel.forward`.
 
     Attributes:
-        losses: ``text`` and decoder names -> :class:`LossTerm`.
-        read: loss -> ``[n]`` int64, for each entry of its ``rows`` the token of the pack it was predicted from; on
-            the host.
-        hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None where it hides
-            them. A trainer leaves out rows that no head reads (``model.ops.unread_rows``); of a row that several ranks
-            share, each has its own tokens.
+        losses: ``text`` or name of a decoder -> :class:`LossTerm`.
+        read: loss -> ``[n]`` int64, the token of the pack from which each entry of its ``rows`` was predicted; on the
+            host.
+        hidden: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None if the model does not
+            expose them. In training, tokens that no loss reads are not computed (``model.ops.unread_rows``). If ranks
+            share a sequence, each rank has only its tokens.
     """
 
     losses: dict[str, LossTerm]

@@ -1,1 +1,1 @@
-"""The contract check of a foundation: what it must honour so that training it is exact, measured before training."""
+"""The contract check: measure on a tiny model which optimizations keep the training of a foundation exact."""

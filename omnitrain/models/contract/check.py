@@ -1,8 +1,8 @@
-"""The contract check: what an unmodified HF model honours, and does not, measured on its twin."""
+"""The contract check: measure on a tiny model which optimizations an unmodified HF model allows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.components.contract import Contract, SkippedModule
+from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.checks_packing import (
     TOLERANCE,
@@ -24,14 +24,13 @@ from omnitrain.models.contract.checks_packing import (
     own_loss_fact,
     packing_fact,
     unread_side_features,
-    without_gradient,
+    unused_parameters,
 )
 from omnitrain.models.contract.checks_reads import read_from_outside
-from omnitrain.models.contract.checks_rows import row_local_modules
+from omnitrain.models.contract.checks_rows import row_local_modules, skipped_modules_of, unread_by_short_samples
 from omnitrain.models.contract.harness import Failure, Trial, attempt
 from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.skipped_modules import skipped_modules_of, unread_by_short_samples
-from omnitrain.models.contract.tiny_model import build_twin, twin_configs
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
 from omnitrain.models.foundation.in_forward import outermost_unreached
 from omnitrain.models.hf.hub_kernels import kernels_of, torch_kernels
 
@@ -39,10 +38,10 @@ _MOST_SEGMENTED_CLASSES = 3
 
 
 def contract_of(model: PreTrainedModel) -> Contract:
-    """The contract of a foundation, from the cache or by checking its twin.
+    """Return the contract of a foundation, from the cache or by checking a tiny model of its class.
 
     Raises:
-        UserError: it cannot be trained here; names every check that refused it and what was measured.
+        UserError: omnitrain cannot train it; names every check that refused it and its measurement.
     """
     path = contract_path(type(model), model.config)
     if (known := kept(path, Contract.from_json)) is not None:
@@ -51,44 +50,44 @@ def contract_of(model: PreTrainedModel) -> Contract:
     if contract.refusals:
         facts = dict.fromkeys(f"{finding.check}: {finding.fact}" for finding in contract.refusals)
         raise UserError(
-            f"model.foundation: {type(model).__name__} cannot be trained with this config: {'; '.join(facts)}"
+            f"model.foundation: omnitrain cannot train {type(model).__name__} with this config: {'; '.join(facts)}"
         )
     keep(path, contract)
     return contract
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
-    """Check ``model_class`` on a small twin of ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
+    """Check ``model_class`` on a tiny ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
 
-    Where not everything passes, towers are kept whole, and where a model would be refused, MLPs, too.
+    If a check does not pass, towers keep all layers; if a check would refuse the model, MLPs keep their width, too.
 
     Returns:
-        The contract with a finding per check. A model that fails even unpacked has a finding that refuses it.
+        The contract with a finding per check. For a model that fails even unpacked, one finding has ``refused``.
     """
-    twins = twin_configs(config)
+    configs = tiny_configs(config)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        for (small, larger), accepted in zip(pairwise(twins), ({"passed"}, {"passed", "fallback"}), strict=True):
+        for (small, larger), accepted in zip(pairwise(configs), ({"passed"}, {"passed", "fallback"}), strict=True):
             if small.to_dict() == larger.to_dict():
                 continue
             contract = attempt(partial(_contract_on, model_class, small))
             if isinstance(contract, Contract) and {f.outcome for f in contract.findings} - {"left out"} <= accepted:
                 return contract
-        contract = attempt(partial(_contract_on, model_class, twins[-1]))
-        return Contract().noting("twin", "refused", contract) if isinstance(contract, Failure) else contract
+        contract = attempt(partial(_contract_on, model_class, configs[-1]))
+        return Contract().noting("tiny model", "refused", contract) if isinstance(contract, Failure) else contract
 
 
-def _contract_on(model_class: type[PreTrainedModel], twin: PreTrainedConfig) -> Contract:
-    plain = build_twin(model_class, twin)
+def _contract_on(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
+    plain = build_tiny_model(model_class, config)
     with torch_kernels(plain):
         contract = _checked(Trial(plain))
     if kernels := kernels_of(plain):
-        replaced = "; the check ran torch code in its place" if any(kernel.is_used for kernel in kernels) else ""
+        replaced = "; the check ran torch code instead" if any(kernel.is_used for kernel in kernels) else ""
         contract = contract.noting("kernels", "passed", ", ".join(map(str, kernels)) + replaced)
     return contract
 
 
 def _checked(trial: Trial) -> Contract:
-    """Every check, until one refuses. What a model's code raises in one, where that has no fallback, is a refusal."""
+    """Run the checks until one refuses. An exception of the model's code refuses it if the check has no fallback."""
     for name, check in _checks().items():
         failed = attempt(partial(check, trial))
         if isinstance(failed, Failure):
@@ -99,7 +98,7 @@ def _checked(trial: Trial) -> Contract:
 
 
 def _checks() -> dict[str, Callable[[Trial], None]]:
-    """By name, in order: what a model gives, then what it need not compute for that, then its gradients."""
+    """Return check name -> check, in order: outputs, then computations that can be skipped, then gradients."""
     return {
         "modalities": _modalities,
         "attention": _attention,
@@ -107,7 +106,7 @@ def _checks() -> dict[str, Callable[[Trial], None]]:
         "items": _items,
         "side features": _side_features,
         "packing": _packing,
-        "left out": _left_out,
+        "skipped modules": _skipped_modules,
         "units": _units,
         "own loss": _own_loss,
         "last rows": _last_rows,
@@ -117,60 +116,60 @@ def _checks() -> dict[str, Callable[[Trial], None]]:
 
 
 def _modalities(trial: Trial) -> None:
-    """Each modality's rows can be made apart from the forward, as many as there are placeholders."""
+    """Check that features of each modality can be computed outside the forward, one per placeholder."""
     for modality, port in trial.native.ports.items():
-        trial.note(f"modality {modality}", "passed", f"rows of {port.component} enter through {port.method}")
+        trial.note(f"modality {modality}", "passed", f"features of {port.component} enter through {port.method}")
     for modality, reason in trial.native.in_forward.items():
         fact = f"read by the model's own forward, one sample per row: {reason}"
         trial.note(f"modality {modality}", "fallback", fact)
     for modality, reason in trial.native.refused.items():
-        trial.note(f"modality {modality}", "fallback", f"samples with it are refused: {reason}")
+        trial.note(f"modality {modality}", "fallback", f"samples with this modality are refused: {reason}")
     for probe in probe_samples(trial.plain, trial.native):
         case = attempt(partial(trial.run_plain, probe))
         if not isinstance(case, Failure):
             trial.cases.append(case)
         elif len(set(probe.modalities)) > 1:
             mixture = " and ".join(sorted(set(probe.modalities)))
-            trial.note("mixtures", "passed", f"transformers itself refuses {mixture} in one sample: {case}")
+            trial.note("mixtures", "passed", f"transformers refuses {mixture} in one sample: {case}")
         else:
             trial.note("modalities", "refused", f"{' '.join(probe.modalities) or 'text'}: {case}")
 
 
 def _attention(trial: Trial) -> None:
-    """Through our attention, a sample alone has the logits of plain transformers."""
+    """Check that a single sample has the logits of plain transformers with omnitrain's attention."""
     error = attempt(partial(logit_error, trial))
     if not isinstance(error, Failure) and error <= TOLERANCE:
         exactly = "bit for bit" if error == 0 else f"within {error:.0e} of the largest"
-        trial.note("attention", "passed", f"logits of a sample alone are those of transformers, {exactly}")
+        trial.note("attention", "passed", f"logits of a single sample equal those of transformers, {exactly}")
         return
-    fact = error if isinstance(error, Failure) else f"logits of a sample alone differ by {error:.1e} of the largest"
+    fact = error if isinstance(error, Failure) else f"logits of a single sample differ by {error:.1e} of the largest"
     trial.use(attention="native", packs=False)
     trial.note("attention", "fallback", f"{fact}; the model keeps its own attention")
     trial.note("packing", "fallback", "one sample per pack: only omnitrain's attention keeps packed samples apart")
 
 
 def _head(trial: Trial) -> None:
-    """What the model returns as logits is what its head returned."""
+    """Check that the logits are the output of the head, unchanged."""
     fact = attempt(partial(head_fact, trial))
     if fact is None:
         trial.note("head", "passed", "the loss is computed inside the head")
         return
     trial.use(head="plain")
-    trial.note("head", "fallback", f"{fact}; the loss is computed on the logits of the supervised rows")
+    trial.note("head", "fallback", f"{fact}; the loss is computed on the logits of supervised tokens")
 
 
 def _items(trial: Trial) -> None:
-    """A tower's rows of an item do not depend on the items beside it."""
+    """Check that a tower's features of an item do not depend on other items in the call."""
     if mixed := mixing_modalities(trial):
         trial.use(by_sample=mixed)
-        fact = f"rows of {', '.join(mixed)} depend on the other items of a call; samples are encoded one at a time"
+        fact = f"features of {', '.join(mixed)} depend on other items in the call; samples are encoded one at a time"
         trial.note("items", "fallback", fact)
     elif trial.native.ports:
-        trial.note("items", "passed", "an item's rows are the same alone and beside others")
+        trial.note("items", "passed", "the features of an item do not depend on other items in the call")
 
 
 def _side_features(trial: Trial) -> None:
-    """Side features (deepstack levels) are read by the model."""
+    """Check that the model reads its side features (deepstack levels)."""
     for modality, port in trial.native.ports.items():
         if not port.side:
             continue
@@ -181,7 +180,7 @@ def _side_features(trial: Trial) -> None:
 
 
 def _packing(trial: Trial) -> None:
-    """Packed samples are what they are alone; modules that prevent it run sample by sample."""
+    """Check that packed samples give the same losses as single ones; modules that mix them run sample by sample."""
     if not trial.contract.packs:
         return
     segmented: tuple[str, ...] = ()
@@ -193,74 +192,73 @@ def _packing(trial: Trial) -> None:
         segmented = (*segmented, leak)
         trial.use(segmented=segmented)
     if segmented:
-        fact = f"packed samples equal each alone, with {' and '.join(segmented)} run sample by sample"
+        fact = f"packed samples give the same losses as single ones; {' and '.join(segmented)} run sample by sample"
         trial.note("packing", "fallback", fact)
     else:
-        trial.note("packing", "passed", "packed samples equal each alone")
+        trial.note("packing", "passed", "packed samples give the same losses as single ones")
 
 
-def _left_out(trial: Trial) -> None:
-    """What some samples leave out is called on nothing for them, so that all ranks call the same."""
+def _skipped_modules(trial: Trial) -> None:
+    """Find modules that some samples skip: they are called on empty inputs, so that all ranks make the same calls."""
     calls = attempt(partial(skipped_modules_of, trial))
-    found = () if isinstance(calls, Failure) else calls
-    trial.use(skipped_modules=found)
-    if found and isinstance(failed := attempt(partial(logit_error, trial)), Failure):
-        found = tuple(replace(kind, problem=kind.problem or f"called on nothing, it fails: {failed}") for kind in found)
+    skipped = () if isinstance(calls, Failure) else calls
+    trial.use(skipped_modules=skipped)
+    if skipped and isinstance(failed := attempt(partial(logit_error, trial)), Failure):
+        problem = f"on empty inputs it fails: {failed}"
+        skipped = tuple(replace(module, problem=module.problem or problem) for module in skipped)
     short = attempt(partial(unread_by_short_samples, trial))
-    found += () if isinstance(short, Failure) else tuple(kind for kind in short if not _is_below(kind, found))
-    trial.use(skipped_modules=found)
-    if not found:
+    if not isinstance(short, Failure):
+        prefixes = tuple(f"{module.module}." for module in skipped)
+        skipped += tuple(module for module in short if not f"{module.module}.".startswith(prefixes))
+    trial.use(skipped_modules=skipped)
+    if not skipped:
         return
-    names = ", ".join(kind.module for kind in found)
-    problems = dict.fromkeys(kind.problem for kind in found if kind.problem)
+    names = ", ".join(module.module for module in skipped)
+    problems = dict.fromkeys(module.problem for module in skipped if module.problem)
     if problems:
-        trial.note("left out", "fallback", f"some samples leave out {names}; {'; '.join(problems)}: one rank only")
+        trial.note("skipped modules", "fallback", f"some samples skip {names}; {'; '.join(problems)}: one rank only")
     else:
-        trial.note("left out", "passed", f"some samples leave out {names}; there they are called on nothing")
-
-
-def _is_below(kind: SkippedModule, others: Sequence[SkippedModule]) -> bool:
-    return any(f"{kind.module}.".startswith(f"{other.module}.") for other in others)
+        trial.note("skipped modules", "passed", f"some samples skip {names}; they call them on empty inputs")
 
 
 def _units(trial: Trial) -> None:
-    """A module gathers its parameters when it is called; those that are read at other moments belong to one around."""
-    found = attempt(partial(read_from_outside, trial))
-    if found and not isinstance(found, Failure):
-        trial.use(read_outside=found)
-        trial.note("units", "passed", f"parameters are read while their module does not run: {', '.join(found)}")
+    """Find modules whose parameters are read while they do not run; an outer module must gather these parameters."""
+    modules = attempt(partial(read_from_outside, trial))
+    if modules and not isinstance(modules, Failure):
+        trial.use(read_outside=modules)
+        trial.note("units", "passed", f"parameters are read while their module does not run: {', '.join(modules)}")
 
 
 def _own_loss(trial: Trial) -> None:
-    """The model's own loss is that of its tokens, or what it adds (a balance of experts) is said to be left out."""
+    """Report a term that the model's own loss adds to the loss of the tokens (a router's auxiliary loss)."""
     fact = attempt(partial(own_loss_fact, trial))
-    if fact is not None and not isinstance(fact, Failure):  # a model without a loss of its own adds nothing to it
-        trial.note("own loss", "left out", f"{fact}; only the loss of the tokens is trained")
+    if fact is not None and not isinstance(fact, Failure):  # a model without its own loss adds nothing
+        trial.note("own loss", "left out", f"{fact}; omnitrain trains only the loss of the tokens")
 
 
 def _last_rows(trial: Trial) -> None:
-    """Modules that need not compute the rows which no loss reads; gradients are then checked without those rows."""
-    found = attempt(partial(row_local_modules, trial))
-    if found and not isinstance(found, Failure):
-        trial.use(row_local=found)
-        trial.note("last rows", "passed", f"rows that no loss reads can be left out of {', '.join(found)}")
+    """Find modules that may skip tokens whose output no loss reads; gradients are then checked without these tokens."""
+    modules = attempt(partial(row_local_modules, trial))
+    if modules and not isinstance(modules, Failure):
+        trial.use(row_local=modules)
+        trial.note("last rows", "passed", f"these modules skip tokens that no loss reads: {', '.join(modules)}")
 
 
 def _tails(trial: Trial) -> None:
-    """What comes behind the last token that a loss reads need not be given; gradients are then checked without it."""
+    """Check that tokens after the last supervised token can be skipped; gradients are then checked without them."""
     if attempt(partial(needs_no_tails, trial)) is True:
         trial.use(without_tails=True)
-        trial.note("tails", "passed", "what comes behind the last token that a loss reads is not given to the model")
+        trial.note("tails", "passed", "tokens after the last supervised token are skipped")
 
 
 def _gradients(trial: Trial) -> None:
-    """Loss and every gradient equal those of plain transformers; parameters that never get one are listed."""
+    """Check that the loss and all gradients equal those of plain transformers; list parameters that never get one."""
     fact = attempt(partial(gradient_fact, trial))
-    skipped_modules = {"last rows": trial.contract.row_local, "tails": trial.contract.without_tails}
-    if fact is not None and any(skipped_modules.values()):
+    skipping = {"last rows": trial.contract.row_local, "tails": trial.contract.without_tails}
+    if fact is not None and any(skipping.values()):
         trial.use(row_local=(), without_tails=False)
-        for check in (check for check, is_used in skipped_modules.items() if is_used):
-            trial.note(check, "fallback", f"{fact} without the rows that no loss reads; all are computed")
+        for check in (check for check, is_used in skipping.items() if is_used):
+            trial.note(check, "fallback", f"{fact} without the tokens that no loss reads; all tokens are computed")
         fact = attempt(partial(gradient_fact, trial))
     if fact is not None and trial.contract.packs:
         _unpack(trial, fact)
@@ -268,16 +266,16 @@ def _gradients(trial: Trial) -> None:
     if fact is not None:
         trial.note("gradients", "refused", fact)
         return
-    trial.note("gradients", "passed", "loss and gradients are those of transformers")
-    if without := without_gradient(trial):
-        shown = ", ".join(without[:4]) + (", ..." if len(without) > 4 else "")
+    trial.note("gradients", "passed", "the loss and all gradients equal those of transformers")
+    if unused := unused_parameters(trial):
+        shown = ", ".join(unused[:4]) + (", ..." if len(unused) > 4 else "")
         reached = [name for name, scale in trial.scales.items() if scale]
-        trial.use(without_gradient=without, beyond_text=outermost_unreached(reached, without))
-        trial.note("unused parameters", "passed", f"{len(without)} of the twin never get a gradient: {shown}")
+        trial.use(beyond_text=outermost_unreached(reached, unused))
+        trial.note("unused parameters", "passed", f"{len(unused)} of the tiny model never get a gradient: {shown}")
 
 
 def _unpack(trial: Trial, fact: str) -> None:
-    own = ", ".join(trial.runner.own_attention)
+    layers = ", ".join(trial.runner.own_attention)
     trial.use(packs=False, segmented=())
-    why = f"; {own} has an attention of its own, which cannot be replaced" if own else ""
+    why = f"; {layers} computes attention in its own code, which cannot be replaced" if layers else ""
     trial.note("packing", "fallback", f"one sample per pack: {fact}{why}")

@@ -1,4 +1,4 @@
-"""A named attention backend, tried on a model's twin: what it cannot honour is found before a run begins."""
+"""Try a named attention backend on a tiny model, so that unsupported layers are found before training."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from omnitrain.ops.attention import use_omnitrain_attention
 
 
 def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Run two packed texts through the twin of a foundation by ``backend``, as training would.
+    """Run two packed texts through a tiny model of the foundation with ``backend``, as training would.
 
     Args:
-        runner: of the foundation, on any device, ``meta`` too.
-        backend: a name, not ``auto``.
-        device: where the foundation will train.
-        dtype: in which it will compute.
+        runner: runner of the foundation, on any device including ``meta``.
+        backend: name of the backend, not ``auto``.
+        device: device on which the foundation will train.
+        dtype: dtype in which it will compute.
 
     Raises:
-        UserError: a layer cannot be computed by it, or the model keeps its own attention; names the layer, the reason
-            and the backends that can.
+        UserError: the backend cannot compute a layer (the message names the layer, the reason and the backends that
+            can), or the model keeps its own attention.
     """
     model, contract = runner.model, runner.contract
     if contract.attention != "omnitrain":
         raise UserError(
-            f"attention backend {backend!r}: {type(model).__name__} keeps its own attention; set it to auto"
+            f"attention backend {backend!r}: {type(model).__name__} keeps its own attention; set the backend to auto"
         )
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         trial = Trial.by(model, contract)

@@ -1,6 +1,6 @@
-"""Modules whose parameters are read while they do not run, such as a convolution whose weight another module takes.
+"""Find modules whose parameters are read while they do not run, such as a convolution whose weight another module uses.
 
-What gathers its parameters when it is called has none at such a moment.
+An FSDP unit gathers its parameters only for its own forward, so such a module cannot be a unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omnitrain.recipe.globs import any_layer
 
 @torch.no_grad()
 def read_from_outside(trial: Trial) -> tuple[str, ...]:
-    """Their names, with ``*`` for places in module lists; of tied parameters nothing is said."""
+    """Return the names of these modules, with ``*`` for indices in module lists; tied parameters are ignored."""
     with _Outside(trial.ours) as reads:
         for case in trial.telling_cases:
             pack = Pack.from_samples([case.probe.sample])
@@ -30,7 +30,7 @@ def read_from_outside(trial: Trial) -> tuple[str, ...]:
 
 
 class _Outside(ParameterReads):
-    """Notes the modules around a parameter that is read, those that are not running."""
+    """Records, for each parameter that is read, the modules around it that are not running."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -42,22 +42,18 @@ class _Outside(ParameterReads):
 
     def __enter__(self) -> Any:
         for module in self._modules.values():
-            self._hooks.enter_context(module.register_forward_pre_hook(self._begin))
-            self._hooks.enter_context(module.register_forward_hook(self._end, always_call=True))
+            begin = module.register_forward_pre_hook(lambda m, *_: self._running.append(m))
+            end = module.register_forward_hook(lambda m, *_: self._running.remove(m), always_call=True)
+            self._hooks.enter_context(begin)
+            self._hooks.enter_context(end)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.close()
         super().__exit__(*error)
 
-    def _begin(self, module: nn.Module, arguments: Any) -> None:
-        self._running.append(module)
-
-    def _end(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._running.remove(module)
-
     def note(self, name: str) -> None:
-        """See the class."""
+        """Record the modules around the parameter ``name`` that are not running."""
         if name not in self._tied:
             around = [name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1)]
             self.names |= {outer for outer in around if self._modules[outer] not in self._running}

@@ -1,6 +1,6 @@
-"""Whether the rows of a tower's call may lie on several ranks: blocks over parts give what they give over the whole.
+"""Check that ranks may share the sequence of a tower's call: blocks must give the same for slices as for the whole.
 
-As in :mod:`omnitrain.models.contract.checks_sequence`, a twin runs over whole calls first, then over parts of them.
+As in :mod:`omnitrain.models.contract.checks_sequence`, a tiny model runs whole calls first, then slices of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import contract_path
 from omnitrain.models.contract.checks_packing import TOLERANCE
 from omnitrain.models.contract.checks_sequence import SequenceContract, first_without_problem, kept_or_checked
-from omnitrain.models.contract.harness import relative
-from omnitrain.models.contract.recorded import Recorded, Replayed, worst
+from omnitrain.models.contract.harness import Recorded, Replayed, relative, worst
 from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.tiny_model import build_twin, tower_config, twin_config
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, tower_config
 from omnitrain.models.discovery import discover
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.shared_tower import SharedTower
@@ -29,26 +28,26 @@ from omnitrain.models.hf.load import as_config, as_dict
 from omnitrain.ops.attention import use_omnitrain_attention
 from omnitrain.plan.sequence import split_sequence
 
-_PARTS = 3
-_ITEMS = 3
+_NUM_SLICES = 3
+_NUM_ITEMS = 3
 
 Encode = Callable[[], Sequence[Tensor]]
 
 
 def native_tower_contract(model: PreTrainedModel, contract: Contract, component: str) -> SequenceContract:
-    """Of a component inside a foundation, from the cache or by checking a twin.
+    """Return the contract of a component inside a foundation, from the cache or by checking a tiny model.
 
     Args:
         model: the foundation.
-        contract: by which it is run.
-        component: one of those that :func:`~omnitrain.models.discovery.discover` finds in it.
+        contract: the foundation's contract, by which the tiny model runs.
+        component: name of a component that :func:`~omnitrain.models.discovery.discover` finds in the foundation.
     """
     path = contract_path(type(model), model.config).with_suffix(f".{component}.json")
     return kept_or_checked(path, partial(check_native_tower, type(model), model.config, contract, component))
 
 
 def attached_tower_contract(encoder: PreTrainedModel) -> SequenceContract:
-    """Of an attached encoder, from the cache or by checking a twin."""
+    """Return the contract of an attached encoder, from the cache or by checking a tiny model."""
     path = contract_path(type(encoder), encoder.config).with_suffix(".tower.json")
     return kept_or_checked(path, partial(check_attached_tower, type(encoder), encoder.config))
 
@@ -56,42 +55,42 @@ def attached_tower_contract(encoder: PreTrainedModel) -> SequenceContract:
 def check_native_tower(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract, component: str
 ) -> SequenceContract:
-    """Check a small twin of a foundation's ``config``; where that has a problem, one with whole towers."""
+    """Check a tiny model of a foundation's ``config``; if it has a problem, check one with all layers of its towers."""
 
     def measured(cuts: dict[str, bool]) -> SequenceContract:
-        model = build_twin(model_class, twin_config(config, **cuts))
+        model = build_tiny_model(model_class, tiny_config(config, **cuts))
         native = discover(model)
         runner = FoundationRunner(model.train(), contract, native=native)
         names = {modality for modality, port in native.ports.items() if port.component == component}
         samples = [probe.sample for probe in probe_samples(model, native) if names & set(probe.modalities)]
         packs = [Pack.from_samples([sample]) for sample in samples]
-        own = [model.get_parameter(path) for path in native.components[component]]
+        parameters = [model.get_parameter(path) for path in native.components[component]]
 
         def encode() -> list[Tensor]:
-            made = [runner.encode(pack) for pack in packs]
-            return [tensor for rows in made for value in rows.values() for tensor in value.tensors()]
+            encoded = [runner.encode(pack) for pack in packs]
+            return [tensor for media in encoded for features in media.values() for tensor in features.tensors()]
 
-        return _measured(model, own, encode)
+        return _measured(model, parameters, encode)
 
     return first_without_problem(partial(measured, cuts) for cuts in ({}, {"cut_towers": False}))
 
 
 def check_attached_tower(encoder_class: type[PreTrainedModel], config: PreTrainedConfig) -> SequenceContract:
-    """Check a small twin of an encoder; where that has a problem, a whole one."""
+    """Check a tiny model of an encoder; if it has a problem, check one with all layers."""
 
     def measured(tower: Callable[[PreTrainedConfig], PreTrainedConfig]) -> SequenceContract:
         values = as_dict(config)
         if values.get("tower"):
             values["tower"] = as_dict(tower(as_config(values["tower"])))
-        twin: Any = build_twin(encoder_class, as_config(values)).train()
-        use_omnitrain_attention(twin)
-        features, rows = twin.minimal_input()
+        encoder: Any = build_tiny_model(encoder_class, as_config(values)).train()
+        use_omnitrain_attention(encoder)
+        features, num_tokens = encoder.minimal_input()
         generator = torch.Generator().manual_seed(0)
-        items = {name: torch.cat([tensor] * _ITEMS) for name, tensor in features.items()}
+        items = {name: torch.cat([tensor] * _NUM_ITEMS) for name, tensor in features.items()}
         for name, tensor in items.items():
             if tensor.is_floating_point():
                 items[name] = torch.randn(tensor.shape, generator=generator)
-        return _measured(twin, twin.parameters(), lambda: [twin.lm_encode(items, rows * _ITEMS)])
+        return _measured(encoder, encoder.parameters(), lambda: [encoder.lm_encode(items, num_tokens * _NUM_ITEMS)])
 
     return first_without_problem(partial(measured, tower) for tower in (tower_config, lambda whole: whole))
 
@@ -104,38 +103,38 @@ def _measured(model: nn.Module, parameters: Any, encode: Encode) -> SequenceCont
     with tower.sharing():
         whole = encode()
     if not any(call.attended for call in calls.recorded):
-        return SequenceContract("its blocks do not take all items as one row [rows, width] with their cu_seqlens")
-    heads = tuple(sorted({number for call in calls.recorded for number in call.heads}))
-    for place in range(_PARTS):
-        calls.start(place)
+        return SequenceContract("its blocks do not take all items as one sequence [rows, width] with their cu_seqlens")
+    heads = tuple(sorted({num_heads for call in calls.recorded for num_heads in call.heads}))
+    for index in range(_NUM_SLICES):
+        calls.start(index)
         with tower.sharing():
-            rows = encode()
-        errors = [relative(got, expected) for got, expected in zip(rows, whole, strict=True)]
+            encoded = encode()
+        errors = [relative(got, expected) for got, expected in zip(encoded, whole, strict=True)]
         error = worst([*errors, *(e for call in calls.replayed for e in call.errors)])
         if not error <= TOLERANCE:
-            fact = f"rows of a part of its sequence differ by {error:.1e} of the largest from the whole's"
+            fact = f"features of a slice of its sequence differ by {error:.1e} of the largest from those of the whole"
             return SequenceContract(fact, heads)
     return SequenceContract("", heads)
 
 
 class _Calls:
-    """The calls of all stacks in an encoding, in order: whole first, then parts of the same."""
+    """The calls of all stacks of blocks while encoding, in order: first whole, then slices of the same calls."""
 
     def __init__(self) -> None:
         self.recorded: list[Recorded] = []
         self.replayed: list[Replayed] = []
-        self._place: int | None = None
+        self._slice: int | None = None
 
-    def start(self, place: int) -> None:
-        """The next encoding is that of one of the parts."""
-        self._place = place
+    def start(self, index: int) -> None:
+        """Let the next encoding run slice ``index``."""
+        self._slice = index
         self.replayed = []
 
     def __call__(self, num_rows: int, device: torch.device) -> Recorded | Replayed:
-        if self._place is None:
+        if self._slice is None:
             self.recorded.append(Recorded(num_rows))
             return self.recorded[-1]
         whole = self.recorded[len(self.replayed)]
-        rows = split_sequence(num_rows, sp=_PARTS).rows[self._place]
-        self.replayed.append(Replayed(whole, torch.from_numpy(rows)))
+        positions = split_sequence(num_rows, sp=_NUM_SLICES).rows[self._slice]
+        self.replayed.append(Replayed(whole, torch.from_numpy(positions)))
         return self.replayed[-1]

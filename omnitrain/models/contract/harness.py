@@ -1,9 +1,9 @@
-"""The two twins side by side: what plain transformers computes for some samples, and what we compute for them."""
+"""Run the same tiny model by plain transformers and by omnitrain, and compare."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -17,34 +17,35 @@ from omnitrain.data.pack import IGNORED, Pack
 from omnitrain.data.sample import Sample
 from omnitrain.models.components.contract import Contract, Outcome
 from omnitrain.models.contract.samples import Probe, ordinary_words, probe_samples, reworded
-from omnitrain.models.contract.tiny_model import build_twin, twin_config
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config
 from omnitrain.models.discovery import discover, failure_of_model
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.ops.attention import PackedRow
+from omnitrain.ops.attention.spec import Call
 
 _T = TypeVar("_T")
 
 
 class Failure(str):
-    """In one line, how the model's own code failed."""
+    """How the model's own code failed, in one line."""
 
 
 def attempt(measure: Callable[[], _T]) -> _T | Failure:
-    """What ``measure`` returns, or how the model's own code failed in it; other failures are raised."""
+    """Return the result of ``measure``, or how the model's own code failed; other exceptions are raised."""
     try:
         return measure()
-    except Exception as error:  # a foreign forward
+    except Exception as error:  # the model's code may raise anything
         return Failure(failure_of_model(error))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A probe, and what plain transformers made of it.
+    """A probe, and the output of plain transformers for it.
 
     Attributes:
         probe: the sample.
         logits: ``[T, vocabulary]``.
-        losses: ``[n]``, of the tokens that are trained on.
+        losses: ``[n]``, one per supervised token.
     """
 
     probe: Probe
@@ -53,55 +54,56 @@ class Case:
 
 
 class Trial:
-    """Both twins, and what is known so far.
+    """Two copies of a tiny model with shared parameters, and the results so far.
 
     Attributes:
-        plain: the twin as transformers runs it, in training mode.
+        plain: the copy that transformers runs, in training mode.
         native: the modalities that it reads by itself.
-        cases: the probes that it takes.
-        scales: parameter -> largest absolute value of its gradient, once there are gradients.
-        contract: what was found so far.
-        ours: a twin with the same parameters, as we run it.
-        runner: runs it by the contract.
+        cases: the probes that it accepts.
+        scales: parameter -> largest absolute value of its gradient, after :meth:`start_gradients`.
+        contract: the findings so far.
+        ours: the copy that omnitrain runs, with the same parameters.
+        runner: runs ``ours`` by the contract.
     """
 
-    def __init__(self, twin: PreTrainedModel) -> None:
-        """Set the other one beside ``twin``, which :func:`build_twin` made."""
-        self.plain = twin.train()
+    def __init__(self, tiny_model: PreTrainedModel) -> None:
+        """``tiny_model``: a model built by :func:`build_tiny_model`."""
+        self.plain = tiny_model.train()
         self.native = discover(self.plain)
         self.cases: list[Case] = []
         self.scales: dict[str, float] = {}
         self.contract = Contract()
-        self._unused = self._twin_of(self.plain)  # a forward may leave something behind in a model
+        self._unused = self._copy_of(self.plain)  # never run: a forward may leave state in a model
         self._attach()
 
     @classmethod
     def by(cls, model: PreTrainedModel, contract: Contract) -> Trial:
-        """Of a small twin of ``model``, run by the contract that was found for it."""
-        trial = cls(build_twin(type(model), twin_config(model.config)))
+        """Build a trial of a tiny model of ``model``'s class, run by ``contract``."""
+        trial = cls(build_tiny_model(type(model), tiny_config(model.config)))
         trial.use(**vars(contract))
         return trial
 
     def use(self, **changes: Any) -> None:
-        """Change the contract, and run by it from now on."""
+        """Change fields of the contract, and run by it from now on."""
         self.contract = replace(self.contract, **changes)
         self._attach()
 
     def note(self, check: str, outcome: Outcome, fact: str) -> None:
-        """One more finding."""
+        """Add a finding to the contract."""
         self.contract = self.contract.noting(check, outcome, fact)
 
-    def _twin_of(self, model: PreTrainedModel) -> PreTrainedModel:
+    def _copy_of(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Copy the modules, not the parameters."""
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
     def _attach(self) -> None:
-        self.ours = self._twin_of(self._unused)
+        self.ours = self._copy_of(self._unused)
         self.runner = FoundationRunner(self.ours, self.contract, native=self.native)
         self.runner.skip_unread_rows()
 
     @property
     def has_experts(self) -> bool:
-        """Whether there are routers: they count rows, so leaving out what no loss reads would show in their counts."""
+        """Whether the model has routers: they count tokens, so skipping unread tokens would change their counts."""
         foundation: Any = self.plain
         kinds = (module for module in foundation.get_decoder().modules() if not isinstance(module, nn.Conv1d))
         return any(parameter.ndim == 3 for module in kinds for parameter in module.parameters(recurse=False))
@@ -110,18 +112,18 @@ class Trial:
 
     @torch.no_grad()
     def run_plain(self, probe: Probe) -> Case:
-        """What plain transformers makes of a probe."""
+        """Run a probe by plain transformers."""
         logits, losses = self._plain(probe)
         return Case(probe, logits, losses)
 
-    def own_loss(self, probe: Probe, **asked: Any) -> float:
-        """The model's own mean loss of a probe's tokens, with what it adds to that."""
+    def own_loss(self, probe: Probe, **arguments: Any) -> float:
+        """Return the model's own loss of a probe: the mean over tokens, and any term that the model adds."""
         trained = torch.from_numpy(probe.sample.loss_mask)[None]
         labels = probe.arguments["input_ids"].where(trained, IGNORED)
-        return float(self.plain(**probe.arguments, labels=labels, use_cache=False, **asked).loss)
+        return float(self.plain(**probe.arguments, labels=labels, use_cache=False, **arguments).loss)
 
     def start_gradients(self, cases: Sequence[Case]) -> None:
-        """Gradients of these cases by plain transformers, negated, so that ours add up to the error in their place."""
+        """Compute plain transformers' gradients of the cases, negated: adding ours leaves the error in ``.grad``."""
         self.plain.zero_grad()
         for case in cases:
             self._plain(case.probe)[1].sum().backward()
@@ -139,36 +141,36 @@ class Trial:
     # Ours -------------------------------------------------------------------------------------------------------------
 
     def media(self, pack: Pack) -> EncodedMedia:
-        """Rows of the pack's media."""
+        """Return the features of the pack's media."""
         return EncodedMedia(self.runner.encode(pack))
 
     def logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None = None) -> Tensor:
-        """All logits of a pack, ``[T, vocabulary]``; without a row as of one sample, unpacked."""
+        """Return all logits of a pack, ``[T, vocabulary]``; without ``row`` the pack runs as one sample."""
         output = self.runner.run_pack(pack, media, lambda hidden, head: head.forward(hidden), row)
         logits: Tensor = output.logits[0]
         return logits
 
     def losses(self, pack: Pack, media: EncodedMedia) -> dict[int, Tensor]:
-        """Sample index -> ``[n]``, one per token that is trained on."""
+        """Return sample index -> losses ``[n]``, one per supervised token."""
         rows = self.runner.text_loss(pack, media)[0].rows
         owner = torch.bucketize(pack.text_rows, torch.tensor(list(accumulate(pack.info.lengths))), right=True)
-        return {index: rows[owner == place] for place, index in enumerate(pack.info.indices)}
+        return {index: rows[owner == position] for position, index in enumerate(pack.info.indices)}
 
     @property
     def texts(self) -> list[Sample]:
-        """Tiny samples of text alone."""
+        """The probe samples with only text."""
         return [probe.sample for probe in probe_samples(self.plain, self.native) if not probe.modalities]
 
     @property
     def samples(self) -> list[Sample]:
-        """Of all cases."""
+        """The samples of all cases."""
         return [case.probe.sample for case in self.cases]
 
     @property
     def telling_cases(self) -> list[Case]:
-        """Few that show all there is: two texts, several media, and modalities that none of these has.
+        """A few cases that cover everything: two texts, mixtures of media, and modalities that no mixture has.
 
-        Gradients take most of a check's time.
+        Gradients take most of a check's time, so they are computed only for these cases.
         """
         texts = [case for case in self.cases if not case.probe.modalities]
         several = [case for case in self.cases if len(case.probe.modalities) > 1]
@@ -177,7 +179,7 @@ class Trial:
         return [*texts[:2], *several, *(case for case in single if case.probe.modalities[0] not in covered)]
 
     def reworded(self, indices: Sequence[int]) -> list[Sample]:
-        """The samples, those of these indices with other words."""
+        """Return all samples, with other words in those of the given indices."""
         words = ordinary_words(self.plain)
         return [
             reworded(case.probe, words) if case.probe.sample.index in indices else case.probe.sample
@@ -186,14 +188,14 @@ class Trial:
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value expected."""
+    """Return the largest difference, relative to the largest expected value."""
     if not expected.numel():
         return 0.0
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def largest(tensor: Tensor | None) -> float:
-    """The largest absolute value; 0 for nothing."""
+    """Return the largest absolute value; 0 for None and for an empty tensor."""
     if tensor is None or not tensor.numel():
         return 0.0
     low, high = tensor.aminmax()
@@ -201,6 +203,82 @@ def largest(tensor: Tensor | None) -> float:
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
-    """The language-model head."""
+    """Return the language-model head."""
     head: Any = model.get_output_embeddings()
     return head
+
+
+class Recorded:
+    """A whole row as a :class:`~omnitrain.ops.attention.RowPart`, which records the layers that mix tokens.
+
+    Attributes:
+        heads: numbers of query heads of the attentions.
+        attended: calls and outputs of all attentions, in order.
+        gathered: inputs and outputs of recurrent layers, and gathered tensors, in order.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens, self.num_rows, self.attention = num_tokens, num_tokens, self
+        self.rows = self.host_rows = torch.arange(num_tokens)
+        self.heads: set[int] = set()
+        self.attended: list[tuple[Call, Tensor]] = []
+        self.gathered: list[Tensor] = []
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        """Compute attention, and record the call and its output."""
+        self.heads.add(call.query.size(1))
+        self.attended.append((call, compute(call)))
+        return self.attended[-1][1]
+
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Compute a recurrent layer over all heads, and record its inputs and output."""
+        output = compute(tensors, slice(0, tensors[0].size(1)))
+        self.gathered += [*tensors, output]
+        return output
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Record ``tensor`` and return it."""
+        self.gathered.append(tensor)
+        return tensor
+
+
+class Replayed:
+    """A slice of a recorded row as a :class:`~omnitrain.ops.attention.RowPart`; its layers return recorded outputs.
+
+    Attributes:
+        errors: relative errors of the slice's inputs to these layers.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, whole: Recorded, rows: Tensor) -> None:
+        self.rows = self.host_rows = rows
+        self.num_tokens, self.num_rows, self.attention = whole.num_tokens, len(rows), self
+        self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
+        self.errors = [0.0]
+
+    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+        """Compare the inputs with the recorded call, and return the recorded output of the slice's tokens."""
+        expected, output = next(self._attended)
+        for name in ("query", "key", "value"):
+            self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.rows]))
+        return output[:, self.rows]
+
+    def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        """Compare the inputs with the recorded ones, and return the recorded output of the slice's tokens."""
+        for tensor in tensors:
+            self.gather(tensor, 0)
+        return next(self._gathered)[self.rows]
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Compare ``tensor`` with the recorded one, and return the recorded tensor of all tokens."""
+        whole = next(self._gathered)
+        self.errors.append(relative(tensor, whole.index_select(dim, self.rows)))
+        return whole
+
+
+def worst(errors: Iterable[float]) -> float:
+    """Return the largest error; NaN if any error is NaN."""
+    return float(torch.tensor(list(errors)).max())

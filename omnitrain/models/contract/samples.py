@@ -1,4 +1,4 @@
-"""Tiny samples of everything a foundation reads, for the check; and the same as arguments of the plain HF forward."""
+"""Tiny samples of all modalities that a foundation reads, with the arguments of the plain HF forward for each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
-from omnitrain.models.contract.tiny_model import TWIN_THRESHOLD
+from omnitrain.models.contract.tiny_model import TINY_THRESHOLD
 from omnitrain.models.discovery import Discovery, config_nodes, special_ids
 from omnitrain.ops.config_value import config_value
 
-# Shorter than the twin's windows, and longer.
-_TEXT_LENGTHS = (TWIN_THRESHOLD - 2, TWIN_THRESHOLD + 3, TWIN_THRESHOLD + 5)
-# Names of the tokens around a medium, by what they start with.
+# Shorter and longer than the tiny model's windows.
+_TEXT_LENGTHS = (TINY_THRESHOLD - 2, TINY_THRESHOLD + 3, TINY_THRESHOLD + 5)
+# Names of the tokens around an item, by their prefix.
 _STEMS = {"image": ("image", "vision"), "video": ("video", "vision", "image"), "audio": ("audio",)}
 _STARTS = ("{}_start_token_id", "{}_bos_token_id", "bo{}_token_id", "bo{}_token_index")
 _ENDS = ("{}_end_token_id", "{}_eos_token_id", "eo{}_token_id", "eo{}_token_index")
@@ -26,11 +26,12 @@ _ENDS = ("{}_end_token_id", "{}_eos_token_id", "eo{}_token_id", "eo{}_token_inde
 
 @dataclass(frozen=True)
 class Probe:
-    """A sample, and what the plain HF forward takes for it.
+    """A sample, and the arguments of the plain HF forward for it.
 
     Attributes:
-        sample: as the data side would make it.
-        arguments: of the HF forward, a batch of one: ids, attention mask, media; no positions, the model finds them.
+        sample: the sample as omnitrain's data pipeline would make it.
+        arguments: arguments of the HF forward, a batch of one: ids, attention mask, media. No positions: the model
+            computes them.
     """
 
     sample: Sample
@@ -38,12 +39,12 @@ class Probe:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What is in it beside text."""
+        """The modalities of its media, in order."""
         return tuple(span.component.removeprefix(NATIVE_PREFIX) for span in self.sample.spans)
 
 
 def probe_samples(model: PreTrainedModel, native: Discovery) -> list[Probe]:
-    """Text alone in three lengths, each modality alone, two items of one, and all modalities together."""
+    """Return probes: text of three lengths, each modality alone, two items of one modality, and all modalities."""
     mixtures: list[tuple[str, ...]] = [(), (), (), *((modality,) for modality in native.ports)]
     if native.ports:
         mixtures.append((next(iter(native.ports)),) * 2)
@@ -54,7 +55,7 @@ def probe_samples(model: PreTrainedModel, native: Discovery) -> list[Probe]:
 
 
 def reworded(probe: Probe, words: np.ndarray) -> Sample:
-    """The same sample with another word for each that it is trained on, so that it is as long and has its media."""
+    """Return the sample with other words at its supervised tokens; its length and media stay the same."""
     sample = probe.sample
     other = words[(np.searchsorted(words, sample.input_ids) + 1) % len(words)]
     return replace(
@@ -63,12 +64,12 @@ def reworded(probe: Probe, words: np.ndarray) -> Sample:
 
 
 def ordinary_words(model: PreTrainedModel) -> np.ndarray:
-    """Ids of tokens to which the config gives no meaning, ascending."""
+    """Return the ids of tokens that the config does not name as special, ascending."""
     return np.array(sorted(set(range(_num_classes(model))) - special_ids(model.config)))
 
 
 def _num_classes(model: PreTrainedModel) -> int:
-    """Tokens that the head predicts, at most; some models embed more."""
+    """The number of tokens that the head can predict; some models embed more."""
     embedded: int = model.get_input_embeddings().weight.size(0)
     return min(embedded, getattr(model.get_output_embeddings(), "out_features", embedded))
 
@@ -81,9 +82,9 @@ class _ProbeMaker:
         self._items: dict[tuple[str, int], MediaItem] = {}
 
     def probe(self, index: int, mixture: tuple[str, ...]) -> Probe:
-        """Sample ``index``: text, and the media of a mixture between.
+        """Make sample ``index``: text with the media of a mixture in between.
 
-        Models that want text between the frames of a video refuse to place them otherwise.
+        Some models require text between the frames of a video and otherwise raise; then it is added.
         """
         try:
             return self._probe(index, mixture, between_frames=False)
@@ -94,41 +95,40 @@ class _ProbeMaker:
         generator = np.random.default_rng(index)
         ids = [self._text(generator, 5 if mixture else _TEXT_LENGTHS[index])]
         spans: list[MediaSpan] = []
-        for place, modality in enumerate(mixture):
+        for position, modality in enumerate(mixture):
             port = self.native.ports[modality]
-            item = self._item(modality, mixture[:place].count(modality))
-            parts = _frames(item.features) if between_frames else 1
-            start, end = (self._known(_named(self.model.config, modality, forms)) for forms in (_STARTS, _ENDS))
-            run = [*[port.token_id] * (item.num_tokens // parts), *self._text(generator, 1)]
-            medium = np.array([*start, *(run * parts)[:-1], *end], dtype=np.int64)
-            first = sum(map(len, ids))
-            where = first + np.flatnonzero(medium == port.token_id)
+            item = self._item(modality, mixture[:position].count(modality))
+            num_runs = _num_frames(item.features) if between_frames else 1
+            start, end = (
+                [token for token in _marks(self.model.config, modality, forms) if token < self.vocabulary]
+                for forms in (_STARTS, _ENDS)
+            )
+            run = [*[port.token_id] * (item.num_tokens // num_runs), *self._text(generator, 1)]
+            tokens = np.array([*start, *(run * num_runs)[:-1], *end], dtype=np.int64)
+            where = sum(map(len, ids)) + np.flatnonzero(tokens == port.token_id)
             spans.append(MediaSpan(NATIVE_PREFIX + modality, int(where[0]), item, is_target=False, scattered=where))
-            ids += [medium, self._text(generator, 3 + index % 4)]
+            ids += [tokens, self._text(generator, 3 + index % 4)]
         return self._finished(index, np.concatenate(ids), spans, generator)
-
-    def _known(self, tokens: list[int]) -> list[int]:
-        return [token for token in tokens if token < self.vocabulary]
 
     def _text(self, generator: np.random.Generator, length: int) -> np.ndarray:
         return generator.choice(self.words, length).astype(np.int64)
 
     @torch.no_grad()
-    def _item(self, modality: str, number: int) -> MediaItem:
-        if (modality, number) not in self._items:
+    def _item(self, modality: str, index: int) -> MediaItem:
+        if (modality, index) not in self._items:
             port = self.native.ports[modality]
-            tensors = port.probe_items(number + 1)[number]
-            rows = port.encode(self.model, tensors).main.size(0)
+            tensors = port.probe_items(index + 1)[index]
+            num_tokens = port.encode(self.model, tensors).main.size(0)
             features = {name: tensor.numpy() for name, tensor in tensors.items()}
-            self._items[modality, number] = MediaItem(features, rows)
-        return self._items[modality, number]
+            self._items[modality, index] = MediaItem(features, num_tokens)
+        return self._items[modality, index]
 
     def _finished(
         self, index: int, ids: np.ndarray, spans: Sequence[MediaSpan], generator: np.random.Generator
     ) -> Probe:
         placeholders = [port.token_id for port in self.native.ports.values()]
         trained = ~np.isin(ids, placeholders) & (ids < _num_classes(self.model)) & (generator.random(len(ids)) < 0.8)
-        if self.native.extras.marks_answer:  # what is trained on follows what is not
+        if self.native.extras.marks_answer:  # supervised tokens must come after all others
             trained &= np.arange(len(ids)) >= len(ids) - 4
         token_inputs = self.native.extras(ids, trained)
         modalities = [span.component.removeprefix(NATIVE_PREFIX) for span in spans]
@@ -152,8 +152,8 @@ class _ProbeMaker:
         return Probe(sample, {name: torch.from_numpy(values) for name, values in arguments.items()})
 
 
-def _named(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> list[int]:
-    """The token that the config names for before or after a medium; empty where it names none."""
+def _marks(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> list[int]:
+    """The token that the config names for the start or the end of an item; empty if it names none."""
     for stem in _STEMS[modality]:
         for form in forms:
             name = form.format(stem if form.startswith("{") else stem[0])
@@ -163,6 +163,6 @@ def _named(config: PreTrainedConfig, modality: str, forms: Sequence[str]) -> lis
     return []
 
 
-def _frames(features: Features) -> int:
-    """Temporal patches of a video, by its grid ``[1, 3]``; 1 where it has none."""
+def _num_frames(features: Features) -> int:
+    """The number of temporal patches of a video, from its grid ``[1, 3]``; 1 if it has no grid."""
     return next((int(array[0, 0]) for name, array in features.items() if "grid" in name and array.ndim == 2), 1)

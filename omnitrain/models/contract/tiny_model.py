@@ -1,4 +1,4 @@
-"""A model's twin: its class and hidden widths with fewer layers, experts and vocabulary rows, and peaked weights."""
+"""Build a tiny model: the same class and hidden widths, fewer layers, experts and tokens, and peaked weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from omnitrain.models.discovery import config_nodes, init_peaked_
 from omnitrain.ops.config_value import config_value
 
-# What counts the repeated parts of a config.
+# Keys that count layers.
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _TOWER_DEPTHS = (*_DEPTHS, "depth", "encoder_layers")
-# What counts the last layers, which take keys and values from earlier ones.
+# Keys that count the last layers, which take keys and values from earlier ones.
 _SHARING = ("num_kv_shared_layers",)
-# Layers that differ by position and say so with a number (the first dense ones, every nth expert one).
+# Keys for layers that differ by index (the first layers are dense, every nth layer has experts).
 _FIRST_LAYERS = ("first_k_dense_replace", "decoder_sparse_step", "interleave_moe_layer_step", "num_dense_layers")
-_TWIN_TOWER_DEPTH = 3  # an index from the end (the feature layer, -2) still leaves one layer before it
+_TINY_TOWER_DEPTH = 3  # so that an index from the end (feature layer -2) has a layer before it
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
-# Lengths from which on a language model does something else: narrower windows, other scales or frequencies.
+# Lengths above which a language model computes differently: windows, other scales or frequencies.
 _THRESHOLDS = (
     "sliding_window",
     "attention_chunk_size",
@@ -34,35 +34,35 @@ _THRESHOLDS = (
     "keep_window_size",
     "window_size",
 )
-TWIN_THRESHOLD = 8
-# Widths inside an MLP, which nothing outside of it sees. They hold most of a layer's weights.
+TINY_THRESHOLD = 8
+# Inner widths of MLPs, which hold most of a layer's weights; no other module depends on them.
 _INNER_WIDTHS = ("intermediate_size", "ffn_dim", "mlp_dim", "n_inner", "ffn_hidden_size")
 _RANDOM = ("drop", "jitter")
 _TOKEN_SUFFIXES = ("_token_id", "_token_ids", "_token_index", "_token_idx")
 
-# Below this a vocabulary is small enough to stay as it is.
-TWIN_VOCABULARY = 512
-_TWIN_EXPERTS, _TWIN_CHOSEN_EXPERTS = 4, 2
-TWIN_INNER_WIDTH = 256
+# A vocabulary up to this size stays as it is.
+TINY_VOCABULARY = 512
+_TINY_EXPERTS, _TINY_CHOSEN_EXPERTS = 4, 2
+TINY_INNER_WIDTH = 256
 
 
-def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True) -> PreTrainedConfig:
-    """A config of the same hidden widths that is quick to build.
+def tiny_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True) -> PreTrainedConfig:
+    """Return a config with the same hidden widths that is quick to build.
 
-    The language model keeps the first layers up to the last one that shows a new kind of layer (two at least), at most
-    four experts per routing group, and a few hundred vocabulary rows, to which all special tokens
-    move. Windows and other thresholds of length are cut to a few tokens, so that a short sample shows what lies behind
-    them. Nothing is drawn at random in training.
+    The language model keeps the first layers, as many as it needs to have each kind of layer (at least two), at most
+    four experts per routing group, and a few hundred tokens of vocabulary; special tokens get new ids in it. Windows
+    and other length thresholds are cut to a few tokens, so that a short sample exceeds them. Dropout and other random
+    draws in training are off.
 
     Args:
-        config: of the whole model; it is not changed.
-        cut_towers: towers keep their first layers only; layers that lists name by index (full attention, side
-            features) become the first ones.
-        cut_mlps: MLPs of the language model, and of towers that are cut, are narrow inside.
+        config: config of the full model; it is not changed.
+        cut_towers: towers keep only their first layers; layers that a list names by index (full attention, side
+            features) become the first layers.
+        cut_mlps: MLPs of the language model, and of towers that are cut, get a small inner width.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
-    # Each level of side features enters behind a layer of its own.
+    # Each level of side features enters after a different layer.
     levels = [
         len(v)
         for node in config_nodes(small)
@@ -74,56 +74,61 @@ def twin_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
     for tower in towers:
         _cut_tower(tower)
     for node in (text, *towers) if cut_mlps else ():
-        _cut_mlps(node)
+        for name, value in list(vars(node).items()):
+            if name.endswith(_INNER_WIDTHS) and isinstance(value, int) and value > TINY_INNER_WIDTH:
+                setattr(node, name, TINY_INNER_WIDTH)
     _cut_experts(text)
     _cut_thresholds(text)
     for node in config_nodes(small):
-        for name in _drawn(node):
+        for name in _random_keys(node):
             setattr(node, name, 0.0)
     _cut_vocabulary(small)
     return small
 
 
-def twin_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The smallest, one with whole towers, one with whole MLPs, too: a config may tie other numbers to what is cut."""
+def tiny_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return three configs: the smallest, one with all layers of towers, and one with full MLPs, too.
+
+    The larger ones serve models whose config ties other sizes to those that :func:`tiny_config` cuts.
+    """
     return [
-        twin_config(config),
-        twin_config(config, cut_towers=False),
-        twin_config(config, cut_towers=False, cut_mlps=False),
+        tiny_config(config),
+        tiny_config(config, cut_towers=False),
+        tiny_config(config, cut_towers=False, cut_mlps=False),
     ]
 
 
 def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
-    """What of a language model's config has it drop or change activations at random in training, by name."""
+    """Return the keys of the language model's config that turn on dropout or other random draws in training."""
     text = config.get_text_config(decoder=True)
-    return tuple(name for name in _drawn(text) if getattr(text, name))
+    return tuple(name for name in _random_keys(text) if getattr(text, name))
 
 
-def _drawn(node: PreTrainedConfig) -> list[str]:
+def _random_keys(node: PreTrainedConfig) -> list[str]:
     return [k for k, value in vars(node).items() if isinstance(value, float) and any(word in k for word in _RANDOM)]
 
 
-def build_twin(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """``model_class`` on ``config``, fp32 on the CPU, every layer of which matters to the output.
+def build_tiny_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Build ``model_class`` from ``config`` in fp32 on the CPU, with weights that make each layer matter to the output.
 
-    Fresh weights (standard deviation 0.02) make attention uniform and hide wrong masks and positions; these are drawn
-    anew.
+    HF's initial weights (standard deviation 0.02) make attention uniform, which hides wrong masks and positions, so we
+    draw other weights.
     """
     config = copy.deepcopy(config)
     for node in config_nodes(config):
-        node._attn_implementation_internal = None  # transformers' own choice, whatever the model runs with
-    with torch.random.fork_rng(devices=[]), _Undrawn():
+        node._attn_implementation_internal = None  # let transformers choose, not the full model's setting
+    with torch.random.fork_rng(devices=[]), _SkipInit():
         torch.manual_seed(0)
-        twin = model_class(config).float()
-    init_peaked_(twin)
-    for module in twin.modules():
+        model = model_class(config).float()
+    init_peaked_(model)
+    for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-    return twin
+    return model
 
 
 def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A tower's config with its first layers only, see :func:`twin_config`; ``config`` is not changed."""
+    """Return a tower's config with only its first layers, see :func:`tiny_config`; ``config`` is not changed."""
     small = copy.deepcopy(config)
     for node in config_nodes(small):
         _cut_tower(node)
@@ -131,24 +136,24 @@ def tower_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def sizes(config: PreTrainedConfig) -> dict[str, int]:
-    """What a twin has fewer of, in the language model of ``config``: ``layers``, ``experts``, ``vocabulary rows``."""
+    """Return the language model's sizes that a tiny model cuts: ``layers``, ``experts``, ``vocabulary rows``."""
     text = config.get_text_config(decoder=True)
     names = {"layers": _first(text, _DEPTHS), "experts": _first(text, _EXPERTS), "vocabulary rows": "vocab_size"}
     return {what: getattr(text, name) for what, name in names.items() if name is not None}
 
 
-def moved_tokens(config: PreTrainedConfig, twin: PreTrainedConfig) -> dict[int, int]:
-    """Special token id of ``config`` -> its id in the twin's config."""
+def moved_tokens(config: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[int, int]:
+    """Return special token id of ``config`` -> its id in the tiny model's config."""
     return {
         old: new
-        for node, small in zip(config_nodes(config), config_nodes(twin), strict=True)
+        for node, small in zip(config_nodes(config), config_nodes(tiny), strict=True)
         for (_, olds), (_, news) in zip(_tokens(node), _tokens(small), strict=True)
         for old, new in zip(olds, news, strict=True)
     }
 
 
-class _Undrawn(TorchFunctionMode):
-    """Leaves matrices undrawn: all of them are drawn anew, and drawing takes most of the time to build a twin."""
+class _SkipInit(TorchFunctionMode):
+    """Skips the initialization of matrices: they are all drawn again, and it takes most of the time of a build."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -169,33 +174,33 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
         return
     depth: int = getattr(text, name)
     lists = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
-    own = _values_by_layer(text, depth)
-    kinds = list(zip(*lists.values(), own, strict=True))
+    per_layer = _per_layer_values(text, depth)
+    kinds = list(zip(*lists.values(), per_layer, strict=True))
     least = max(least, *(int(config_value(text, key) or 0) + 1 for key in _FIRST_LAYERS))
     sharing = _first(text, _SHARING)
-    first = depth - (getattr(text, sharing) if sharing else 0)
-    shared = range(first, first + _up_to_last_kind(kinds[first:]))
-    kept = [*range(min(first, max(least, _up_to_last_kind(kinds[:first])))), *shared]
+    first_sharing = depth - (getattr(text, sharing) if sharing else 0)
+    shared = range(first_sharing, first_sharing + _up_to_last_kind(kinds[first_sharing:]))
+    kept = [*range(min(first_sharing, max(least, _up_to_last_kind(kinds[:first_sharing])))), *shared]
     if len(kept) >= depth:
         return
     for key, values in lists.items():
-        setattr(text, key, type(values)(values[place] for place in kept))
+        setattr(text, key, type(values)(values[index] for index in kept))
     if sharing:
         setattr(text, sharing, len(shared))
-    if any(own):
+    if any(per_layer):
         text.per_layer_config = None
     setattr(text, name, len(kept))
-    if any(own):
-        text.per_layer_config = {new: own[place] for new, place in enumerate(kept)}
+    if any(per_layer):
+        text.per_layer_config = {new: per_layer[index] for new, index in enumerate(kept)}
 
 
 def _up_to_last_kind(kinds: Sequence[Any]) -> int:
-    """How many of the first layers have a layer of each kind."""
-    return max((place + 1 for place, kind in enumerate(kinds) if kind not in kinds[:place]), default=0)
+    """The number of first layers that contain a layer of each kind."""
+    return max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=0)
 
 
-def _values_by_layer(text: PreTrainedConfig, depth: int) -> list[dict[str, Any]]:
-    """Of each layer, the values that a config gives layer by layer (transformers' ``per_layer_config``)."""
+def _per_layer_values(text: PreTrainedConfig, depth: int) -> list[dict[str, Any]]:
+    """The values of each layer that differ between layers (transformers' ``per_layer_config``)."""
     names = getattr(text, "per_layer_attributes", None)
     if names is None:
         return [{} for _ in range(depth)]
@@ -203,14 +208,14 @@ def _values_by_layer(text: PreTrainedConfig, depth: int) -> list[dict[str, Any]]
 
 
 def _cut_tower(node: PreTrainedConfig) -> None:
-    """Fewer layers; of the layers that a list names by index, as many are kept, and one that it does not name."""
+    """Keep as many layers as a list names by index, and one layer that it does not name."""
     name = _first(node, _TOWER_DEPTHS)
     if name is None:
         return
     depth: int = getattr(node, name)
     values = {k: list(v) for k, v in vars(node).items() if isinstance(v, (list, tuple)) and v}
     named = {k: v for k, v in values.items() if "index" in k and all(isinstance(i, int) and 0 <= i < depth for i in v)}
-    kept = max([_TWIN_TOWER_DEPTH, *(len(indices) + 1 for indices in named.values())])
+    kept = max([_TINY_TOWER_DEPTH, *(len(indices) + 1 for indices in named.values())])
     if kept >= depth:
         return
     for key, indices in named.items():
@@ -221,28 +226,22 @@ def _cut_tower(node: PreTrainedConfig) -> None:
     setattr(node, name, kept)
 
 
-def _cut_mlps(node: PreTrainedConfig) -> None:
-    for name, value in vars(node).items():
-        if name.endswith(_INNER_WIDTHS) and isinstance(value, int) and value > TWIN_INNER_WIDTH:
-            setattr(node, name, TWIN_INNER_WIDTH)
-
-
 def _cut_thresholds(text: PreTrainedConfig) -> None:
     for name in _THRESHOLDS:
-        if isinstance(value := config_value(text, name), int) and value > TWIN_THRESHOLD:
-            setattr(text, name, TWIN_THRESHOLD)
+        if isinstance(value := config_value(text, name), int) and value > TINY_THRESHOLD:
+            setattr(text, name, TINY_THRESHOLD)
     rope = config_value(text, "rope_parameters") or {}
     for values in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
         if values.get("rope_type") == "longrope":
-            values["original_max_position_embeddings"] = TWIN_THRESHOLD
-            text.original_max_position_embeddings = TWIN_THRESHOLD  # from which transformers fills in the other
+            values["original_max_position_embeddings"] = TINY_THRESHOLD
+            text.original_max_position_embeddings = TINY_THRESHOLD  # transformers sets the rope value from it
         elif values.get("rope_type") == "dynamic":
-            text.max_position_embeddings = TWIN_THRESHOLD
+            text.max_position_embeddings = TINY_THRESHOLD
 
 
 def _cut_experts(text: PreTrainedConfig) -> None:
     groups = int(config_value(text, "n_group") or 1)
-    for names, most in ((_EXPERTS, _TWIN_EXPERTS * groups), (_CHOSEN_EXPERTS, _TWIN_CHOSEN_EXPERTS)):
+    for names, most in ((_EXPERTS, _TINY_EXPERTS * groups), (_CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)):
         for name in names:
             if isinstance(value := config_value(text, name), int) and value > most:
                 setattr(text, name, most)
@@ -252,9 +251,9 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
     nodes = config_nodes(config)
     special = sorted({token for node in nodes for _, values in _tokens(node) for token in values})
     text = config.get_text_config(decoder=True)
-    if text.vocab_size <= TWIN_VOCABULARY and all(token < text.vocab_size for token in special):
+    if text.vocab_size <= TINY_VOCABULARY and all(token < text.vocab_size for token in special):
         return
-    moved = {token: TWIN_VOCABULARY - 1 - index for index, token in enumerate(special)}
+    moved = {token: TINY_VOCABULARY - 1 - index for index, token in enumerate(special)}
     for node in nodes:
         for name, values in _tokens(node):
             new = [moved[token] for token in values]
@@ -263,17 +262,17 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
     for node in nodes:
         for name, value in list(vars(node).items()):
             if name.startswith("vocab_size") and value == full:
-                setattr(node, name, TWIN_VOCABULARY)
+                setattr(node, name, TINY_VOCABULARY)
 
 
 def _tokens(node: PreTrainedConfig) -> list[tuple[str, list[int]]]:
     """``(attribute, token ids)`` of every special token that ``node`` names."""
-    found: list[tuple[str, list[int]]] = []
+    tokens: list[tuple[str, list[int]]] = []
     for name, value in vars(node).items():
         values = list(value) if isinstance(value, (list, tuple)) else [value]
         if name.endswith(_TOKEN_SUFFIXES) and values and all(isinstance(token, int) and token >= 0 for token in values):
-            found.append((name, values))
-    return found
+            tokens.append((name, values))
+    return tokens
 
 
 def _first(node: Any, names: tuple[str, ...]) -> str | None:

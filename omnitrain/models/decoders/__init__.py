@@ -1,1 +1,1 @@
-"""Decoders: modalities that the model writes."""
+"""Decoders: modalities that the model generates."""

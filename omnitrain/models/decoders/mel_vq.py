@@ -1,7 +1,7 @@
-"""``MelVQ``: sound as a sequence of codes, each the nearest codebook vector of a few log-mel frames.
+"""``MelVQ`` encodes sound as codes; a code is the nearest codebook vector of a few log-mel frames.
 
-There is no network: the codebook comes from k-means, and Griffin-Lim finds a phase for the decoded magnitudes. That is
-enough for short, clean speech, trains in seconds, and lets a language model write sound with one code per 40 ms.
+There is no network: the codebook comes from k-means, and Griffin-Lim finds a phase for the decoded magnitudes. This is
+enough for short, clean speech, trains in seconds, and lets a language model generate sound with one code per 40 ms.
 
 With ``frames_per_code = 2``::
 
@@ -25,10 +25,10 @@ _MOMENTUM = 0.99  # of fast Griffin-Lim
 
 
 class MelVQ(PreTrainedModel):
-    """Log-mel frames -> codes -> waveform.
+    """Encode log-mel frames as codes and decode codes to a waveform.
 
-    ``codebook`` is ``[codebook_size, frames_per_code * num_mels]``. No gradient reaches it: both ways are ``no_grad``.
-    It is a parameter and not a buffer because HF reads a model's dtype off its parameters.
+    ``codebook`` is ``[codebook_size, frames_per_code * num_mels]``. It gets no gradient: encode and decode run under
+    ``no_grad``. It is a parameter and not a buffer because HF takes a model's dtype from its parameters.
     """
 
     config: MelVQConfig
@@ -37,7 +37,7 @@ class MelVQ(PreTrainedModel):
     main_input_name = "log_mel"
 
     def __init__(self, config: MelVQConfig) -> None:
-        """A random codebook; k-means or ``from_pretrained`` puts a real one in its place.
+        """Draw a random codebook; k-means or ``from_pretrained`` replaces it.
 
         Raises:
             ValueError: the hop is too long for the window.
@@ -55,7 +55,7 @@ class MelVQ(PreTrainedModel):
 
     @torch.no_grad()
     def encode(self, log_mel: torch.Tensor) -> torch.Tensor:
-        """Nearest codebook vectors.
+        """Return the index of the nearest codebook vector of each group of frames.
 
         Args:
             log_mel: ``[n * frames_per_code, num_mels]``; several clips may lie end to end.
@@ -64,52 +64,52 @@ class MelVQ(PreTrainedModel):
             ``[n]`` int64.
 
         Raises:
-            ValueError: frames of another shape, or not a whole number of codes.
+            ValueError: the frames have another shape, or are no whole number of codes.
         """
-        rows, bands = log_mel.shape
-        if bands != self.config.num_mels or rows % self.config.frames_per_code:
+        num_frames, num_bands = log_mel.shape
+        if num_bands != self.config.num_mels or num_frames % self.config.frames_per_code:
             expected = f"[n * {self.config.frames_per_code}, {self.config.num_mels}]"
-            raise ValueError(f"log-mel frames of shape {[rows, bands]}, expected {expected}")
+            raise ValueError(f"log-mel frames of shape {[num_frames, num_bands]}, expected {expected}")
         vectors = log_mel.float().reshape(-1, self.codebook.size(1))
         codebook = self.codebook.float()
-        # |v - c|^2 = |v|^2 - 2 (v . c - |c|^2 / 2), whose first term is the same for every code
+        # |v - c|^2 = |v|^2 - 2 (v . c - |c|^2 / 2); the first term is the same for every code.
         return (vectors @ codebook.t() - codebook.square().sum(1) / 2).argmax(1)
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """The sound that ``codes`` ``[n]`` int64 spell: float32 ``[n * frames_per_code * hop_length]``, within [-1, 1].
+        """Decode ``codes`` ``[n]`` int64 to float32 ``[n * frames_per_code * hop_length]``, within [-1, 1].
 
         Raises:
-            ValueError: a code outside the codebook.
+            ValueError: a code is outside the codebook.
         """
         if codes.numel() == 0:
             return torch.zeros(0, device=codes.device)
         if codes.min() < 0 or codes.max() >= self.config.codebook_size:
-            found = f"{int(codes.min())}..{int(codes.max())}"
-            raise ValueError(f"codes {found} outside of the codebook, 0..{self.config.codebook_size - 1}")
+            code_range = f"{int(codes.min())}..{int(codes.max())}"
+            raise ValueError(f"codes {code_range} outside of the codebook, 0..{self.config.codebook_size - 1}")
         frames = self.codebook[codes].float().view(-1, self.config.num_mels)
         waveform = griffin_lim(linear_magnitude(frames, self.config), self.config)
         return waveform / waveform.abs().max().clamp(min=1.0)
 
 
 def num_codes(num_samples: int, config: MelVQConfig) -> int:
-    """Codes of a waveform of ``num_samples`` samples: whole ones, the last filled up with silence."""
+    """Return the number of codes of a waveform of ``num_samples`` samples; the last code is padded with silence."""
     return math.ceil(num_samples / (config.hop_length * config.frames_per_code))
 
 
 @torch.no_grad()
 def log_mel(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
-    """Natural logarithm of mel band magnitudes; needs no weights.
+    """Compute the natural logarithm of mel band magnitudes; this needs no weights.
 
     Args:
         waveform: float32 ``[samples]`` in [-1, 1] at ``config.sampling_rate``.
-        config: of the :class:`MelVQ` that will read the frames.
+        config: config of the :class:`MelVQ` that will encode the frames.
 
     Returns:
         float32 ``[num_codes * frames_per_code, num_mels]``, each ``log(max(magnitude, config.floor))``.
 
     Raises:
-        ValueError: not one channel of at least one sample.
+        ValueError: ``waveform`` is empty or has more than one dim.
     """
     if waveform.dim() != 1 or not len(waveform):
         raise ValueError(f"a waveform of shape {list(waveform.shape)}, expected [samples]")
@@ -121,9 +121,9 @@ def log_mel(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
 
 
 def linear_magnitude(log_mel: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
-    """``[num_frames, num_mels]`` log-mel -> ``[n_fft // 2 + 1, num_frames]`` magnitudes, by pseudo-inverse filters.
+    """Convert log-mel ``[num_frames, num_mels]`` to magnitudes ``[n_fft // 2 + 1, num_frames]``.
 
-    Negative magnitudes, and bands at the floor, become silence.
+    The mel filters are inverted by their pseudo-inverse. Negative magnitudes, and bands at the floor, become silence.
     """
     inverse = _inverse_filters(config.n_fft, config.num_mels, config.min_frequency, config.sampling_rate)
     mel = (log_mel.exp() - config.floor).clamp(min=0)
@@ -131,9 +131,9 @@ def linear_magnitude(log_mel: torch.Tensor, config: MelVQConfig) -> torch.Tensor
 
 
 def griffin_lim(magnitude: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
-    """``[n_fft // 2 + 1, num_frames]`` magnitudes -> ``[num_frames * hop_length]`` samples, always the same ones.
+    """Convert magnitudes ``[n_fft // 2 + 1, num_frames]`` to ``[num_frames * hop_length]`` audio samples.
 
-    Fast Griffin-Lim (Perraudin, Balazs, Sondergaard 2013) from a fixed random phase.
+    Fast Griffin-Lim (Perraudin, Balazs, Sondergaard 2013) from a fixed random phase, so the result is deterministic.
     """
     num_samples = magnitude.size(1) * config.hop_length
     generator = torch.Generator().manual_seed(0)
@@ -157,7 +157,7 @@ def _stft(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
 
 
 def _istft(spectrum: torch.Tensor, num_samples: int, config: MelVQConfig) -> torch.Tensor:
-    """The inverse of :func:`_stft`, by least squares where the frames contradict each other."""
+    """Invert :func:`_stft`, by least squares if the frames are inconsistent."""
     window = _window(config.n_fft).to(spectrum.device)
     return torch.istft(spectrum, config.n_fft, config.hop_length, window=window, length=num_samples)
 

@@ -1,4 +1,4 @@
-"""``TokenDecoder``: a modality written as the discrete tokens of a frozen media tokenizer."""
+"""``TokenDecoder`` generates a modality as the discrete tokens of a frozen media tokenizer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from omnitrain.recipe.component_configs import TokenDecoderConfig
 
 
 class TokenDecoder(PreTrainedModel, DecoderMixin):
-    """Embedding and head over a media tokenizer's codes.
+    """An embedding and a head for a media tokenizer's codes.
 
-    Items of no fixed length (sound) end with one extra class, which is part of their span: the head predicts it, the
-    embedding feeds it back, and the text that follows is predicted from it.
+    Items without a fixed length (sound) end with an extra class, the end token. It is part of their span: the head
+    predicts it, the embedding feeds it back, and the text that follows is predicted from it.
     """
 
     config_class = TokenDecoderConfig
@@ -29,7 +29,7 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
     loss_backend = "auto"  # of linear_cross_entropy
 
     def __init__(self, config: TokenDecoderConfig, tokenizer: PreTrainedModel | None = None) -> None:
-        """``tokenizer``: its weights; None: random ones."""
+        """``tokenizer``: a media tokenizer with weights; None: one with random weights."""
         super().__init__(config)
         tokenizer_config = as_config(config.tokenizer or {})
         self.tokenizer = tokenizer if tokenizer is not None else model_class(tokenizer_config)(tokenizer_config)
@@ -41,7 +41,7 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
 
     @cached_property
     def codec(self) -> MediaTokenizer:
-        """How media become codes and codes media."""
+        """The :class:`MediaTokenizer` for the HF model."""
         return media_tokenizer(self.tokenizer, self.config.image_size, self.config.num_codebooks)
 
     @property
@@ -50,20 +50,20 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
         return self.codec.modality
 
     def train(self, mode: bool = True) -> TokenDecoder:
-        """The media tokenizer stays in evaluation mode: it is frozen."""
+        """Set the mode; the frozen media tokenizer stays in evaluation mode."""
         super().train(mode)
         self.tokenizer.eval()
         return self
 
     def adapter(self) -> ComponentAdapter:
-        """Target media -> features, for data workers."""
+        """Return the converter from target media to input features, for data workers."""
         return self.codec.adapter()
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings ``[sum(num_tokens), hidden]`` and labels ``[sum(num_tokens)]`` of target media.
+        """Return embeddings ``[sum(num_tokens), hidden]`` and labels ``[sum(num_tokens)]`` of target media.
 
         Raises:
-            ValueError: the tokenizer made another number of codes.
+            ValueError: the tokenizer gives another number of codes.
         """
         with torch.no_grad():
             labels = self._with_ends(self.codec.encode(features, num_tokens), num_tokens)
@@ -73,36 +73,37 @@ class TokenDecoder(PreTrainedModel, DecoderMixin):
         ends = 0 if self.codec.fixed_length else len(num_tokens)
         if codes.numel() + ends != sum(num_tokens):
             raise ValueError(
-                f"{type(self.tokenizer).__name__} made {codes.numel()} codes of {sum(num_tokens) - ends} placeholders"
+                f"{type(self.tokenizer).__name__} gave {codes.numel()} codes for {sum(num_tokens) - ends} placeholders"
             )
         if not ends:
             return codes
         end = codes.new_full((1,), self.codec.num_codes)
-        return torch.cat([part for own in codes.split([count - 1 for count in num_tokens]) for part in (own, end)])
+        items = codes.split([count - 1 for count in num_tokens])
+        return torch.cat([tensor for item in items for tensor in (item, end)])
 
     def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
-        """Cross entropy of ``labels`` ``[n]`` under the hidden states before them, ``[n, hidden]``."""
+        """Return the cross entropy of ``labels`` ``[n]``, predicted from hidden states ``[n, hidden]``."""
         return linear_cross_entropy(hidden, self.head.weight, labels, count=labels.numel(), backend=self.loss_backend)
 
     def lm_embed(
         self, hidden: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the next token of each sequence and embed it (see :class:`DecoderMixin`)."""
+        """Sample the next token of each sequence and embed it (see :class:`DecoderMixin`)."""
         tokens = sample(self.head(hidden).float())
         return self.embedding(tokens), tokens
 
     def is_complete(self, tokens: list[int]) -> bool:
-        """At the fixed length, at the end token, or at ``max_tokens``."""
+        """Whether an item has its fixed length, or ends with the end token, or has ``max_tokens`` tokens."""
         if self.codec.fixed_length:
             return len(tokens) >= self.codec.fixed_length
         return bool(tokens) and (tokens[-1] == self.codec.num_codes or len(tokens) >= self.config.max_tokens)
 
     def lm_generate(self, tokens: list[int]) -> Any:
-        """The ``PIL.Image`` or ``Waveform`` that ``tokens`` spell; an end token is not part of it."""
+        """Decode ``tokens`` to a ``PIL.Image`` or ``Waveform``; an end token is ignored."""
         codes = [token for token in tokens if token < self.codec.num_codes]
         with torch.no_grad():
             return self.codec.decode(torch.tensor(codes, dtype=torch.long, device=self.head.weight.device))
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """A black image, or the shortest silent clip."""
+        """Return the features of a black image, or of the shortest silent clip."""
         return self.codec.minimal_input()

@@ -1,4 +1,4 @@
-"""Whole HF models as foundation: components, rows, positions; found from signatures and configs."""
+"""Discover how an HF model reads media: components, features, positions; from signatures, configs and tiny runs."""
 
 from omnitrain.models.discovery.data_inputs import native_inputs
 from omnitrain.models.discovery.discover import Discovery, discover

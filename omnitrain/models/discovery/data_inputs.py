@@ -1,4 +1,4 @@
-"""What a foundation that reads media by itself tells the data side."""
+"""The facts about a foundation that data workers need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from omnitrain.models.discovery.positions import PositionFunction
 
 
 def native_inputs(discovery: Discovery) -> NativeInputs:
-    """Placeholders, per-token arguments and positions of a foundation, as data workers need them (picklable)."""
+    """Return placeholders, per-token arguments and positions of a foundation for data workers (picklable)."""
     return NativeInputs(
         placeholders=discovery.token_ids,
         token_inputs=discovery.extras.names,
@@ -29,10 +29,10 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
 
 @dataclass(frozen=True)
 class SamplePositions:
-    """Position ids of a sample from the features of its items.
+    """Computes the position ids of a sample from the features of its items.
 
     Attributes:
-        function: the model's own.
+        function: the model's position function.
     """
 
     function: PositionFunction
@@ -50,20 +50,16 @@ class SamplePositions:
         for items in features.values():
             for name in dict.fromkeys(name for item in items for name in item):
                 arrays = [item[name] for item in items if name in item]
-                if not _is_content(arrays[0]):
+                # Positions depend on grids, lengths, times and masks, not on pixels and spectrograms.
+                if not (arrays[0].ndim > 1 and np.issubdtype(arrays[0].dtype, np.floating)):
                     joined[name] = _concatenated(arrays)
         if audio_in_video:
             joined["use_audio_in_video"] = True
         return self.function(input_ids, joined, token_inputs)
 
 
-def _is_content(array: np.ndarray) -> bool:
-    """Pixels and spectrograms, which no position depends on; grids, lengths, times and masks are what counts."""
-    return array.ndim > 1 and np.issubdtype(array.dtype, np.floating)
-
-
 def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Along axis 0; masks of unequal length are filled up with zeros behind."""
+    """Concatenate along axis 0; masks of different lengths are padded with zeros at the end."""
     if arrays[0].ndim < 2:
         return np.concatenate(arrays)
     longest = max(array.shape[1] for array in arrays)

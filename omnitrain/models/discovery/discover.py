@@ -1,4 +1,4 @@
-"""Components and ports of a HuggingFace multimodal model, found by tiny runs of its own methods."""
+"""Find the components and modality interfaces of an HF multimodal model by tiny runs of its methods."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass(frozen=True)
 class Discovery:
-    """What a model is made of.
+    """The components and modalities of a model.
 
     Attributes:
-        ports: modality -> how its rows are made and taken.
-        components: name -> names of its parameters; ``foundation`` has all that no other component reads, and what a
-            feature method reads of the text model (embeddings of image codes).
-        in_forward: modality that only the model's own forward reads -> why its rows cannot be made apart from that.
-        forward_arguments: what the forward takes of a sample with such a modality beside its ids.
-        refused: modality that the model has a feature method for and its forward does not take -> why.
-        positions: position ids of a sample.
-        extras: per-token arguments of a sample.
+        ports: modality -> how its features are computed and enter the forward.
+        components: name -> names of its parameters. ``foundation`` has all parameters that no other component reads,
+            and those of the text model that a feature method reads (embeddings of image codes).
+        in_forward: modality that only the model's own forward reads -> why its features cannot be computed outside it.
+        forward_arguments: arguments of the forward for a sample with such a modality, besides its ids.
+        refused: modality with a feature method that the forward does not accept -> why.
+        positions: computes the position ids of a sample.
+        extras: computes the per-token arguments of a sample.
     """
 
     ports: dict[str, ModalityInterface]
@@ -59,14 +59,14 @@ class Discovery:
 
     @property
     def token_ids(self) -> dict[str, int]:
-        """Modality -> id of its placeholder token."""
+        """Return modality -> id of its placeholder token."""
         return {modality: port.token_id for modality, port in self.ports.items()}
 
 
 def discover(model: PreTrainedModel) -> Discovery:
-    """Run every feature method of a model once on a tiny input, and see what it reads and makes.
+    """Run every feature method of a model on tiny inputs, and record the parameters it reads and the features it gives.
 
-    The model is left as it was. It may be on the meta device.
+    The model does not change. It may be on the meta device.
 
     Args:
         model: a causal language model of transformers, with or without other modalities.
@@ -77,24 +77,24 @@ def discover(model: PreTrainedModel) -> Discovery:
     with undisturbed(model):
         text = _text_parameters(model)
         for modality in MODALITIES:
-            found, taken = _port_or_why_not(model, modality), media_arguments(type(model), modality)
-            if isinstance(found, ModalityInterface):
-                ports[modality] = found
-            elif taken:
-                in_forward[modality] = found
+            port_or_reason = _port_or_reason(model, modality)
+            if isinstance(port_or_reason, ModalityInterface):
+                ports[modality] = port_or_reason
+            elif media_arguments(type(model), modality):
+                in_forward[modality] = port_or_reason
             elif feature_hosts(model, modality):
-                refused[modality] = found
+                refused[modality] = port_or_reason
         extras = _extras(model, ports)
         positions = _positions(model, ports, extras)
     grouped = _grouped(model, ports, text, positions, extras)
     return replace(grouped, in_forward=in_forward, refused=refused)
 
 
-def _port_or_why_not(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
+def _port_or_reason(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
     if feature_hosts(model, modality):
         return find_port(model, modality)
-    taken = ", ".join(media_arguments(type(model), modality))
-    return f"its forward takes {taken}, but no {method_name(modality)} makes rows of it"
+    arguments = ", ".join(media_arguments(type(model), modality))
+    return f"its forward takes {arguments}, but it has no {method_name(modality)} to compute features"
 
 
 def _extras(model: PreTrainedModel, ports: Mapping[str, ModalityInterface]) -> TokenExtras:
@@ -105,33 +105,33 @@ def _extras(model: PreTrainedModel, ports: Mapping[str, ModalityInterface]) -> T
 
 
 def _zeros_open_the_prompt(model: PreTrainedModel) -> bool:
-    """With all types zero, the mask lets the first token see the second: the types tell prompt from answer."""
+    """Whether, with all types zero, the first token sees the second: then the types tell prompt from answer."""
     with eager_attention(model):
-        given = _text_call(model)
-    masks = [value for value in leaves(given) if isinstance(value, Tensor) and value.ndim == 4]
+        arguments = _text_call(model)
+    masks = [value for value in leaves(arguments) if isinstance(value, Tensor) and value.ndim == 4]
     return any(bool(m[0, 0, 0, 1]) if m.dtype == torch.bool else float(m[0, 0, 0, 1]) == 0.0 for m in masks)
 
 
 def _text_call(model: PreTrainedModel) -> dict[str, Any]:
-    """What the text decoder is called with for ordinary text; nothing where the model refuses that."""
+    """The arguments that the text decoder gets for ordinary text; empty if the model refuses text."""
     decoder = separate_decoder(model)
     if decoder is None:
         return {}
     try:
         return called_with(model, decoder, text_arguments(model))[1]
-    except Exception as error:  # a forward that cannot do without an image
+    except Exception as error:  # the forward may require an image
         raise_if_ours(error)
         return {}
 
 
 def _positions(model: PreTrainedModel, ports: Mapping[str, ModalityInterface], extras: TokenExtras) -> PositionFunction:
-    """The model's own function where it has one, and how it counts where it has none."""
-    given = _text_call(model).get("position_ids")
-    start = int(given.min()) if isinstance(given, Tensor) else _counted_from(model)
+    """The model's position function, or a plain count from its first position."""
+    position_ids = _text_call(model).get("position_ids")
+    start = int(position_ids.min()) if isinstance(position_ids, Tensor) else _first_position(model)
     if own_function(model) is None:
         return PositionFunction(type(model), None, start=start)
     function = PositionFunction(type(model), model.config.to_json_string(use_diff=False), start=start)
-    axes = given.size(0) if isinstance(given, Tensor) and given.ndim == 3 else 0
+    axes = position_ids.size(0) if isinstance(position_ids, Tensor) and position_ids.ndim == 3 else 0
     for modality in MODALITIES:
         port = ports.get(modality)
         if port is not None and not axes:
@@ -139,7 +139,7 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, ModalityInterface], e
     return replace(function, axes=axes)
 
 
-def _counted_from(model: PreTrainedModel) -> int:
+def _first_position(model: PreTrainedModel) -> int:
     try:
         return first_position(model)
     except Exception as error:  # as in _text_call
@@ -165,43 +165,39 @@ def _grouped(
     positions: PositionFunction,
     extras: TokenExtras,
 ) -> Discovery:
-    """Modalities whose methods read common parameters are one component, named after the first of them."""
-    owned = {modality: [name for name in port.parameters if name not in text] for modality, port in ports.items()}
+    """Join modalities whose methods read common parameters into one component, named after the first modality."""
+    reads = {modality: [name for name in port.parameters if name not in text] for modality, port in ports.items()}
     component: dict[str, str] = {}
-    for modality, names in owned.items():
-        mates = [other for other in component if set(owned[other]) & set(names)]
+    for modality, names in reads.items():
+        mates = [other for other in component if set(reads[other]) & set(names)]
         component[modality] = component[mates[0]] if mates else f"{modality}_encoder"
         component |= dict.fromkeys(
             (m for m in component if component[m] in {component[o] for o in mates}), component[modality]
         )
-    order = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     components = {
-        name: tuple(sorted({p for m in component if component[m] == name for p in owned[m]}, key=order.__getitem__))
+        name: tuple(sorted({p for m in component if component[m] == name for p in reads[m]}, key=order.__getitem__))
         for name in dict.fromkeys(component.values())
     }
-    taken = {name for names in components.values() for name in names}
-    everything = {FOUNDATION: tuple(name for name in order if name not in taken), **components}
+    assigned = {name for names in components.values() for name in names}
+    everything = {FOUNDATION: tuple(name for name in order if name not in assigned), **components}
+    # A processor cannot know types that tell prompt from answer: they follow from the supervised tokens.
+    not_from_processor = {"input_ids", "labels", *(extras.names if extras.marks_answer else ())}
     return Discovery(
         ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
         components=everything,
         in_forward={},
-        forward_arguments=_forward_arguments(model, extras),
+        forward_arguments=frozenset(inspect.signature(type(model).forward).parameters) - not_from_processor,
         refused={},
         positions=positions,
         extras=extras,
     )
 
 
-def _forward_arguments(model: PreTrainedModel, extras: TokenExtras) -> frozenset[str]:
-    """Types that tell prompt from answer follow from what is trained on, which no processor knows."""
-    ours = {"input_ids", "labels", *(extras.names if extras.marks_answer else ())}
-    return frozenset(inspect.signature(type(model).forward).parameters) - ours
-
-
 def _text_parameters(model: PreTrainedModel) -> set[str]:
-    """Parameters of the text model: its embeddings, its head and, where it is a module of its own, its decoder."""
-    parts: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    """Parameters of the text model: embeddings, head and the decoder, if it is a separate module."""
+    modules: list[nn.Module | None] = [model.get_input_embeddings(), model.get_output_embeddings()]
     if (decoder := separate_decoder(model)) is not None:
-        parts.append(decoder)
-    ids = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+        modules.append(decoder)
+    ids = {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}

@@ -1,4 +1,4 @@
-"""The rows that a feature method makes, flat; and the object that the model's forward expects, made of them again."""
+"""Flatten the output of a feature method to features ``[n, hidden]``, and rebuild the object the forward expects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from omnitrain.ops.device import to_device
 
 @dataclass(frozen=True)
 class _Rows:
-    """Place of a tensor ``[rows, hidden]``: its name, its number of dims, and the tuple or list it was cut into."""
+    """Marks a tensor of features: its name, number of dims, and the type of the sequence that holds its pieces."""
 
     name: str
     ndim: int
@@ -26,7 +26,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Validity:
-    """Place of a mask over rows: what says "valid". Flat rows are all valid."""
+    """Marks a mask over features; ``valid`` is its value for valid ones. Flat features are all valid."""
 
     valid: bool
     dtype: torch.dtype
@@ -35,21 +35,21 @@ class _Validity:
 
 @dataclass(frozen=True)
 class _Shared:
-    """Place of a tensor that is not per row (the same for all items of a call)."""
+    """Marks a tensor that is not per feature (the same for all items of a call)."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How a feature method's output is made of flat rows.
+    """How to rebuild a feature method's output from flat features.
 
     Attributes:
         output: class of the output (``None``: it is no :class:`ModelOutput`).
-        fields: field -> nested lists and tuples, in which places of tensors are marked.
-        names: of the tensors with one row per placeholder, the main one first.
-        shared: names of the tensors that are not per row.
-        joined: whether items are put together into one piece (False: kept as one piece per item).
+        fields: field -> nested lists and tuples, in which marks stand for tensors.
+        names: names of the tensors with one row per placeholder, the main one first.
+        shared: names of the tensors that are not per feature.
+        joined: whether all items form one piece (False: one piece per item).
     """
 
     output: type | None
@@ -61,14 +61,14 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class MediaFeatures:
-    """Rows of some items of one modality.
+    """The features of some items of one modality.
 
     Attributes:
-        main: ``[rows, hidden]``, what goes into the placeholders.
+        main: ``[rows, hidden]``, the features that replace the placeholders.
         side: further tensors ``[rows, ...]`` by name (deepstack levels, ...).
-        shared: tensors that are not per row, by name (the same for every call).
-        counts: rows of each item; they add up to ``rows``.
-        layout: how the model wants them.
+        shared: tensors that are not per feature, by name (the same for every call).
+        counts: number of features of each item; their sum is ``rows``.
+        layout: how the model's forward expects them.
     """
 
     main: Tensor
@@ -82,7 +82,7 @@ class MediaFeatures:
 
     @staticmethod
     def cat(calls: Sequence[MediaFeatures]) -> MediaFeatures:
-        """Rows of several calls, in the order of the calls."""
+        """Concatenate the features of several calls, in order."""
         assert calls
         return replace(
             calls[0],
@@ -92,7 +92,7 @@ class MediaFeatures:
         )
 
     def at(self, index: Tensor) -> MediaFeatures:
-        """These rows, as one item. ``index``: [n] int64, on the host, may be empty."""
+        """Select features as one item. ``index``: ``[n]`` int64, on the host, may be empty."""
         index = to_device(index, self.main.device)
         return replace(
             self,
@@ -102,15 +102,15 @@ class MediaFeatures:
         )
 
     def tensors(self) -> list[Tensor]:
-        """All tensors with one row per placeholder: main, then the side ones."""
+        """Return all tensors with one row per placeholder: ``main``, then those of ``side``."""
         return [self.main, *self.side.values()]
 
     def with_tensors(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> MediaFeatures:
-        """The same layout with other rows, such as those received from other ranks (in the order of ``tensors()``)."""
+        """Return the same layout with other tensors (in the order of ``tensors()``), such as received from ranks."""
         return replace(self, main=tensors[0], side=dict(zip(self.side, tensors[1:], strict=True)), counts=tuple(counts))
 
     def as_output(self) -> Any:
-        """What the feature method would have returned for these items in one call."""
+        """Return the output of the feature method for these items in one call."""
         fields = {name: self._built(node) for name, node in self.layout.fields.items()}
         return fields[""] if self.layout.output is None else _with_fields(self.layout.output, fields)
 
@@ -139,37 +139,37 @@ class MediaFeatures:
 
 
 def check_rows(modality: str, expected: Sequence[int], got: Sequence[int], samples: Sequence[str]) -> None:
-    """Each item has as many rows as placeholders; transformers itself would take surplus rows without a word.
+    """Check that each item has as many features as placeholders; transformers silently accepts surplus features.
 
     Args:
-        modality: for the message.
-        expected: placeholders of each item.
-        got: rows of each item.
-        samples: id of the sample each item belongs to.
+        modality: modality of the items, for the message.
+        expected: number of placeholders of each item.
+        got: number of features of each item.
+        samples: sample id of each item.
 
     Raises:
-        UserError: names the samples, and their numbers of placeholders and rows.
+        UserError: names the samples, and their numbers of placeholders and features.
     """
     if len(expected) != len(got):
-        raise UserError(f"{len(got)} {modality} items were encoded, but the samples hold {len(expected)}")
+        raise UserError(f"{len(got)} {modality} items were encoded, but the samples have {len(expected)}")
     wrong = [
-        f"  sample {sample}: {want} {modality} placeholders, {have} rows"
-        for sample, want, have in zip(samples, expected, got, strict=True)
-        if want != have
+        f"  sample {sample}: {num_placeholders} {modality} placeholders, {num_features} features"
+        for sample, num_placeholders, num_features in zip(samples, expected, got, strict=True)
+        if num_placeholders != num_features
     ]
     if wrong:
-        raise UserError(f"{modality} rows do not match their placeholders:\n" + "\n".join(wrong))
+        raise UserError(f"{modality} features do not match their placeholders:\n" + "\n".join(wrong))
 
 
-# From a method's output -----------------------------------------------------------------------------------------------
+# Flatten a method's output --------------------------------------------------------------------------------------------
 
 
 def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True) -> RowLayout | None:
-    """The layout of an output with ``rows`` rows, or None if no tensor in it has as many.
+    """Return the layout of an output with ``rows`` features, or None if no tensor in it has as many.
 
     Args:
-        output: what the feature method returned.
-        used: the fields that the model's forward looks at.
+        output: return value of the feature method.
+        used: the fields that the model's forward reads.
         rows: number of placeholders.
         joined: see :class:`RowLayout`.
     """
@@ -185,23 +185,27 @@ def describe(output: Any, used: Sequence[str], rows: int, *, joined: bool = True
 
 
 def flatten(output: Any, layout: RowLayout) -> MediaFeatures:
-    """Flat rows of an output of this layout; those of each item as it is cut, or all as one item."""
+    """Flatten an output of this layout; if it has no pieces per item, all features count as one item."""
     values = _fields(output, tuple(layout.fields))
-    found: dict[str, Tensor] = {}
-    cuts: list[tuple[int, ...]] = []
+    tensors: dict[str, Tensor] = {}
+    splits: list[tuple[int, ...]] = []
     mask = _validity(values, layout)
     for name, node in layout.fields.items():
-        _collect(values[name], node, mask, found, cuts)
+        _collect(values[name], node, mask, tensors, splits)
     main, *side = layout.names
-    rows = found[main].size(0)
-    cut = next((cut for cut in cuts if sum(cut) == rows), (rows,))
+    rows = tensors[main].size(0)
+    counts = next((split for split in splits if sum(split) == rows), (rows,))
     return MediaFeatures(
-        found[main], {name: found[name] for name in side}, {name: found[name] for name in layout.shared}, cut, layout
+        tensors[main],
+        {name: tensors[name] for name in side},
+        {name: tensors[name] for name in layout.shared},
+        counts,
+        layout,
     )
 
 
 def row_numbers(output: Any, used: Sequence[str]) -> Iterator[int]:
-    """How many rows an output may stand for, the likeliest first."""
+    """Yield the numbers of features that an output may have, the likeliest first."""
     values = _fields(output, used)
     for value in values.values():
         yield from _row_numbers(value)
@@ -222,12 +226,12 @@ def _row_numbers(value: Any) -> Iterator[int]:
 
 
 def _with_fields(output: type, values: dict[str, Any]) -> Any:
-    """An output object; some models add attributes that its class does not declare."""
+    """Build an output object; some models add attributes that its class does not declare."""
     declared = values.keys() & inspect.signature(output).parameters.keys()
-    made = output(**{name: values[name] for name in declared})
+    result = output(**{name: values[name] for name in declared})
     for name in set(values) - declared:
-        setattr(made, name, values[name])
-    return made
+        setattr(result, name, values[name])
+    return result
 
 
 def _fields(output: Any, used: Sequence[str]) -> dict[str, Any]:
@@ -249,13 +253,13 @@ def _num_rows(value: Tensor) -> int:
 
 
 def _masks(values: dict[str, Any], rows: int) -> dict[torch.Size, _Validity]:
-    found: dict[torch.Size, _Validity] = {}
+    masks: dict[torch.Size, _Validity] = {}
     for value in values.values():
         if _is_mask(value):
             for valid in (True, False):
                 if int((value.bool() == valid).sum()) == rows:
-                    found.setdefault(value.shape, _Validity(valid, value.dtype, value.ndim))
-    return found
+                    masks.setdefault(value.shape, _Validity(valid, value.dtype, value.ndim))
+    return masks
 
 
 def _node(
@@ -284,32 +288,35 @@ def _validity(values: dict[str, Any], layout: RowLayout) -> Tensor | None:
     return None
 
 
-def _collect(value: Any, node: Any, mask: Tensor | None, found: dict[str, Tensor], cuts: list[tuple[int, ...]]) -> None:
+def _collect(
+    value: Any, node: Any, mask: Tensor | None, tensors: dict[str, Tensor], splits: list[tuple[int, ...]]
+) -> None:
+    """Add flat tensors to ``tensors``, and the numbers of features per piece to ``splits``."""
     if isinstance(node, _Shared):
-        found[node.name] = value
+        tensors[node.name] = value
     elif isinstance(node, _Rows):
         if node.pieces is not None:
             pieces = [piece.reshape(-1, piece.size(-1)) for piece in value]
-            cuts.append(tuple(piece.size(0) for piece in pieces))
-            found[node.name] = torch.cat(pieces)
+            splits.append(tuple(piece.size(0) for piece in pieces))
+            tensors[node.name] = torch.cat(pieces)
         elif mask is not None and value.shape[:-1] == mask.shape:
-            cuts.append(tuple(mask.sum(-1).tolist()))
-            found[node.name] = value[mask]
+            splits.append(tuple(mask.sum(-1).tolist()))
+            tensors[node.name] = value[mask]
         else:
-            found[node.name] = value.reshape(-1, value.size(-1))
+            tensors[node.name] = value.reshape(-1, value.size(-1))
             if value.ndim > 2:
-                cuts.append((_num_rows(value[0]),) * value.size(0))
+                splits.append((_num_rows(value[0]),) * value.size(0))
     elif isinstance(node, (list, tuple)):
         for inner, child in zip(value, node, strict=True):
-            _collect(inner, child, mask, found, cuts)
+            _collect(inner, child, mask, tensors, splits)
 
 
 class Watched:
-    """An output that notes which of its fields are looked at.
+    """An output that records which of its fields are read.
 
     Attributes:
-        output: to be handed to the model in place of the given one.
-        fields: looked at so far, in that order.
+        output: object to pass to the model instead of the given one.
+        fields: names of the fields read so far, in order.
     """
 
     def __init__(self, output: Any) -> None:
@@ -319,16 +326,16 @@ class Watched:
             return
         values = {name: getattr(output, name) for name in {**vars(output), **output}}
         self.output = _with_fields(type(output), values)
-        # Only now: to make an output, transformers looks at its fields, and keeps a record of its class.
+        # Change the class last: the constructor reads the fields, and transformers registers the class.
         object.__setattr__(self.output, "__class__", _watching(type(output), values.keys(), self.fields))
 
 
-def _watching(kind: type[ModelOutput], known: Set[str], looked: list[str]) -> type[ModelOutput]:
-    """A subclass that adds to ``looked`` the name of each field in ``known`` that is read, once."""
+def _watching(kind: type[ModelOutput], known: Set[str], read: list[str]) -> type[ModelOutput]:
+    """A subclass that adds to ``read`` the name of each field in ``known`` that is read, once."""
 
     def getattribute(self: Any, name: str) -> Any:
-        if name in known and name not in looked:
-            looked.append(name)
+        if name in known and name not in read:
+            read.append(name)
         return object.__getattribute__(self, name)
 
     def getitem(self: Any, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Finding the port of one modality: which inputs its method takes, and in which form the forward takes its rows."""
+"""Find the interface of one modality: the inputs of its feature method, and the form in which the forward takes it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _MOST_ROWS = 20_000
 
 
 class WrongGuessError(Exception):
-    """A guess about the model was wrong, and why."""
+    """A guess about the model was wrong; the message says why."""
 
 
 def find_port(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
-    """The port of a modality (its component still unnamed), or the reason why there is none."""
+    """Return the interface of a modality (with an empty component name), or the reason why none was found."""
     return _Search(model, modality).port()
 
 
 class _Search:
-    """Guesses for one modality of one model, tried on the model itself."""
+    """Tries guesses for one modality on the model itself."""
 
     def __init__(self, model: PreTrainedModel, modality: str) -> None:
         self.model, self.modality, self.method = model, modality, method_name(modality)
@@ -66,7 +66,7 @@ class _Search:
                 return self._port_with(probe)
             except WrongGuessError as reason:
                 reasons[str(reason)] = None
-        return f"no tiny input was accepted: {'; '.join(reasons)[:600]}"
+        return f"the model accepted no tiny input: {'; '.join(reasons)[:600]}"
 
     def _port_with(self, probe: ProbeInput) -> ModalityInterface:
         features = typed(self.model, probe.make([0, 1]))
@@ -78,7 +78,7 @@ class _Search:
             raise WrongGuessError(f"{self.method} returned {type(output).__name__}")
         bindings, constants = self._bindings(call, features)
         if probe.variable and {name for name, _ in bindings.values()} <= {probe.main}:
-            raise WrongGuessError("items of different sizes without an argument that tells their sizes")
+            raise WrongGuessError("items differ in size, but no argument gives their sizes")
         layout, token = self._layout(features, output)
         port = ModalityInterface(
             modality=self.modality,
@@ -98,20 +98,24 @@ class _Search:
             minimal_rows=0,
             called_by_number=(),
         )
-        return self._with_calls(self._with_independence(self._with_trigger(port, features, output), output))
+        port = self._with_independence(self._with_trigger(port, features, output), output)
+        one, two = self._calls(port, port.probe_items(1)[0]), self._calls(port, port.probe_batch(2))
+        return replace(port, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
 
-    # What the method is called with -----------------------------------------------------------------------------------
+    # Arguments of the feature method ----------------------------------------------------------------------------------
 
     def _caller(self) -> str:
-        """The module whose forward uses the method; the others hand the call on."""
+        """The module whose forward calls the method; the others only pass the call on."""
         for name in self.hosts:
             if self._uses(type(self.model.get_submodule(name))):
                 return name
         return self.hosts[-1]
 
     def _uses(self, kind: type) -> bool:
-        own = [inspect.unwrap(f) for name, f in vars(kind).items() if callable(f) and not name.endswith("_features")]
-        return any(self.method in function.__code__.co_names for function in own if inspect.isfunction(function))
+        methods = [
+            inspect.unwrap(f) for name, f in vars(kind).items() if callable(f) and not name.endswith("_features")
+        ]
+        return any(self.method in method.__code__.co_names for method in methods if inspect.isfunction(method))
 
     def _parameters(self) -> dict[str, inspect.Parameter]:
         function = inspect.unwrap(getattr(type(self.model.get_submodule(self.host)), self.method))
@@ -123,7 +127,7 @@ class _Search:
         return next((name for name in (first, *known) if name in self.forward_names and name in known), None)
 
     def _captured(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Arguments with which the forward calls the method."""
+        """The arguments with which the forward calls the method."""
         caught: dict[str, Any] = {}
         function = inspect.unwrap(getattr(type(self.model.get_submodule(self.host)), self.method))
 
@@ -153,10 +157,10 @@ class _Search:
                 raise WrongGuessError(f"{self.method} reads {parameter!r}, which is not an argument of the medium")
         return bindings, constants
 
-    # What the forward takes -------------------------------------------------------------------------------------------
+    # Layout that the forward accepts ----------------------------------------------------------------------------------
 
     def _layout(self, features: Mapping[str, Tensor], output: Any) -> tuple[RowLayout, int]:
-        """The layout that the forward takes in place of the method's own output, and the placeholder token."""
+        """The layout that the forward accepts instead of the method's own output, and the placeholder token."""
         reasons: dict[str, None] = {}
         for token in token_ids(self.model.config, self.modality, self._vocabulary()):
             for rows in dict.fromkeys(row_numbers(output, list(_values(output)))):
@@ -170,16 +174,16 @@ class _Search:
 
     def _layout_of(self, features: Mapping[str, Tensor], output: Any, token: int, rows: int) -> RowLayout:
         watched = Watched(output)
-        with _guess(f"forward with {rows} rows: "):
+        with _guess(f"forward with {rows} features: "):
             expected = self._decoder_inputs(token, rows, features, watched.output)
         for joined in (True, False):
             layout = describe(output, watched.fields, rows, joined=joined)
             if layout is None:
                 break
-            with suppress(WrongGuessError), _guess(f"forward with {rows} flat rows: "):
+            with suppress(WrongGuessError), _guess(f"forward with {rows} flat features: "):
                 if self._takes(layout, output, expected, token, rows, features):
                     return layout
-        raise WrongGuessError(f"the forward does not put {rows} rows, as they are, in the place of placeholders")
+        raise WrongGuessError(f"the forward does not replace its placeholders by {rows} unchanged features")
 
     def _takes(
         self,
@@ -190,18 +194,18 @@ class _Search:
         rows: int,
         features: Mapping[str, Tensor],
     ) -> bool:
-        """Rows in this layout reach the decoder as the method's own output does, and each row changes its place."""
+        """Whether features in this layout reach the decoder like the method's own output, each at its placeholder."""
         flat = flatten(output, layout)
         if flat.main.size(0) != rows:
             return False
         if not _same(expected, self._decoder_inputs(token, rows, features, flat.as_output())):
             return False
         changed = flat.with_tensors([flat.main + 1, *flat.tensors()[1:]], flat.counts)
-        moved = self._decoder_inputs(token, rows, features, changed.as_output())
-        return any(_num_moved(a, b) >= rows for a, b in zip(expected, moved, strict=True))
+        inputs = self._decoder_inputs(token, rows, features, changed.as_output())
+        return any(_num_changed(a, b) >= rows for a, b in zip(expected, inputs, strict=True))
 
     def _decoder_inputs(self, token: int, rows: int, features: Mapping[str, Tensor], output: Any) -> list[Tensor]:
-        """All floating-point tensors that the text decoder is called with when the method returns ``output``."""
+        """All floating-point inputs of the text decoder when the method returns ``output``."""
         with methods_replaced(self.model, self.hosts, self.method, lambda *args, **kwargs: output):
             return float_tensors(called_with(self.model, text_core(self.model), self._forward(token, rows, features)))
 
@@ -215,27 +219,27 @@ class _Search:
     def _vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.size(0)
 
-    # Facts about a port that works ------------------------------------------------------------------------------------
+    # Facts about an interface that works ------------------------------------------------------------------------------
 
     def _with_trigger(self, port: ModalityInterface, features: Mapping[str, Tensor], output: Any) -> ModalityInterface:
-        """The smallest arguments for which the forward asks for rows."""
+        """Add the smallest arguments for which the forward calls the feature method."""
         rows = flatten(output, port.layout)
         expected = self._decoder_inputs(port.token_id, rows.main.size(0), features, output)
         minimal = {name: value for name, value in port.minimal_input().items() if name in self.forward_names}
         main = port.probe.main
         for trigger in ({main: torch.empty(0)}, {main: minimal[main]}, minimal):
             with suppress(WrongGuessError), _guess("forward without media: "):
-                given = typed(self.model, trigger)
-                if _same(expected, self._decoder_inputs(port.token_id, rows.main.size(0), given, rows.as_output())):
-                    return replace(port, trigger={name: value.cpu() for name, value in given.items()})
-        raise WrongGuessError("no argument makes the forward take rows made before")
+                arguments = typed(self.model, trigger)
+                if _same(expected, self._decoder_inputs(port.token_id, rows.main.size(0), arguments, rows.as_output())):
+                    return replace(port, trigger={name: value.cpu() for name, value in arguments.items()})
+        raise WrongGuessError("no argument makes the forward take features that were computed before")
 
     def _with_independence(self, port: ModalityInterface, output: Any) -> ModalityInterface:
-        """Items of any sizes are independent, or those of equal sizes, or none.
+        """Add whether items are independent: items of any size, only items of equal size, or none.
 
         Args:
-            port: without this fact and the rows of its minimal input.
-            output: of the feature method for the port's first two items.
+            port: the interface without this fact and without ``minimal_rows``.
+            output: output of the feature method for the first two items.
         """
         apart, together = self._encoded(port, port.probe_items(2)), [flatten(output, port.layout)]
         if port.probe.variable and not _same_rows(apart, together):
@@ -244,13 +248,8 @@ class _Search:
         minimal_rows = apart[0].main.size(0) if apart else 0
         return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
 
-    def _with_calls(self, port: ModalityInterface) -> ModalityInterface:
-        """Which modules the feature method calls how often, of one item and of two."""
-        one, two = self._calls(port, port.probe_items(1)[0]), self._calls(port, port.probe_batch(2))
-        return replace(port, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
-
     def _calls(self, port: ModalityInterface, features: dict[str, Tensor]) -> Counter[str]:
-        """Name of each module with parameters that is called -> how often; empty where the tower refuses the input."""
+        """Module with parameters -> number of its calls; empty if the tower refuses the input."""
         counts: Counter[str] = Counter()
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
@@ -259,7 +258,7 @@ class _Search:
             return counts if self._encoded(port, [features]) else Counter()
 
     def _encoded(self, port: ModalityInterface, inputs: Sequence[dict[str, Tensor]]) -> list[MediaFeatures]:
-        """Rows of each input; empty where the tower refuses one (a size that only passes beside a larger one)."""
+        """The features of each input; empty if the tower refuses one (a size it accepts only with a larger one)."""
         try:
             with _guess(""), ParameterReads(self.model):
                 return [port.encode(self.model, typed(self.model, features)) for features in inputs]
@@ -269,12 +268,12 @@ class _Search:
 
 @contextmanager
 def _guess(where: str) -> Iterator[None]:
-    """Whatever the model's own code raises in here means: not this way."""
+    """Raise a :class:`WrongGuessError` for any exception of the model's code."""
     try:
         yield
     except WrongGuessError:
         raise
-    except Exception as error:  # a foreign forward
+    except Exception as error:  # the model's code may raise anything
         raise WrongGuessError(f"{where}{failure_of_model(error)}") from error
 
 
@@ -283,16 +282,16 @@ def _values(output: Any) -> dict[str, Any]:
 
 
 def _source(value: Tensor, features: Mapping[str, Tensor]) -> tuple[str, bool] | None:
-    """Which argument a tensor is: by identity, by value, or inverted."""
-    for name, given in features.items():
-        if value is given:
+    """The name of the argument that a tensor is (by identity or by value), and whether it is inverted."""
+    for name, feature in features.items():
+        if value is feature:
             return name, False
-    for name, given in features.items():
-        if value.shape != given.shape or value.dtype != given.dtype:
+    for name, feature in features.items():
+        if value.shape != feature.shape or value.dtype != feature.dtype:
             continue
-        if torch.equal(value, given):
+        if torch.equal(value, feature):
             return name, False
-        if value.dtype == torch.bool and torch.equal(value, ~given):
+        if value.dtype == torch.bool and torch.equal(value, ~feature):
             return name, True
     return None
 
@@ -319,5 +318,5 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=10 * tolerance, atol=tolerance * scale)
 
 
-def _num_moved(a: Tensor, b: Tensor) -> int:
+def _num_changed(a: Tensor, b: Tensor) -> int:
     return int((a != b).reshape(-1, a.size(-1)).any(-1).sum()) if a.shape == b.shape and a.ndim else 0

@@ -1,4 +1,4 @@
-"""Sizes of the smallest inputs that a model's towers take, read from its config by the names that configs use."""
+"""Find the sizes of the smallest inputs of a model's towers in its config, by customary key names."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class VisionSizes:
     Attributes:
         patch: side of a patch in pixels.
         side: side of a fixed-size image in pixels.
-        channels: of an image.
-        temporal: frames in a patch.
-        merge: patches along a side that become one row.
-        unit: patches that height and width are a multiple of.
+        channels: number of channels of an image.
+        temporal: number of frames in a patch.
+        merge: number of patches along a side that become one feature.
+        unit: height and width are multiples of this number of patches.
     """
 
     patch: int
@@ -54,9 +54,9 @@ class AudioSizes:
     """Sizes of an audio tower.
 
     Attributes:
-        bins: of a spectrogram.
-        chunk: frames that lengths are a multiple of.
-        full_frames: of a clip of the one length that the tower takes; None: it may be any.
+        bins: number of frequency bins of a spectrogram.
+        chunk: lengths are multiples of this number of frames.
+        full_frames: number of frames of a clip, if the tower takes only one length; None: any length.
     """
 
     bins: int
@@ -65,17 +65,17 @@ class AudioSizes:
 
 
 def config_nodes(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The config and all configs in it, outermost first."""
+    """Return the config and all configs in it, outermost first."""
     return [node for _, node in _named_nodes(config)]
 
 
 def vision_sizes(config: PreTrainedConfig, modality: str) -> VisionSizes:
-    """Sizes of the tower that reads images or videos; conventional values where the config names none."""
+    """Return the sizes of the tower for images or videos; customary values if the config has none."""
     return _vision_sizes([*_nodes_for(config, modality), config])
 
 
 def high_resolution_sizes(config: PreTrainedConfig) -> VisionSizes | None:
-    """Sizes of a second tower for the same images in high resolution, if there is one."""
+    """Return the sizes of a second tower, for the same images in high resolution; None if the model has none."""
     nodes = [node for name, node in _named_nodes(config) if "high_res" in name]
     return _vision_sizes([*nodes, config]) if nodes else None
 
@@ -97,9 +97,9 @@ def _vision_sizes(nodes: list[PreTrainedConfig]) -> VisionSizes:
 
 
 def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
-    """Sizes of the tower that hears: one, or several where the config does not name the bins of a spectrogram.
+    """Return the possible sizes of the audio tower: several if the config does not name the number of bins.
 
-    They are then a customary number, or one that the tower's config holds under another name.
+    The number of bins is then a customary number, or any number in the tower's config.
     """
     nodes = [*_nodes_for(config, "audio"), config]
     bins = _first(nodes, _MEL)
@@ -115,7 +115,7 @@ def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
 
 
 def _named_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """With their dotted names."""
+    """Yield the config and all configs in it, with their dotted names."""
     yield "", config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -124,7 +124,7 @@ def _named_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConf
 
 
 def _nodes_for(config: PreTrainedConfig, modality: str) -> list[PreTrainedConfig]:
-    """Configs of the modality's tower: named after it, in the order of the name's parts."""
+    """The configs of the modality's tower, found by their names."""
     nodes = [(name.lower(), node) for name, node in _named_nodes(config) if name and "high_res" not in name]
     return [node for kind in _KINDS[modality] for name, node in nodes if kind in name]
 
@@ -138,7 +138,7 @@ def _first(nodes: list[PreTrainedConfig], names: tuple[str, ...], default: Any =
 
 
 def _numbers(nodes: list[PreTrainedConfig]) -> Iterator[int]:
-    """All integers of a spectrogram's order of magnitude in these configs."""
+    """All integers in these configs that may be a number of spectrogram bins."""
     for node in nodes:
         for value in vars(node).values():
             for number in value if isinstance(value, (list, tuple)) else (value,):
@@ -155,6 +155,6 @@ def _integer(value: Any, default: int) -> int:
 
 
 def _inverse(value: Any) -> int:
-    """A factor given as 2, 0.5 or (2, 2): 2."""
-    number = value[-1] if isinstance(value, (list, tuple)) else value
-    return round(1 / number) if 0 < number < 1 else int(number)
+    """Return a factor as an integer: 2, 0.5 and (2, 2) all give 2."""
+    factor = value[-1] if isinstance(value, (list, tuple)) else value
+    return round(1 / factor) if 0 < factor < 1 else int(factor)

@@ -1,4 +1,4 @@
-"""A modality of a HuggingFace model: rows out of its own feature method, and into its own forward."""
+"""The interface of a modality of an HF model: compute features by its own method, and pass them to its own forward."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from omnitrain.ops.device import to_device
 
 @dataclass(frozen=True)
 class ModalityInterface:
-    """How rows of one modality leave a model's towers and enter its forward. Plain facts: holds no module, pickles.
+    """How features of one modality are computed and enter the model's forward. Holds no module and can be pickled.
 
     Attributes:
         modality: ``image``, ``video`` or ``audio``.
-        component: name of the component that makes the rows; modalities with shared parameters share it.
-        token_id: the placeholder; every row takes the place of one.
-        host: name of the module whose feature method makes the rows (empty: the model itself).
+        component: name of the component that computes the features; modalities with shared parameters share it.
+        token_id: id of the placeholder token; each feature replaces one placeholder.
+        host: name of the module whose feature method is called (empty: the model itself).
         overridden: names of all modules with that method.
-        arguments: of the model's forward that hold the media.
-        bindings: parameter of the feature method -> argument it is, and whether the forward inverts it first.
+        arguments: names of the arguments of the model's forward that hold the media.
+        bindings: parameter of the feature method -> argument of the forward, and whether the forward inverts it first.
         constants: parameters of the feature method that the forward sets by itself.
-        trigger: arguments that make the forward ask for rows.
-        layout: of the feature method's output.
+        trigger: arguments that make the forward call the feature method.
+        layout: layout of the feature method's output.
         probe: makes tiny inputs.
-        parameters: names of all that the feature method reads, in the model.
-        items_are_independent: rows of an item are the same whether encoded alone or beside others (of its size, unless
+        parameters: names of the model's parameters that the feature method reads.
+        items_are_independent: an item's features do not depend on other items in the call (of the same size, unless
             ``probe.variable``).
-        items_stack: the features of two items of one size, joined along dim 0 as packs join them, are those of both in
-            one call.
-        minimal_rows: that the tower makes of :meth:`minimal_input`; 0: it refuses that, alone.
-        called_by_number: names of the modules that one call of the feature method calls the more often the more items
-            it is given, such as a projector in a loop over images.
+        items_stack: the input of two items of one size is the concatenation of both along dim 0, as packs join them.
+        minimal_rows: number of features of :meth:`minimal_input`; 0: the tower refuses this input alone.
+        called_by_number: names of modules that one call of the feature method runs more often for more items, such as
+            a projector in a loop over images.
     """
 
     modality: str
@@ -62,20 +61,22 @@ class ModalityInterface:
 
     @property
     def method(self) -> str:
-        """Name of the feature method."""
+        """The name of the feature method."""
         return method_name(self.modality)
 
     @property
     def side(self) -> tuple[str, ...]:
-        """Names of the tensors beside the main one that have a row per placeholder, such as deepstack levels."""
+        """The names of further tensors with one row per placeholder, such as deepstack levels."""
         return self.layout.names[1:]
 
     def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> MediaFeatures:
-        """Rows of some items, by the model's own method; those of each as its output is cut, else all as one item.
+        """Compute the features of some items by the model's own method.
+
+        If its output has no pieces per item, all features count as one item.
 
         Args:
             model: the HF model.
-            features: values of the forward's media arguments (what the HF processor returns).
+            features: values of the forward's media arguments (as the HF processor returns them).
 
         Raises:
             UserError: an argument is missing.
@@ -91,15 +92,15 @@ class ModalityInterface:
         return flatten(output, self.layout)
 
     def minimal_input(self) -> dict[str, Tensor]:
-        """The smallest input of one item that the tower takes, for a rank that must take part without data."""
+        """Return the smallest input of one item, for a rank that must run the tower without data."""
         return self.probe.make([0])
 
     def probe_items(self, number: int) -> list[dict[str, Tensor]]:
-        """Tiny inputs of single items, different in content and, where the model allows, in size."""
+        """Return ``number`` tiny inputs of one item each; content and, if the model allows it, sizes differ."""
         return [self.probe.make([item]) for item in range(number)]
 
     def probe_batch(self, number: int) -> dict[str, Tensor]:
-        """The same items as one input."""
+        """Return the items of :meth:`probe_items` as one input."""
         return self.probe.make(list(range(number)))
 
 
@@ -107,24 +108,24 @@ class ModalityInterface:
 def override(
     model: PreTrainedModel, ports: Mapping[str, ModalityInterface], rows: Mapping[str, MediaFeatures]
 ) -> Iterator[dict[str, Any]]:
-    """While open, the model's feature methods return these rows instead of running its towers.
+    """Let the model's feature methods return the given features instead of running its towers.
 
-    Yields what to pass to the model's forward beside ids and positions::
+    Yields further arguments for the model's forward::
 
         with override(model, ports, {"image": rows}) as arguments:
             model(input_ids=ids, position_ids=positions, **arguments)
 
     Args:
         model: the HF model.
-        ports: modality -> port of the model.
-        rows: modality -> its rows, in the order of their placeholders; checked against these before.
+        ports: modality -> interface of the model.
+        rows: modality -> features, in the order of their placeholders; the caller has checked their number.
 
     Raises:
-        UserError: the model lacks a modality.
+        UserError: the model does not read one of the modalities.
     """
-    lacking = [modality for modality in rows if modality not in ports]
-    if lacking:
-        raise UserError(f"{type(model).__name__} has no {lacking[0]} input; it reads {sorted(ports) or 'only text'}")
+    unknown = [modality for modality in rows if modality not in ports]
+    if unknown:
+        raise UserError(f"{type(model).__name__} has no {unknown[0]} input; it reads {sorted(ports) or 'only text'}")
     patched: list[tuple[torch.nn.Module, str]] = []
     arguments: dict[str, Any] = {}
     try:
@@ -148,5 +149,5 @@ def _returning(output: Any) -> Any:
 
 
 def method_name(modality: str) -> str:
-    """Name of the method of HF models that encodes a modality."""
+    """Return the name of the method of HF models that encodes a modality."""
     return f"get_{modality}_features"

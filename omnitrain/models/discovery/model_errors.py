@@ -1,4 +1,4 @@
-"""A failure of a model's own code is a fact about the model; one of ours, or of the machine, is none."""
+"""Tell exceptions of a model's code, which are facts about the model, from those of omnitrain and the machine."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from omnitrain.errors import ModelError, UserError
 
 _OURS = Path(__file__).parents[2]
-# What no model can bring about in our own lines. Others (a missing attribute, an odd shape) may be an output's fault.
+# In omnitrain's code these are bugs. Other errors in it (a missing attribute, a wrong shape) may come from the model.
 _BUGS = (NameError, AssertionError)
 _MACHINE = (MemoryError, torch.OutOfMemoryError)
 
 
 def raise_if_ours(error: Exception) -> None:
-    """Let ``error``, caught around code of a model, pass only if it may say something about the model.
+    """Raise ``error`` again unless the model's code may have caused it.
 
     Raises:
-        Exception: ``error`` itself, where memory ran out, or a name or an assertion of omnitrain's own is wrong.
+        Exception: ``error`` itself: memory ran out, or it is a name or assertion error in omnitrain's code.
     """
     if isinstance(error, _MACHINE) or (isinstance(error, _BUGS) and _OURS in Path(_origin(error)[0]).parents):
         raise error
 
 
 def failure_of_model(error: Exception) -> str:
-    """What a model's code said when it failed, and where, in one line.
+    """Describe an exception of a model's code in one line, with its file and line.
 
     Raises:
         Exception: see :func:`raise_if_ours`.
@@ -41,17 +41,17 @@ def failure_of_model(error: Exception) -> str:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """What a model's own code raises in here becomes a refusal that begins with ``what``.
+    """Turn exceptions of a model's code into a :class:`ModelError` whose message begins with ``what``.
 
     Raises:
-        ModelError: the code raised something.
+        ModelError: the model's code raised an exception.
         Exception: see :func:`raise_if_ours`.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # foreign code raises anything
+    except Exception as error:  # the model's code may raise anything
         raise ModelError(f"{what}: {failure_of_model(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""Random weights whose attention is not uniform: initial weights hide wrong positions and masks."""
+"""Draw random weights with peaked attention: HF's initial weights hide wrong positions and masks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 
 @torch.no_grad()
-def init_peaked_(model: nn.Module, seed: int = 0) -> None:
-    """Redraw all weights in place so that attention is peaked and norms and biases matter.
+def init_peaked_(model: nn.Module) -> None:
+    """Draw all weights again, in place, so that attention is peaked and norms and biases matter.
 
-    Matrices are drawn with a gain of 1.5 over their fan-in (embeddings with variance 1), vectors that were constant
-    around that constant, others around zero. The result depends on names, shapes and the seed only.
+    Matrices are drawn with a gain of 1.5 over their fan-in (embeddings with variance 1), vectors of ones around 1,
+    other vectors around 0. The result depends only on names and shapes.
     """
     for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        generator = torch.Generator().manual_seed(index)
         if parameter.ndim < 2:
             center = 1.0 if parameter.numel() and bool((parameter == 1).all()) else 0.0
             parameter.normal_(center, 0.2, generator=generator)
@@ -24,5 +24,5 @@ def init_peaked_(model: nn.Module, seed: int = 0) -> None:
             parameter.normal_(0.0, 1.5 / math.sqrt(parameter[0].numel()), generator=generator)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 - 1)
+            generator = torch.Generator().manual_seed(-1)
             module.weight.normal_(generator=generator)

@@ -1,4 +1,4 @@
-"""Which token stands for a row of a modality, and the per-token extras that a forward asks for beside the ids."""
+"""Find the placeholder token of a modality, and the per-token arguments that a forward takes besides the ids."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FORMS = ("{}_token_id", "{}_token_index", "{}_placeholder_id", "{}_placeholder_
 
 
 def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Iterator[int]:
-    """Ids below ``vocabulary`` that may be the modality's placeholder, the likeliest first.
+    """Yield ids below ``vocabulary`` that may be the modality's placeholder, the likeliest first.
 
-    The rows of videos are marked as images' by some models.
+    Some models use the image placeholder for videos.
     """
     seen: set[int] = set()
     for stem in _STEMS[modality]:
@@ -43,30 +43,30 @@ def token_ids(config: PreTrainedConfig, modality: str, vocabulary: int) -> Itera
 
 
 def special_ids(config: PreTrainedConfig) -> set[int]:
-    """All token ids that the config names, which ordinary text does not hold."""
-    found: set[int] = set()
+    """Return all token ids that the config names; ordinary text does not contain them."""
+    ids: set[int] = set()
     for node in config_nodes(config):
         for name, value in vars(node).items():
             if name.endswith(("_id", "_index", "_ids")):
-                found |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int)}
-    return found
+                ids |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, int)}
+    return ids
 
 
 def extra_arguments(model_class: type[PreTrainedModel]) -> tuple[str, ...]:
-    """Per-token arguments that the forward takes beside ids and positions."""
+    """Return the names of per-token arguments that the forward takes besides ids and positions."""
     parameters = inspect.signature(model_class.forward).parameters
     return tuple(name for name in _EXTRAS if name in parameters)
 
 
 @dataclass(frozen=True)
 class TokenExtras:
-    """Makes the per-token arguments that a model's forward takes beside ids and positions.
+    """Computes the per-token arguments that a model's forward takes besides ids and positions.
 
     Attributes:
-        names: of these arguments; often none.
+        names: names of these arguments; often none.
         tokens: modality -> id of its placeholder.
-        video_marks: ids that open and close a video, for models that mark video and image rows by the same id.
-        marks_answer: the arguments tell prompt (0) from answer (1), not modalities; the prompt is seen as a whole.
+        video_marks: ids at the start and end of a video, for models with one placeholder for videos and images.
+        marks_answer: the arguments tell prompt (0) from answer (1), not modalities; attention is full in the prompt.
     """
 
     names: tuple[str, ...]
@@ -75,14 +75,14 @@ class TokenExtras:
     marks_answer: bool = False
 
     def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
-        """The extras of one sample.
+        """Return the per-token arguments of one sample.
 
         Args:
-            ids: [T] token ids.
-            answer: [T] bool, the tokens that are trained on; None: none.
+            ids: ``[T]`` token ids.
+            answer: ``[T]`` bool, the supervised tokens; None: none.
 
         Returns:
-            Argument name -> [T] int64.
+            Argument name -> ``[T]`` int64.
         """
         if not self.names:
             return {}
@@ -90,7 +90,7 @@ class TokenExtras:
         return dict.fromkeys(self.names, types)
 
     def modalities(self, ids: _Ids) -> _Ids:
-        """``[T]`` int64, of :data:`MODALITY_CODES`: whose placeholder each of ``ids`` ``[T]`` is; 0: nobody's."""
+        """Return :data:`MODALITY_CODES` ``[T]`` int64 of the placeholders in ``ids`` ``[T]``; 0 for other tokens."""
         types = np.zeros(ids.shape, dtype=np.int64)
         for modality in ("audio", "video", "image"):
             if modality in self.tokens:
@@ -107,7 +107,7 @@ class TokenExtras:
 
 
 def marks(config: PreTrainedConfig, modality: str) -> tuple[int, int] | None:
-    """Ids that open and close a medium's placeholders, if the config names them."""
+    """Return the ids before and after an item's placeholders, if the config names them."""
     stems = (modality,) if modality == "audio" else (modality, "vision")
     for stem in stems:
         for opening, closing in _MARKS:
@@ -118,7 +118,7 @@ def marks(config: PreTrainedConfig, modality: str) -> tuple[int, int] | None:
 
 
 def video_marks(config: PreTrainedConfig, tokens: Mapping[str, int]) -> tuple[int, int] | None:
-    """Ids that open and close a video, where videos and images have the same placeholder."""
+    """Return the ids at the start and end of a video, if videos and images have the same placeholder."""
     if "video" not in tokens or tokens["video"] != tokens.get("image"):
         return None
     return marks(config, "video")

@@ -1,4 +1,4 @@
-"""Position ids of a sample by the model's own function, run in data workers on an instance without weights."""
+"""Compute position ids of a sample by the model's own function, in data workers, on an instance without weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.discovery.geometry import config_nodes
 
 METHODS = ("compute_3d_position_ids", "get_rope_index")
-"""Names of the functions with which models place the rows of media, the likeliest first."""
+"""Names of the methods with which models compute positions of media, the likeliest first."""
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 _ALIASES = (
@@ -32,13 +32,13 @@ _DEPTHS = ("num_hidden_layers", "depth", "encoder_layers", "num_layers")
 
 @dataclass(frozen=True)
 class PositionFunction:
-    """``(ids, features) -> position ids`` of one unpacked sample, equal to what the model would compute by itself.
+    """Computes the position ids of one unpacked sample, equal to those the model would compute.
 
-    Plain facts; pickles. The instance it runs on is built in each process when first needed.
+    It can be pickled. Each process builds a model instance without weights at the first call.
 
     Attributes:
         model: class of the model.
-        config: its config as JSON (with ``model_type``); None: positions are a plain count, whatever the media.
+        config: its config as JSON (with ``model_type``); None: positions are a plain count, with or without media.
         axes: number of rows of the result; 0: the result is ``[T]``.
         start: first position.
     """
@@ -49,10 +49,10 @@ class PositionFunction:
     start: int = 0
 
     def __call__(self, ids: _Array, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> _Array:
-        """Position ids of one sample.
+        """Return the position ids of one sample.
 
         Args:
-            ids: [T] token ids.
+            ids: ``[T]`` token ids.
             features: the forward's media arguments of this sample alone (grids, lengths, masks, ...), numpy or torch.
             extras: its per-token arguments (:class:`omnitrain.models.discovery.placeholders.TokenExtras`).
 
@@ -60,7 +60,7 @@ class PositionFunction:
             ``[axes, T]`` or ``[T]``, int64.
 
         Raises:
-            UserError: the model's function refuses these media, with its own words.
+            UserError: the model's function refuses these media; the message quotes its error.
         """
         plain = np.arange(self.start, self.start + ids.size, dtype=np.int64)
         if self.config is None:
@@ -87,14 +87,14 @@ class PositionFunction:
             result = function(**arguments)
         except (StopIteration, RuntimeError, IndexError, ValueError, TypeError) as error:
             raise UserError(
-                f"{self.model.__name__} cannot place this sample's media ({type(error).__name__}: {error}); "
-                f"it was given {', '.join(sorted(features)) or 'none'}"
+                f"{self.model.__name__} cannot compute positions for this sample's media "
+                f"({type(error).__name__}: {error}); it got {', '.join(sorted(features)) or 'none'}"
             ) from error
         return result[0] if isinstance(result, tuple) else result
 
 
 def own_function(model: PreTrainedModel) -> Any:
-    """The model's method that places media rows, or None."""
+    """Return the model's method that computes positions of media, or None."""
     for name in METHODS:
         for module in model.modules():
             if hasattr(type(module), name):
@@ -109,13 +109,13 @@ def _function(model: Any, config: str) -> Any:
     with torch.device("meta"):
         try:
             instance = model(_shallow(full))
-        except Exception:  # some models tie other settings to their depth
+        except Exception:  # some models require the full depth
             instance = model(copy.deepcopy(full))
     return own_function(instance)
 
 
 def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
-    """One layer everywhere: positions do not depend on depth, and building takes a tenth of the time."""
+    """Reduce all towers and decoders to one layer: positions do not depend on depth, and it builds ten times faster."""
     config = copy.deepcopy(config)
     for node in config_nodes(config):
         for name in _DEPTHS:
@@ -127,7 +127,7 @@ def _shallow(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _named(name: str, known: Mapping[str, Tensor]) -> Tensor | None:
-    """The value of a parameter: by its name, by another name for the same, or by the mask whose lengths it is."""
+    """The value of a parameter: by its name, by an alias, or as the lengths of a mask."""
     for names in ((name,), *(alias for alias in _ALIASES if name in alias)):
         for candidate in names:
             if candidate in known:

@@ -1,7 +1,7 @@
-"""Tiny valid inputs of a feature method, built from the names of its arguments and the config.
+"""Make tiny valid inputs of a feature method from the names of its arguments and the config.
 
-Nothing here knows a model. An argument's name says what it holds (``image_grid_thw``: patches in time, height, width);
-the layout of the array beside it is one of a few conventions, which are tried in order until the model takes one.
+This module knows no model. The name of an argument defines its content (``image_grid_thw``: patches in time, height,
+width). The layout of the media array is one of a few conventions; we try them in order until the model accepts one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAIN_ARGUMENTS = {
     "video": ("pixel_values_videos",),
     "audio": ("input_features", "input_values"),
 }
-"""Modality -> names of the argument that holds the medium itself."""
+"""Modality -> names of the argument that holds pixels, spectrograms or waveforms."""
 
 _WORDS = {
     "image": ("image", "pixel_values"),
@@ -37,26 +37,26 @@ _WORDS = {
 
 
 def media_arguments(model_class: type[PreTrainedModel], modality: str) -> tuple[str, ...]:
-    """Arguments of the forward whose names say that they are of a modality (``image_pixel_values``)."""
+    """Return the arguments of the forward that belong to a modality by their names (``image_pixel_values``)."""
     names = [name for name in inspect.signature(model_class.forward).parameters if not name.startswith("use_")]
-    own = [name for name in names if any(word in name for word in _WORDS[modality])]
-    return tuple(name for name in own if modality != "image" or "video" not in name)
+    names = [name for name in names if any(word in name for word in _WORDS[modality])]
+    return tuple(name for name in names if modality != "image" or "video" not in name)
 
 
 @dataclass(frozen=True)
 class ProbeInput:
-    """A way to make inputs that the feature method of a modality takes.
+    """Makes inputs for the feature method of a modality.
 
     Attributes:
         modality: ``image``, ``video`` or ``audio``.
-        main: name of the argument that holds the medium.
-        names: all arguments made.
-        layout: convention of the main argument, a key of the tables below.
+        main: name of the argument that holds pixels, spectrograms or waveforms.
+        names: names of all arguments to make.
+        layout: layout of the main argument, a key of the tables below.
         vision: sizes of images and videos.
         audio: sizes of sound.
         pinpoints: tile grids that the config allows, ``(height, width)`` in pixels.
         variable: items differ in size (False: only in content).
-        full_length: clips have the one length that the tower takes.
+        full_length: clips have the fixed length that the tower takes.
         grid_frames: frames of a video in units of temporal patches.
         high_resolution: sizes of a second tower for the same images.
     """
@@ -74,15 +74,15 @@ class ProbeInput:
     high_resolution: VisionSizes | None = None
 
     def make(self, items: Sequence[int]) -> dict[str, Tensor]:
-        """The arguments for these items together; an item's content depends on its number alone (fp32, CPU)."""
-        shapes = [self._shape(number) for number in items]
-        made = {self.main: _LAYOUTS[self.modality][self.layout](self, shapes)}
-        return made | {name: _COMPANIONS[name](self, shapes) for name in self.names if name != self.main}
+        """Return the arguments for these items in one call; content depends only on an item's index (fp32, CPU)."""
+        shapes = [self._shape(index) for index in items]
+        media = {self.main: _LAYOUTS[self.modality][self.layout](self, shapes)}
+        return media | {name: _COMPANIONS[name](self, shapes) for name in self.names if name != self.main}
 
-    def _shape(self, number: int) -> _Shape:
-        generator = torch.Generator().manual_seed(1000 + number)
+    def _shape(self, index: int) -> _Shape:
+        generator = torch.Generator().manual_seed(1000 + index)
         unit = self.vision.unit
-        larger = number % 2 if self.variable else 0
+        larger = index % 2 if self.variable else 0
         if self.modality == "audio":
             full = self.audio.full_frames
             chunk = self.audio.chunk
@@ -110,17 +110,17 @@ class _Shape:
 
 
 def candidates(config: PreTrainedConfig, modality: str, main: str, accepted: Sequence[str]) -> Iterator[ProbeInput]:
-    """Ways to make inputs of a feature method, the likeliest first.
+    """Yield ways to make inputs of a feature method, the likeliest first.
 
     Args:
-        config: of the model.
+        config: config of the model.
         modality: ``image``, ``video`` or ``audio``.
-        main: name of the argument that holds the medium.
+        main: name of the argument that holds pixels, spectrograms or waveforms.
         accepted: names of the arguments that the model's forward takes.
     """
     known = _COMPANION_NAMES[modality]
     companions = tuple(name for name in accepted if name in known)
-    choices = [companions, *(tuple(n for n in companions if n != left_out) for left_out in companions), ()]
+    choices = [companions, *(tuple(n for n in companions if n != omitted) for omitted in companions), ()]
     for chosen in dict.fromkeys(choices):
         for layout in _layouts_for(modality, main, chosen):
             for sizes in _sizes(config, modality, layout):
@@ -133,7 +133,7 @@ def candidates(config: PreTrainedConfig, modality: str, main: str, accepted: Seq
 
 
 def _sizes(config: PreTrainedConfig, modality: str, layout: str) -> Iterator[ProbeInput]:
-    """Probes that differ in the sizes of the items alone, the smallest first."""
+    """Probes that differ only in the sizes of the items, the smallest first."""
     vision, audio = vision_sizes(config, modality), audio_sizes(config)
     pinpoints = tuple(tuple(pair) for pair in getattr(config, "image_grid_pinpoints", None) or ())
     start = ProbeInput(modality, "", (), layout, vision, audio[0], pinpoints)
@@ -186,7 +186,7 @@ def _cubes(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
 
 
 def _patches(probe: ProbeInput, shapes: list[_Shape], *of_patch: int) -> Tensor:
-    """All patches of all items, each of these sizes."""
+    """All patches of all items; a patch has shape ``of_patch``."""
     return torch.cat([s.random(_grid_frames(probe, s) * s.height * s.width, *of_patch) for s in shapes])
 
 
@@ -275,7 +275,7 @@ _LAYOUTS = {"image": _VISION, "video": _VISION, "audio": _AUDIO}
 _FIXED_SIDE = ("images", "tiles", "clips", "channel clips")
 
 
-# Arguments beside the main one ----------------------------------------------------------------------------------------
+# Further arguments ----------------------------------------------------------------------------------------------------
 
 
 def _grid_frames(probe: ProbeInput, shape: _Shape) -> int:
@@ -319,9 +319,9 @@ def _patch_positions(probe: ProbeInput, shapes: list[_Shape]) -> Tensor:
     positions = []
     for s in shapes:
         columns, rows = torch.meshgrid(torch.arange(s.width), torch.arange(s.height), indexing="xy")
-        places = torch.full((longest, 2), -1)
-        places[: s.height * s.width] = torch.stack([columns.flatten(), rows.flatten()], -1)
-        positions += [places] * s.frames
+        padded = torch.full((longest, 2), -1)
+        padded[: s.height * s.width] = torch.stack([columns.flatten(), rows.flatten()], -1)
+        positions += [padded] * s.frames
     return torch.stack(positions)
 
 

@@ -1,4 +1,4 @@
-"""The text side of tiny runs: where the text decoder is, ids to run it on, and what it is called with."""
+"""The text part of tiny runs: find the text decoder, make ids for it, and capture the arguments of its call."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MODALITIES = ("image", "video", "audio")
 
 
 class StopRunError(Exception):
-    """Ends a forward at the point of interest."""
+    """Stops a forward early."""
 
 
 def feature_hosts(model: nn.Module, modality: str) -> list[str]:
-    """Names of the modules that have the feature method of a modality."""
+    """Return the names of the modules that have the feature method of a modality."""
     return [name for name, module in model.named_modules() if hasattr(type(module), method_name(modality))]
 
 
 def separate_decoder(model: PreTrainedModel) -> nn.Module | None:
-    """The text decoder, unless it is a module that holds the towers, too, or the model itself."""
+    """Return the text decoder; None if it is the model itself or a module that also contains the towers."""
     decoder = model.get_decoder()
     if not isinstance(decoder, nn.Module) or decoder is model:
         return None
@@ -37,17 +37,17 @@ def separate_decoder(model: PreTrainedModel) -> nn.Module | None:
 
 
 def text_core(model: PreTrainedModel) -> nn.Module:
-    """A module that sees all rows before any of them is changed: the text decoder, else its first layer."""
+    """Return a module that gets the embeddings unchanged: the text decoder, else its first layer."""
     return separate_decoder(model) or first_block(model)
 
 
 def first_block(model: PreTrainedModel) -> nn.Module:
-    """The first layer of the text decoder."""
+    """Return the first layer of the text decoder."""
     return text_blocks(model)[0]
 
 
 def text_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of the text decoder."""
+    """Return the layers of the text decoder."""
     decoder = separate_decoder(model)
     if decoder is not None:
         return max(_stacks(decoder), key=len)
@@ -67,10 +67,11 @@ def _towers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Positional and keyword arguments with which the model's forward calls ``module``; the forward ends there.
+    """Return the positional and keyword arguments with which the model's forward calls ``module``; stop it there.
 
     Raises:
-        RuntimeError: it does not call the module. Whatever the model raises before is passed on.
+        RuntimeError: the forward does not call the module.
+        Exception: the model's code raises it before the call.
     """
     caught: list[tuple[Any, dict[str, Any]]] = []
 
@@ -86,19 +87,22 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """The position from which a model counts that is given none: its first layer is then called with the same.
+    """Return the position from which a model counts if it gets no positions.
 
-    Some count from behind their padding token, in a table or a formula. 0 for a model that takes no positions, or that
-    no guess fits. Whatever the model raises is passed on.
+    With positions from there, its first layer gets the same arguments as without. Some models start after the id of
+    their padding token, in a table or a formula. 0 for a model that takes no positions, or if no guess fits.
+
+    Raises:
+        Exception: the model's code raises it.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0
     layer = first_block(model)
     embeddings: nn.Embedding = model.get_input_embeddings()
     rows = torch.zeros(1, 3, embeddings.weight.size(1), device=input_device(model), dtype=model.dtype)
-    behind_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
+    after_padding = 1 + (getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
     expected = float_tensors(called_with(model, layer, {"inputs_embeds": rows}))
-    for start in dict.fromkeys((0, 1, 2, behind_padding)):
+    for start in dict.fromkeys((0, 1, 2, after_padding)):
         positions = torch.arange(start, start + rows.size(1), device=rows.device)[None]
         got = float_tensors(called_with(model, layer, {"inputs_embeds": rows, "position_ids": positions}))
         if all(torch.equal(one, other) for one, other in zip(expected, got, strict=True)):
@@ -107,12 +111,12 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def text_arguments(model: PreTrainedModel, modality: str = "image", token: int | None = None, rows: int = 2) -> Any:
-    """Arguments of a forward: ids with ``rows`` placeholders between text, and what it asks for beside them.
+    """Return arguments of a forward: ids with placeholders between text, a mask, and per-token arguments.
 
     Args:
         model: the HF model.
-        modality: of the placeholders.
-        token: the placeholder; None: ordinary text.
+        modality: modality of the placeholders.
+        token: id of the placeholder; None: ordinary text.
         rows: number of placeholders.
     """
     plain = plain_ids(model, 4)
@@ -132,20 +136,20 @@ def text_arguments(model: PreTrainedModel, modality: str = "image", token: int |
 
 
 def plain_ids(model: PreTrainedModel, number: int) -> list[int]:
-    """Ids of ordinary text: those that the config gives no meaning to."""
+    """Return ``number`` ids of ordinary text, which the config does not name."""
     used = special_ids(model.config)
     size = model.get_input_embeddings().weight.size(0)
     return list(islice((token for token in range(size) if token not in used), number))
 
 
 def typed(model: PreTrainedModel, features: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Features in the model's dtype, where tiny runs happen."""
+    """Return features in the model's dtype, on the device of tiny runs."""
     device = input_device(model)
     return {k: v.to(device, model.dtype if v.is_floating_point() else v.dtype) for k, v in features.items()}
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a tiny run happens: on the model's device; on the CPU for a model without weights."""
+    """Return the device of tiny runs: the model's device; the CPU for a model without weights."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
@@ -153,7 +157,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def methods_replaced(
     model: nn.Module, names: Sequence[str], method: str, function: Callable[..., Any]
 ) -> Iterator[None]:
-    """While open, the method of these modules is another function."""
+    """Replace a method of the named modules by ``function``."""
     modules = [model.get_submodule(name) for name in names]
     for module in modules:
         object.__setattr__(module, method, function)
@@ -166,7 +170,7 @@ def methods_replaced(
 
 @contextmanager
 def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """While open, all parts of the model use transformers' eager attention, whose masks are plain tensors."""
+    """Let the whole model use transformers' eager attention, whose masks are plain tensors."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs = {id(config): config for config in every if isinstance(config, PreTrainedConfig)}
     before = {key: config._attn_implementation for key, config in configs.items()}
@@ -181,7 +185,7 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients; afterwards the mode is as before, and what a forward remembered is forgotten."""
+    """Run in eval mode without gradients; then restore the mode, and the buffers and tensors that a forward changed."""
     training = {module: module.training for module in model.modules()}
     plain = {module: dict(vars(module)) for module in model.modules()}
     model.eval()

@@ -1,1 +1,1 @@
-"""Encoders: HF towers with a projector into the foundation."""
+"""Encoders: HF towers with a projector to the foundation's hidden size."""

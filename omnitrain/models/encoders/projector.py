@@ -1,4 +1,4 @@
-"""Projectors from a tower's rows to the foundation's hidden size."""
+"""Projectors from a tower's features to the foundation's hidden size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 
 class ProjectorSettings(NamedTuple):
-    """How a tower's rows become the foundation's.
+    """The kind of a projector.
 
     Attributes:
         kind: ``linear``, ``mlp`` or ``pixel_shuffle``.
-        factor: of ``pixel_shuffle``.
+        factor: neighbours along a dim that ``pixel_shuffle`` joins.
     """
 
     kind: str
@@ -21,18 +21,18 @@ class ProjectorSettings(NamedTuple):
 
     @property
     def merge(self) -> int:
-        """Neighbours along a dim that become one row."""
+        """Neighbours along a dim that become one feature."""
         return self.factor if self.kind == "pixel_shuffle" else 1
 
 
 class Projector(nn.Module):
-    """``linear``, ``mlp`` or ``pixel_shuffle`` (merge neighbours, then MLP; Chen et al. 2024, InternVL 1.5).
+    """A ``linear``, ``mlp`` or ``pixel_shuffle`` projector (join neighbours, then MLP; Chen et al. 2024, InternVL 1.5).
 
-    The merge itself is :func:`merge_grid` for images and :func:`merge_frames` for sound.
+    The caller joins neighbours, by :func:`merge_grid` for images and :func:`merge_frames` for sound.
     """
 
     def __init__(self, settings: ProjectorSettings, dims: int, tower_size: int, hidden_size: int) -> None:
-        """``dims`` in which neighbours are merged: 2 for images, 1 for sound."""
+        """``dims``: number of dims along which neighbours are joined, 2 for images, 1 for sound."""
         super().__init__()
         self.factor = settings.merge
         width = tower_size * settings.merge**dims
@@ -41,19 +41,19 @@ class Projector(nn.Module):
             layers = [nn.LayerNorm(width), *layers, nn.GELU(), nn.Linear(hidden_size, hidden_size)]
         self.layers = nn.Sequential(*layers)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[..., width] -> [..., hidden]``."""
-        return self.layers(rows)
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Project ``[..., width] -> [..., hidden]``."""
+        return self.layers(features)
 
 
 def merge_grid(patches: torch.Tensor, factor: int) -> torch.Tensor:
-    """Join each ``factor`` x ``factor`` block: ``[N, H, W, D] -> [N, H/f * W/f, f*f*D]``, row by row."""
+    """Join each ``factor`` x ``factor`` block: ``[N, H, W, D] -> [N, H/f * W/f, f*f*D]``, row-major."""
     n, height, width, dim = patches.shape
     blocks = patches.unflatten(2, (width // factor, factor)).unflatten(1, (height // factor, factor))
     return blocks.transpose(2, 3).reshape(n, (height // factor) * (width // factor), factor * factor * dim)
 
 
 def merge_frames(frames: torch.Tensor, factor: int) -> torch.Tensor:
-    """Join ``factor`` neighbours, zeros behind the last: ``[N, P, D] -> [N, ceil(P/f), f*D]``."""
+    """Join ``factor`` neighbours, padded with zeros at the end: ``[N, P, D] -> [N, ceil(P/f), f*D]``."""
     missing: Any = -frames.size(1) % factor
     return nn.functional.pad(frames, (0, 0, 0, missing)).unflatten(1, (-1, factor)).flatten(2)

@@ -1,4 +1,4 @@
-"""The tower inside an HF model: a vision model itself, or the encoder of a larger one (CLIP, Whisper, Qwen-VL)."""
+"""Find the tower in an HF model: the model itself, or the encoder of a larger model (CLIP, Whisper, Qwen-VL)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omnitrain.models.hf.load import Source, model_class, resolve
 
 
 def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The tower for ``modality`` of the model that ``source`` names (see :func:`omnitrain.models.hf.load.resolve`).
+    """Load a model and return its tower for ``modality``; ``source`` as in :func:`omnitrain.models.hf.load.resolve`.
 
     Raises:
         UserError: the model has no encoder for the modality.
@@ -19,7 +19,7 @@ def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreT
 
 
 def tower_from_config(config: PreTrainedConfig, modality: str) -> PreTrainedModel:
-    """A tower with random weights."""
+    """Build a tower with random weights."""
     return _tower_of(model_class(config)(config), modality)
 
 
@@ -29,5 +29,5 @@ def _tower_of(model: PreTrainedModel, modality: str) -> PreTrainedModel:
         return model
     tower = model.get_encoder() if model.config.is_encoder_decoder else model.get_encoder(modality)
     if tower is None or tower is model:
-        raise UserError(f"{type(model).__name__} has no {modality} encoder that transformers can name")
+        raise UserError(f"{type(model).__name__} has no {modality} encoder: its `get_encoder` returns none")
     return tower

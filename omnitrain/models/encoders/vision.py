@@ -1,4 +1,4 @@
-"""Images and videos through any HF vision tower."""
+"""Encode images and videos by any HF vision tower."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from omnitrain.models.encoders.towers import tower_from_config
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import VisionEncoderConfig
 
-STILL = -1  # frame index of an image that is no video frame
+STILL = -1  # frame index of a still image
 
 
 class VisionAdapter(ComponentAdapter):
-    """Images and frames -> pixels, by the HF image processor (its Pillow backend: no torchvision)."""
+    """Convert images and video frames to pixels by the HF image processor (Pillow backend, without torchvision)."""
 
     modalities = ("image", "video")
 
@@ -37,7 +37,13 @@ class VisionAdapter(ComponentAdapter):
         self.merge = ProjectorSettings(**(config.projector or {})).merge
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Pixels of one image, or of all frames of a video (see :meth:`VisionEncoder.lm_encode` for shapes)."""
+        """Return the pixels of an image or of a video's frames, and the number of tokens.
+
+        Shapes: :meth:`VisionEncoder.lm_encode`.
+
+        Raises:
+            ValueError: the patches cannot be joined in blocks of the projector's factor.
+        """
         frames = media if modality == "video" else [media]
         index = np.arange(len(frames)) if modality == "video" else np.array([STILL])
         output = self.processor(images=frames, return_tensors="np")
@@ -48,30 +54,33 @@ class VisionAdapter(ComponentAdapter):
             return features, merged
         height, width = (side // self.tower.patch_size for side in output["pixel_values"].shape[-2:])
         if height % self.merge or width % self.merge:
-            raise ValueError(f"{height} x {width} patches cannot be merged {self.merge} x {self.merge}")
+            raise ValueError(
+                f"{height} x {width} patches cannot be joined in blocks of {self.merge} x {self.merge}; change the "
+                "image size or projector.factor"
+            )
         return features, len(frames) * (height // self.merge) * (width // self.merge)
 
 
 def image_processor(settings: dict[str, Any]) -> Any:
-    """The HF image processor of ``settings`` (its Pillow backend where there is one).
+    """Build the HF image processor of ``settings``, with its Pillow backend if it has one.
 
     Raises:
-        UserError: unknown ``image_processor_type``.
+        UserError: ``image_processor_type`` is unknown.
     """
     name = settings.pop("image_processor_type")
     base = name.removesuffix("Fast").removesuffix("Pil")
     for candidate in (f"{base}Pil", base):
-        found = get_image_processor_class_from_name(candidate)
-        if found is not None:
-            return found(**settings)
-    raise UserError(f"image processor {name!r} is not in transformers")
+        processor_class = get_image_processor_class_from_name(candidate)
+        if processor_class is not None:
+            return processor_class(**settings)
+    raise UserError(f"transformers has no image processor {name!r}")
 
 
 class VisionEncoder(PreTrainedModel, EncoderMixin):
     """A vision tower, temporal positions for video frames, and a projector.
 
-    Towers that take fixed-size images (SigLIP, CLIP, DINOv2, ViT) and towers that take a sequence of patches with
-    ``grid_thw`` (Qwen-VL) both fit; which one it is shows in the signature of the tower's forward.
+    Towers may take images of a fixed size (SigLIP, CLIP, DINOv2, ViT) or a sequence of patches with ``grid_thw``
+    (Qwen-VL); the signature of the tower's forward shows which.
     """
 
     config_class = VisionEncoderConfig
@@ -79,7 +88,11 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
     _supports_sdpa = True
 
     def __init__(self, config: VisionEncoderConfig, tower: PreTrainedModel | None = None) -> None:
-        """``tower``: its weights; None: random ones."""
+        """``tower``: a tower with weights; None: one with random weights.
+
+        Raises:
+            UserError: the tower merges patches itself and the projector would do it again.
+        """
         super().__init__(config)
         self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "image")
         self.takes_grid = "grid_thw" in inspect.signature(self.tower.forward).parameters
@@ -93,44 +106,45 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
         self.post_init()
 
     def adapter(self) -> VisionAdapter:
-        """Images and videos -> features, for data workers."""
+        """Return the converter from images and videos to pixels, for data workers."""
         return VisionAdapter(self.config)
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Rows of all images and frames in one call of the tower.
+        """Encode all images and frames in one call of the tower.
 
         Args:
             features: ``pixel_values`` ``[frames, channels, height, width]`` fp32, or for towers with ``grid_thw``
                 ``[patches, channels * patch_volume]`` with ``image_grid_thw`` ``[frames, 3]`` int64; ``frame_index``
                 ``[frames]`` int64, -1 for still images.
-            num_tokens: rows of each item (an image, or a whole video).
+            num_tokens: number of features of each item (an image, or a whole video).
 
         Returns:
             ``[sum(num_tokens), hidden]``.
 
         Raises:
-            ValueError: the tower made another number of rows.
-            UserError: the tower has side outputs that nothing here consumes.
+            ValueError: the tower gives another number of features.
+            UserError: the tower has side outputs (deepstack), which the foundation cannot take.
         """
         pixels = features["pixel_values"].to(self.tower.dtype)
         if self.takes_grid:
             grid = features["image_grid_thw"]
             output = self.tower(pixels, grid_thw=grid)
             _refuse_side_outputs(self.tower, output)
-            rows = output.last_hidden_state if output.pooler_output is None else output.pooler_output
-            rows_per_frame = grid.prod(dim=1) // self.tower.config.spatial_merge_size**2
+            encoded = output.last_hidden_state if output.pooler_output is None else output.pooler_output
+            tokens_per_frame = grid.prod(dim=1) // self.tower.config.spatial_merge_size**2
         else:
             merged = merge_grid(self._patch_grid(pixels), self.projector.factor)
-            rows = merged.flatten(0, 1)
-            rows_per_frame = torch.full_like(features["frame_index"], merged.size(1))
-        if rows.size(0) != sum(num_tokens):
-            raise ValueError(f"{type(self.tower).__name__} made {rows.size(0)} rows of {sum(num_tokens)} placeholders")
-        return self.projector(rows) + self._time(features["frame_index"]).repeat_interleave(
-            rows_per_frame, dim=0, output_size=rows.size(0)
+            encoded = merged.flatten(0, 1)
+            tokens_per_frame = torch.full_like(features["frame_index"], merged.size(1))
+        if encoded.size(0) != sum(num_tokens):
+            kind = type(self.tower).__name__
+            raise ValueError(f"{kind} gave {encoded.size(0)} features for {sum(num_tokens)} placeholders")
+        return self.projector(encoded) + self._time(features["frame_index"]).repeat_interleave(
+            tokens_per_frame, dim=0, output_size=encoded.size(0)
         )
 
     def _patch_grid(self, pixels: torch.Tensor) -> torch.Tensor:
-        """``[frames, C, H, W] -> [frames, H/p, W/p, tower]``; class and register tokens in front are dropped."""
+        """``[frames, C, H, W] -> [frames, H/p, W/p, tower]``, without the class and register tokens in front."""
         height, width = (side // self.tower.config.patch_size for side in pixels.shape[-2:])
         patches = self.tower(pixel_values=pixels).last_hidden_state
         return patches[:, patches.size(1) - height * width :].unflatten(1, (height, width))
@@ -145,13 +159,13 @@ class VisionEncoder(PreTrainedModel, EncoderMixin):
         return self.time_projector((waves * is_frame).to(self.time_projector.weight.dtype))
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """One black image."""
+        """Return the pixels of a black image."""
         return one_item(self.adapter(), "image", Image.new("RGB", (1, 1)))
 
 
 def _refuse_side_outputs(tower: PreTrainedModel, output: Any) -> None:
     if getattr(output, "deepstack_features", None):
         raise UserError(
-            f"{type(tower).__name__} feeds extra rows into several layers of its own language model (deepstack), and "
-            "this foundation has no place for them; set `deepstack_visual_indexes: []` in the tower's config"
+            f"{type(tower).__name__} gives extra features for several layers of its own language model (deepstack), "
+            "and this foundation cannot take them; set `deepstack_visual_indexes: []` in the tower's config"
         )

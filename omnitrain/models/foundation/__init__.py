@@ -1,1 +1,1 @@
-"""The run of the foundation over a pack: whole, as a slice of a sequence, or by its own forward."""
+"""Run the foundation over a pack: whole, as a slice of the sequence, or by its own forward."""

@@ -1,7 +1,7 @@
 """Samples that the foundation reads in its own forward, with all inputs as its HF processor gave them.
 
-No tower is called apart, so towers are gathered with the foundation itself, and no rank calls them for others. What a
-sample does not reach gets a gradient of zeros: all ranks then reduce the same gradients, whatever their samples are.
+The towers run inside the foundation's forward, so FSDP gathers them with the foundation, and no rank runs them for
+others. Parameters that a sample does not reach get a gradient of zeros, so all ranks reduce the same gradients.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from omnitrain.recipe.globs import any_layer
 
 
 def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tuple[str, ...]:
-    """The outermost modules of which no parameter is reached, and parameters in modules with reached ones.
+    """Return the outermost modules without any reached parameter, and unreached parameters of other modules.
 
     Args:
         reached: parameters that get a gradient.
-        unreached: those that never get one.
+        unreached: parameters that never get a gradient.
 
     Returns:
-        Names with ``*`` for places in module lists; one is left out where a layer of another place is reached.
+        Names with ``*`` for indices in module lists. A name is omitted if it is reached in another layer of the list.
     """
     around = {prefix for name in reached for prefix in _prefixes(any_layer(name))}
     outermost = (next((p for p in _prefixes(any_layer(name)) if p not in around), None) for name in unreached)
@@ -37,34 +37,34 @@ def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tup
 
 @lru_cache(maxsize=8)
 def beyond_text(names: tuple[str, ...], unreached: tuple[str, ...]) -> frozenset[str]:
-    """The parameters that only some samples reach: those in ``unreached``, and those in a layer with such.
+    """Return the parameters that only some samples reach: those in ``unreached``, and all others in their layers.
 
     Args:
-        names: of all parameters of a foundation; adapters have those of the module that they adapt in front.
+        names: names of all parameters of a foundation; names of adapters start with the name of the adapted module.
         unreached: see :func:`outermost_unreached`.
     """
-    found = {name for name in names if any(prefix in unreached for prefix in _prefixes(any_layer(name)))}
-    layers = {layer for name in found if (layer := _layer_of(name))}
-    return frozenset(name for name in names if name in found or _layer_of(name) in layers)
+    not_reached = {name for name in names if any(prefix in unreached for prefix in _prefixes(any_layer(name)))}
+    layers = {layer for name in not_reached if (layer := _layer_of(name))}
+    return frozenset(name for name in names if name in not_reached or _layer_of(name) in layers)
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """The names of all modules around, the outermost first, and the name itself."""
+    """The names of all outer modules, the outermost first, and the name itself."""
     parts = name.split(".")
     return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
 
 
 def _layer_of(name: str) -> str:
-    """The innermost item of a module list that a parameter lies in; empty: none."""
+    """The innermost item of a module list that contains a parameter; empty: none does."""
     parts = name.split(".")
-    return ".".join(parts[: max((place + 1 for place, part in enumerate(parts) if part.isdigit()), default=0)])
+    return ".".join(parts[: max((index + 1 for index, part in enumerate(parts) if part.isdigit()), default=0)])
 
 
 class ForwardReader:
-    """How the foundation's own forward reads a sample with all its inputs.
+    """Checks and gradients for samples that the foundation's own forward reads.
 
     Attributes:
-        modalities: that nothing else reads; often none.
+        modalities: modalities that only the foundation's own forward reads; often none.
     """
 
     def __init__(self, model: PreTrainedModel, modalities: Collection[str], unreached: tuple[str, ...]) -> None:
@@ -72,24 +72,24 @@ class ForwardReader:
 
         Args:
             model: the foundation.
-            modalities: that its forward alone reads.
+            modalities: modalities that only its own forward reads.
             unreached: see :func:`outermost_unreached`.
         """
-        self._model, self._name = model, type(model).__name__  # sharding will give it another class
+        self._model, self._name = model, type(model).__name__  # sharding changes the class
         self.modalities, self._unreached = modalities, unreached
         if modalities:
             model.register_forward_pre_hook(_cast_floats, with_kwargs=True)
 
     def require_whole_row(self, pack: Pack) -> None:
-        """Refuse a sample whose inputs are of the whole row, for a pack that ranks share.
+        """Refuse a pack that ranks share if the foundation's own forward reads its media.
 
         Raises:
             UserError: names the sample.
         """
         if pack.forward_inputs:
             raise UserError(
-                f"sample {pack.info.ids[0]!r}: the own forward of {self._name} reads its media, over the whole row, "
-                "and ranks share its sequence; set ulysses and cp to 1, or leave such samples out"
+                f"sample {pack.info.ids[0]!r}: the forward of {self._name} reads its media and needs the whole row, "
+                "but ranks share its sequence; set ulysses and cp to 1, or remove such samples"
             )
 
     def reaches_alone(self, name: str) -> bool:
@@ -97,40 +97,40 @@ class ForwardReader:
         return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))
 
     def with_zero_gradients(self, loss: Tensor) -> Tensor:
-        """``loss``, with a gradient of zeros for every trainable parameter that only some samples reach."""
+        """Return ``loss`` with a gradient of zeros for every trainable parameter that only some samples reach."""
         live = [parameter for parameter in self.parameters if parameter.requires_grad]
         return _ZeroGradients.apply(loss, *live) if live else loss
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What only some samples reach, as it is now: a module that is gathered has other tensors."""
-        own = dict(self._model.named_parameters()) if self.modalities else {}
-        names = beyond_text(tuple(own), self._unreached)
-        return [parameter for name, parameter in own.items() if name in names]
+        """The parameters that only some samples reach; not cached, because a gathered module has other tensors."""
+        parameters = dict(self._model.named_parameters()) if self.modalities else {}
+        names = beyond_text(tuple(parameters), self._unreached)
+        return [parameter for name, parameter in parameters.items() if name in names]
 
 
 def require_length(pack: Pack, hidden: Tensor) -> None:
-    """Refuse a forward that changed the number of tokens: labels would be those of others.
+    """Refuse a forward that changed the number of tokens: its labels would belong to other tokens.
 
     Raises:
-        UserError: names the sample, and both numbers.
+        UserError: names the sample and both numbers of tokens.
     """
     if pack.forward_inputs and hidden.size(1) != pack.num_tokens:
         raise UserError(
-            f"sample {pack.info.ids[0]!r}: the model made {hidden.size(1)} positions of {pack.num_tokens} tokens; its "
-            "HF processor must expand every medium into as many tokens as the model makes rows of it"
+            f"sample {pack.info.ids[0]!r}: the model gave {hidden.size(1)} hidden states for {pack.num_tokens} tokens; "
+            "the HF processor must insert one placeholder for each feature of the media"
         )
 
 
 def _cast_floats(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Processors give fp32; the model computes in what its parameters are now."""
+    """Cast a processor's fp32 inputs to the current dtype of the parameters."""
     dtype = model.get_input_embeddings().weight.dtype
     cast = {name: v.to(dtype) for name, v in kwargs.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return args, kwargs | cast
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """``loss``, on which tensors hang that have nothing to do with it."""
+    """Returns ``loss``; its backward gives zeros to the other tensors."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *others: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Linear attention over a row that several ranks share: each runs its kernels over the whole row, of some of the heads.
+"""Linear attention when ranks share a sequence: each rank runs the kernels over all tokens, for some of the heads.
 
-All that mixes tokens in such a layer are two kernels, which transformers' files look up by name: a short convolution,
-channel by channel, and the delta rule, head by head. They are known by their arguments. A layer gets a copy of its
-forward that finds, under these names, functions which exchange rows for heads around them; the rest of it works row by
-row, on this rank's rows.
+Only two kernels of such a layer mix tokens: a short convolution, channel by channel, and the delta rule, head by head.
+transformers' files look them up by name; we recognize them by their arguments. A layer gets a copy of its forward in
+which these names refer to functions that exchange tokens for heads around the kernel. The rest of the layer works token
+by token, on this rank's tokens.
 """
 
 from __future__ import annotations
@@ -29,28 +29,32 @@ _PACKING = {"cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 
 @cache
 def by_heads(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The forward of a layer, for a part of a row; None: it does not name a convolution and a delta rule.
+    """Return a layer's forward for a slice of the sequence; None: it does not use both kernels.
 
     Args:
-        forward: of the layer's class.
+        forward: forward of the layer's class.
     """
     plain = inspect.unwrap(forward)
     if not isinstance(plain, FunctionType):
         return None
-    ways = {name: _way_of(plain.__globals__.get(name)) for name in plain.__code__.co_names}
-    # Looked up when it is called: another implementation may have been put in its place.
-    found = {name: partial(way, partial(_named, plain.__globals__, name)) for name, way in ways.items() if way}
-    if set(ways.values()) - {None} != {_convolved, _delta_rule}:
+    wrappers = {name: _wrapper_of(plain.__globals__.get(name)) for name in plain.__code__.co_names}
+    # Look a kernel up at each call: another implementation may replace it.
+    kernels = {
+        name: partial(wrapper, partial(_call_by_name, plain.__globals__, name))
+        for name, wrapper in wrappers.items()
+        if wrapper
+    }
+    if set(wrappers.values()) - {None} != {_convolved, _delta_rule}:
         return None
     changed = FunctionType(
-        plain.__code__, plain.__globals__ | found, plain.__name__, plain.__defaults__, plain.__closure__
+        plain.__code__, plain.__globals__ | kernels, plain.__name__, plain.__defaults__, plain.__closure__
     )
     changed.__kwdefaults__ = plain.__kwdefaults__
     return changed
 
 
-def _way_of(function: Any) -> Callable[..., Any] | None:
-    """How a function is run by heads; None: it is neither kernel."""
+def _wrapper_of(function: Any) -> Callable[..., Any] | None:
+    """The function that runs a kernel by heads; None: ``function`` is no such kernel."""
     if not inspect.isfunction(function):
         return None
     arguments = tuple(inspect.signature(function).parameters)
@@ -59,19 +63,22 @@ def _way_of(function: Any) -> Callable[..., Any] | None:
     return _delta_rule if arguments[:5] == _DELTA_RULE and "chunk_size" in arguments else None
 
 
-def _named(names: dict[str, Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return names[name](*args, **kwargs)
+def _call_by_name(functions: dict[str, Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    return functions[name](*args, **kwargs)
 
 
 def _convolved(
     kernel: Kernel, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
 ) -> Tensor:
-    """``kernel`` on ``[1, C, t]`` of this rank's tokens; ``weight`` ``[C, width]``."""
+    """Run ``kernel`` for this rank's tokens ``[1, C, t]``; ``weight`` ``[C, width]``."""
 
     def compute(states: Sequence[Tensor], heads: slice) -> Tensor:
-        own_bias = None if bias is None else bias[heads]
-        rows = [kernel(part[..., 0].T[None], weight[heads], own_bias, activation)[0].T for part in _samples(states[0])]
-        return torch.cat(rows)[..., None]
+        bias_of_heads = None if bias is None else bias[heads]
+        outputs = [
+            kernel(sample[..., 0].T[None], weight[heads], bias_of_heads, activation)[0].T
+            for sample in _samples(states[0])
+        ]
+        return torch.cat(outputs)[..., None]
 
     return _run(compute, [hidden_states[0].T[..., None]], weight.size(0))[..., 0].T[None]
 
@@ -79,8 +86,8 @@ def _convolved(
 def _delta_rule(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """``kernel`` on ``[1, t, heads, ...]`` of this rank's tokens; a query's head may serve several of the values."""
-    given = {name: argument for name, argument in arguments.items() if name not in _PACKING}
+    """Run ``kernel`` for this rank's tokens ``[1, t, heads, ...]``; a query head may serve several value heads."""
+    arguments = {name: argument for name, argument in arguments.items() if name not in _PACKING}
     tensors = [tensor[0] for tensor in (query, key, value, g, beta)]
     num_heads = value.size(2)
     tensors[:2] = [tensor.repeat_interleave(num_heads // tensor.size(1), dim=1) for tensor in tensors[:2]]
@@ -89,14 +96,14 @@ def _delta_rule(
         whole = [state.unflatten(2, tensor.shape[2:] or (1,)) for state, tensor in zip(states, tensors, strict=True)]
         whole = [state if tensor.ndim > 2 else state[..., 0] for state, tensor in zip(whole, tensors, strict=True)]
         samples = zip(*map(_samples, whole), strict=True)
-        return torch.cat([kernel(*(part[None] for part in sample), **given)[0][0] for sample in samples])
+        return torch.cat([kernel(*(tensor[None] for tensor in sample), **arguments)[0][0] for sample in samples])
 
     rows = _run(compute, [tensor.flatten(2) if tensor.ndim > 2 else tensor[..., None] for tensor in tensors], num_heads)
     return rows[None], None
 
 
 def _run(compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor], num_heads: int) -> Tensor:
-    """``compute`` of this rank's heads over the whole row; of all heads where the ranks do not divide them."""
+    """Run ``compute`` over the whole row for this rank's heads; for all heads if their number is not divisible."""
     part = _row().part
     assert part is not None
     if num_heads % part.num_ranks == 0:
@@ -106,7 +113,7 @@ def _run(compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence
 
 
 def _samples(whole: Tensor) -> list[Tensor]:
-    """``[T, ...]``, sample by sample."""
+    """Split ``[T, ...]`` into samples."""
     return [whole[start:stop] for start, stop in pairwise(_row().borders)]
 
 

@@ -1,7 +1,7 @@
-"""Modules that carry state along the row (linear attention, short convolutions), run one packed sample at a time.
+"""Run modules that carry state along the row (linear attention, short convolutions) one packed sample at a time.
 
-Where several ranks share the row, linear attention is divided by heads (``by_heads``). Other layers run over all of it
-on each rank, which keeps its own tokens: the gradients of their parameters are parts that add up over the ranks.
+If ranks share the sequence, linear attention is split by heads (``by_heads``). Other layers run over the whole sequence
+on each rank, which keeps only its tokens: the gradients of their parameters are partial sums over the ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from omnitrain.ops.patch_forward import Forward, set_forward
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
-    """Make every module of these classes run each sample of a whole packed row by itself; otherwise it stays as it is.
+    """Make every module of these classes run the samples of a packed row one by one.
 
-    Only the ``forward`` of the modules changes: classes, parameters and names stay. To do it twice is to do it once.
+    Only the ``forward`` of the modules changes: classes, parameters and names stay. Unpacked input runs as before.
+    Idempotent.
 
     Args:
-        model: changed in place.
-        class_names: names of classes of its modules.
+        model: the model, changed in place.
+        class_names: names of module classes.
     """
     for module in model.modules():
         if type(module).__name__ in class_names:
@@ -61,19 +62,19 @@ def _segmented_forward(kind: type[nn.Module]) -> Forward:
 
 
 def row_dim(shape: Sequence[int], length: int) -> int | None:
-    """The dim of a tensor that runs along a row of ``length`` tokens, behind the batch's; None: no single one."""
+    """Return the first dim after the batch dim of size ``length``; None: no dim has it, or the tensor is square."""
     if _is_square(shape, length):
         return None
     return next((dim for dim in range(1, len(shape)) if shape[dim] == length), None)
 
 
 def _is_square(shape: Sequence[int], length: int) -> bool:
-    """A mask or attention weights, ``[1, 1 or heads, T, T]``."""
+    """Whether it is a mask or attention weights, ``[1, 1 or heads, T, T]``."""
     return len(shape) == 4 and tuple(shape[-2:]) == (length, length)
 
 
 def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
-    """The part of everything that runs along a row of ``length`` tokens; packing arguments are left out."""
+    """Slice all tensors along a row of ``length`` tokens to ``start:stop``, and drop packing arguments."""
     if isinstance(value, MaskSpec):
         return value.between(start, stop)
     if isinstance(value, Tensor):
@@ -87,19 +88,26 @@ def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
 
 
 def gathered_whole(value: Any, part: RowPart) -> Any:
-    """The whole row of everything that runs along a part of it."""
+    """Gather all tensors along a slice to the whole row.
+
+    Raises:
+        UserError: a mask tensor covers only the tokens of one rank.
+    """
     if isinstance(value, MaskSpec):
         return value.whole
     if isinstance(value, Tensor):
         if _is_square(value.shape, part.rows.numel()):
-            raise UserError("a mask of the tokens of one rank says nothing of the others: no ranks can share a row")
+            raise UserError(
+                "ranks cannot share the sequence of this model: its mask covers only the tokens of one rank; set "
+                "ulysses and cp to 1"
+            )
         dim = row_dim(value.shape, part.rows.numel())
         return value if dim is None else part.gather(value, dim)
     return each(value, lambda item: gathered_whole(item, part))
 
 
 def keep_rows(value: Any, part: RowPart) -> Any:
-    """The tokens of a part, of everything that runs along the whole row."""
+    """Return this rank's tokens of all tensors along the whole row."""
     if isinstance(value, Tensor):
         dim = row_dim(value.shape, part.num_tokens)
         return value if dim is None else value.index_select(dim, part.rows)
@@ -107,7 +115,7 @@ def keep_rows(value: Any, part: RowPart) -> Any:
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """What ``change`` makes of each item of a list, tuple or dict; anything else as it is."""
+    """Apply ``change`` to each item of a list, tuple or dict; return other values unchanged."""
     if isinstance(value, (list, tuple)):
         return type(value)(change(item) for item in value)
     if isinstance(value, dict):
@@ -119,11 +127,11 @@ _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 
 
 def _end_to_end(outputs: list[Any], lengths: list[int]) -> Any:
-    """The outputs of all segments end to end; what does not run along the row (a state) is the last one's."""
+    """Concatenate the outputs of all segments; a tensor without a dim for tokens (a state) is the last segment's."""
     last = outputs[-1]
     if isinstance(last, Tensor):
-        dims = [row_dim(part.shape, length) for part, length in zip(outputs, lengths, strict=True)]
+        dims = [row_dim(output.shape, length) for output, length in zip(outputs, lengths, strict=True)]
         return last if dims[0] is None else torch.cat(outputs, dim=dims[0])
     if isinstance(last, (list, tuple)):
-        return type(last)(_end_to_end(list(parts), lengths) for parts in zip(*outputs, strict=True))
+        return type(last)(_end_to_end(list(items), lengths) for items in zip(*outputs, strict=True))
     return last

@@ -1,4 +1,4 @@
-"""Running an unmodified HF model by its contract: our rows in, our loss in its head, samples apart."""
+"""Run an unmodified HF model by its contract: insert features, compute the loss in its head, keep samples apart."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class InsertedEmbeddings:
-    """Rows that take the place of token embeddings.
+    """Features that replace token embeddings.
 
     Attributes:
-        positions: ``[n]`` int64 into the flattened batch ``[B * T]``; on the host.
+        positions: ``[n]`` int64, positions in the flattened batch ``[B * T]``; on the host.
         rows: ``[n, hidden]``.
     """
 
@@ -51,11 +51,11 @@ class InsertedEmbeddings:
 
 @dataclass(frozen=True)
 class EncodedMedia:
-    """All media of a pack, encoded.
+    """The features of all media of a pack.
 
     Attributes:
-        native: modality -> rows for the foundation's own placeholders, in the order of these.
-        inserted: rows of attached components.
+        native: modality -> features for the foundation's own placeholders, in the order of the placeholders.
+        inserted: features of attached components.
     """
 
     native: dict[str, MediaFeatures] = field(default_factory=dict)
@@ -63,41 +63,41 @@ class EncodedMedia:
 
 
 class FoundationRunner:
-    """Runs a HF causal language model, multimodal or not, as its contract says.
+    """Runs an HF causal language model, multimodal or not, by its contract.
 
     Attributes:
         model: the HF model, unmodified.
-        contract: what the check found out about it.
+        contract: the result of its contract check.
         native: the modalities that it reads by itself.
-        in_forward: those of which only its own forward makes rows.
-        own_attention: classes of models in it that do not ask for the registered attention.
-        loss_backend: of :func:`linear_cross_entropy`.
+        in_forward: handles samples that only its own forward reads.
+        own_attention: classes of its models that do not use the registered attention.
+        loss_backend: backend of :func:`linear_cross_entropy`.
     """
 
     def __init__(self, model: PreTrainedModel, contract: Contract, *, native: Discovery | None = None) -> None:
         """Attach to ``model``.
 
         Args:
-            model: the HF model; its attention, and the classes that the contract names, are replaced.
-            contract: by which it is run.
-            native: what :func:`discover` found in it, where that is known.
+            model: the HF model; its attention and the forwards that the contract names are replaced.
+            contract: the model's contract.
+            native: result of :func:`discover` for the model; None: run it.
         """
         self.model = model
         self.contract = contract
-        self.native: Discovery = native or discover(model)  # with the model's own attention still
+        self.native: Discovery = native or discover(model)  # before we replace the model's attention
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
-        self.loss_backend = "auto"  # of linear_cross_entropy
+        self.loss_backend = "auto"
         self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
         self.own_attention: tuple[str, ...] = ()
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
-        call_what_is_left_out(model, [kind for kind in self.contract.skipped_modules if not kind.problem])
+        call_what_is_left_out(model, [skipped for skipped in self.contract.skipped_modules if not skipped.problem])
 
     def skip_unread_rows(self) -> Counter[str]:
-        """From now on, what the contract calls row-local computes only rows that a loss reads.
+        """Let modules that the contract lists as row-local compute only the tokens that a loss reads.
 
         Returns:
             Class name -> number of such modules.
@@ -105,49 +105,61 @@ class FoundationRunner:
         return skip_unread_rows(self.model, self.contract.row_local)
 
     def encode(self, pack: Pack) -> dict[str, MediaFeatures]:
-        """Rows of all media of a pack that the model reads by itself, made by its own feature methods.
+        """Encode all media of a pack that the model reads by itself, by its own feature methods.
 
         Returns:
-            Modality -> rows in the order of their placeholders. Modalities with one placeholder are one.
+            Modality -> features in the order of their placeholders. Modalities that share a placeholder are joined.
 
         Raises:
-            UserError: the model has no such modality, or makes another number of rows than there are placeholders.
+            UserError: the model has no such modality, or the numbers of features and placeholders differ.
         """
         batches = {name: batch for name, batch in pack.inputs.items() if name.startswith(NATIVE_PREFIX)}
-        calls = {name: self.calls(pack, name) for name in batches}
-        rows = {
-            name: MediaFeatures.cat([self.encode_call(name, call) for call in made]) for name, made in calls.items()
+        features = {
+            name: MediaFeatures.cat([self.encode_call(name, call) for call in self.calls(pack, name)])
+            for name in batches
         }
-        return self.joined(rows, {name: batch.positions for name, batch in batches.items()})
+        return self.joined(features, {name: batch.positions for name, batch in batches.items()})
 
     def calls(self, pack: Pack, name: str) -> list[MediaCall]:
-        """The calls that the items of a modality (``foundation.image``, ...) in a pack ask for; often one, or none."""
+        """Return the calls that encode a modality (``foundation.image``, ...) of a pack; often one, or none."""
         if name not in pack.inputs:
             return []
         return list(media_calls(pack.inputs[name], pack.info.ids, apart=self.apart.get(name)))
 
     @property
     def apart(self) -> dict[str, Apart]:
-        """Modalities (``foundation.image``, ...) whose calls may not have two samples or two items; often none."""
+        """Modalities (``foundation.image``, ...) -> whether a call takes one sample or one item; often empty."""
         samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
         return samples | {NATIVE_PREFIX + m: "items" for m, port in self.native.ports.items() if not port.items_stack}
 
     def encode_call(self, name: str, call: MediaCall) -> MediaFeatures:
-        """Rows of one call of a modality (``foundation.image``, ...), in the order of its items; see :meth:`encode`."""
+        """Run one call of a modality (``foundation.image``, ...); see :meth:`encode`.
+
+        Returns:
+            The features in the order of the call's items.
+
+        Raises:
+            UserError: the model does not read the modality, or the numbers of features and placeholders differ.
+        """
         modality = name.removeprefix(NATIVE_PREFIX)
         port = self.native.ports.get(modality)
         if port is None:
             reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
-            raise UserError(f"{type(self.model).__name__} has no {modality} input that can be trained: {reason}")
+            raise UserError(f"{type(self.model).__name__} cannot be trained with {modality} inputs: {reason}")
         rows = port.encode(self.model, call.items.features)
         if len(rows.counts) == len(call.samples):
             check_rows(modality, call.items.num_tokens, rows.counts, call.samples)
-        else:  # the tower does not say which rows are whose
+        else:  # the output has no pieces per item, so only the sum can be checked
             check_rows(modality, [sum(call.items.num_tokens)], [rows.main.size(0)], [", ".join(call.samples)])
         return rows
 
     def joined(self, rows: Mapping[str, MediaFeatures], positions: Mapping[str, Tensor]) -> dict[str, MediaFeatures]:
-        """Rows by name, put together as :meth:`encode` returns them. ``positions``: the tokens that they fill."""
+        """Join the features of calls as :meth:`encode` returns them.
+
+        Args:
+            rows: modality (``foundation.image``, ...) -> features.
+            positions: modality -> ``[n]`` int64, the tokens that the features replace.
+        """
         by_token: dict[int, list[str]] = {}
         for name in rows:
             by_token.setdefault(self.native.ports[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
@@ -159,9 +171,12 @@ class FoundationRunner:
         return native
 
     def one_batch(self, encoded: Sequence[Mapping[str, MediaFeatures]]) -> dict[str, MediaFeatures]:
-        """What :meth:`encode` made of several packs, for one batch that has a row for each of them.
+        """Join the features of several packs for a batch with one row per pack.
 
-        Prompts may differ in modality and still share a placeholder, so rows are joined by that.
+        Features are joined by placeholder: prompts with different modalities may share one.
+
+        Args:
+            encoded: results of :meth:`encode`.
         """
         by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
         for modality, rows in (item for media in encoded for item in media.items()):
@@ -169,17 +184,18 @@ class FoundationRunner:
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None) -> FoundationOutput:
-        """The language-model loss of a pack and the last hidden states.
+        """Compute the language-model loss of a pack and the last hidden states.
 
-        After :meth:`skip_unread_rows`, the hidden states of tokens that no head of this pack reads are not the model's.
+        After :meth:`skip_unread_rows`, hidden states of tokens that no loss of this pack reads are not valid.
 
         Args:
             pack: the micro-batch.
-            media: encoded, those for the tokens of ``part``.
-            part: the tokens to run the model over; losses and hidden states are of these. None: all of them.
+            media: features for the tokens of ``part``.
+            part: the slice of the sequence to run; losses and hidden states cover only its tokens. None: all tokens.
 
         Raises:
-            UserError: several samples in a pack of a model that cannot keep them apart.
+            UserError: the pack has several samples and the model cannot keep them apart, or ranks share the sequence of
+                a sample that the foundation's own forward reads.
         """
         if not self.contract.packs and len(pack.info.lengths) > 1:
             raise UserError(
@@ -188,16 +204,16 @@ class FoundationRunner:
         if part is not None:
             self.in_forward.require_whole_row(pack)
         run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
-        own = pack if part is None else cut_pack(pack, part)
+        local = pack if part is None else cut_pack(pack, part)
         row = self.row_of(pack, part)
-        read = to_device(local_positions(part, pack.read_rows)[1], own.input_ids.device)
-        with reading(None if pack.forward_inputs else ReadRows(read, own.num_tokens)):
-            term, hidden = run(own, media or EncodedMedia(), row)
+        read = to_device(local_positions(part, pack.read_rows)[1], local.input_ids.device)
+        with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
+            term, hidden = run(local, media or EncodedMedia(), row)
         return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
     def _loss_in_head(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor]:
-        """Logits of the supervised rows only, chunk by chunk."""
-        made: list[tuple[LossTerm, Tensor]] = []
+        """Compute logits only for supervised tokens, chunk by chunk."""
+        results: list[tuple[LossTerm, Tensor]] = []
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             require_length(pack, hidden)
@@ -209,15 +225,15 @@ class FoundationRunner:
                 count=pack.text_labels.numel(),
                 backend=self.loss_backend,
             )
-            made.append((term, hidden))
-            return hidden  # as logits; of all outputs, its gradient is the first to come, with media or without
+            results.append((term, hidden))
+            return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
 
         self.run_pack(pack, media, head, row)
-        (result,) = made
+        (result,) = results
         return result
 
     def _loss_on_logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor | None]:
-        """What the model makes of the supervised rows' logits; of all logits where it does not call its head."""
+        """Let the model compute logits of the supervised tokens; of all tokens if it does not call its head."""
         states: list[Tensor] = []
         text_rows = to_device(pack.text_rows, pack.input_ids.device)
 
@@ -233,7 +249,7 @@ class FoundationRunner:
         return term, states[0] if states else None
 
     def row_of(self, pack: Pack, part: RowPart | None) -> PackedRow | None:
-        """Where samples share a row, or ranks; from the host's side, so that no device is waited for."""
+        """Describe a row that samples or ranks share; None for other rows. Uses only host values."""
         if part is None and (pack.forward_inputs or not self.contract.packs):
             return None
         borders = (0, *accumulate(pack.info.lengths))
@@ -241,17 +257,17 @@ class FoundationRunner:
 
     @torch.no_grad()
     def _whole_masks(self, pack: Pack, borders: tuple[int, ...]) -> list[MaskSpec]:
-        """The masks that the model asks for over a whole pack: of a forward that ends at its first block.
+        """Collect the model's masks over a whole pack by a forward that stops at the first block.
 
-        Its embeddings are zeros that take no memory, and no collective runs: hooks of the model itself are left out.
+        Embeddings are zeros that take no memory. The model's own hooks are skipped, so no collective runs.
         """
         embedding: Any = self.model.get_input_embeddings()
-        nothing = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
+        zero = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         row = PackedRow(borders)
-        arguments = self._taken(_of_pack(pack), row, pack.input_ids.device)
+        arguments = self._accepted(_of_pack(pack), row, pack.input_ids.device)
         with (
             first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
-            _forward_replaced(embedding, lambda ids: nothing.expand(*ids.shape, embedding.weight.size(1))),
+            _forward_replaced(embedding, lambda ids: zero.expand(*ids.shape, embedding.weight.size(1))),
             inside(row),
             suppress(StopRunError),
         ):
@@ -259,7 +275,7 @@ class FoundationRunner:
         return row.masks
 
     def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None) -> Any:
-        """One forward over a pack, or over a part of one; see :meth:`run`."""
+        """Run one forward over a pack, or over a slice of it; see :meth:`run`."""
         return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), row=row)
 
     def run(
@@ -271,23 +287,23 @@ class FoundationRunner:
         arguments: Mapping[str, Any],
         row: PackedRow | None = None,
     ) -> Any:
-        """One forward of the HF model with ``head(hidden, lm_head)`` in place of its language-model head.
+        """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 
-        The replacement runs inside the model's forward: no logits of all rows are made, and the head's weight is where
-        a sharding of the model puts it.
+        The replacement runs inside the model's forward, so it need not compute all logits, and FSDP has gathered the
+        head's weight.
 
         Args:
-            input_ids: ``[B, T]``; arbitrary under inserted rows.
-            head: gets the hidden states ``[B, T, hidden]`` and the head; what it returns is the head's output.
+            input_ids: ``[B, T]``; arbitrary at positions of inserted features.
+            head: gets the hidden states ``[B, T, hidden]`` and the head; returns the head's output.
             media: encoded media.
-            arguments: further ones of the model's forward; those that it does not take are left out.
-            row: the samples in a packed row, and what of it ``input_ids`` are; None: every row of the batch is one
+            arguments: further arguments of the model's forward; those that it does not accept are ignored.
+            row: the samples of a packed row, and the slice of it in ``input_ids``; None: each row of the batch is one
                 sample.
 
         Returns:
             The model's own output.
         """
-        taken = self._taken(arguments, row, input_ids.device)
+        accepted = self._accepted(arguments, row, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
         with ExitStack() as stack:
             stack.enter_context(_forward_replaced(lm_head, lambda hidden: head(hidden, lm_head)))
@@ -295,20 +311,20 @@ class FoundationRunner:
                 embedding: Any = self.model.get_input_embeddings()
                 stack.enter_context(_forward_replaced(embedding, _inserting(embedding, input_ids, media.inserted)))
             if media.native:
-                taken |= stack.enter_context(override(self.model, self.native.ports, media.native))
+                accepted |= stack.enter_context(override(self.model, self.native.ports, media.native))
             if row is not None:
                 stack.enter_context(inside(row))
-            return self.model(input_ids=input_ids, **taken)
+            return self.model(input_ids=input_ids, **accepted)
 
-    def _taken(self, arguments: Mapping[str, Any], row: PackedRow | None, device: torch.device) -> dict[str, Any]:
-        """Those that the model's forward takes, with the borders of a packed row."""
-        given = dict(arguments)
+    def _accepted(self, arguments: Mapping[str, Any], row: PackedRow | None, device: torch.device) -> dict[str, Any]:
+        """The arguments that the model's forward accepts, including ``cu_seqlens`` of a packed row."""
+        values = dict(arguments)
         if row is not None:
             cu_seqlens = torch.tensor(row.borders, dtype=torch.int32).to(device, non_blocking=True)
             longest = max(stop - start for start, stop in pairwise(row.borders))
-            given |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-            given |= {"max_length_q": longest, "max_length_k": longest}
-        return {name: value for name, value in given.items() if self._takes_any or name in self._parameters}
+            values |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+            values |= {"max_length_q": longest, "max_length_k": longest}
+        return {name: value for name, value in values.items() if self._takes_any or name in self._parameters}
 
 
 def _of_pack(pack: Pack) -> dict[str, Any]:
@@ -322,19 +338,20 @@ def _stop(*_: Any) -> None:
 
 
 def _end_to_end(parts: Sequence[MediaFeatures]) -> MediaFeatures:
-    """Rows for one placeholder, in the layout of the first part."""
-    return MediaFeatures.cat([replace(rows, layout=parts[0].layout) for rows in parts])
+    """Concatenate the features for one placeholder, in the layout of the first."""
+    return MediaFeatures.cat([replace(features, layout=parts[0].layout) for features in parts])
 
 
 def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedEmbeddings]) -> Callable[[Tensor], Tensor]:
     def forward(ids: Tensor) -> Tensor:
         embeds: Tensor = embedding.forward(ids)
-        if ids.shape != input_ids.shape:  # a token looked up on its own, such as a placeholder
+        if ids.shape != input_ids.shape:  # the model looks up a single token, such as a placeholder
             return embeds
         length = ids.size(1)
-        for part in inserted:  # the result is no view: a compiled first block would differ from the others by that
-            where = (to_device(part.positions // length, ids.device), to_device(part.positions % length, ids.device))
-            embeds = embeds.index_put(where, part.rows.to(embeds.dtype))
+        for features in inserted:  # the result must be no view: torch.compile would compile the first block separately
+            positions = features.positions
+            where = (to_device(positions // length, ids.device), to_device(positions % length, ids.device))
+            embeds = embeds.index_put(where, features.rows.to(embeds.dtype))
         return embeds
 
     return forward
@@ -342,11 +359,11 @@ def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedEmb
 
 @contextmanager
 def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While open, the module's forward is another one, inside of which it is what it was."""
-    own = vars(module).get("forward")
+    """Replace a module's forward; while the replacement runs, the module has its former forward."""
+    former = vars(module).get("forward")
 
     def replaced(value: Tensor) -> Tensor:
-        with own_forward(module, own):
+        with own_forward(module, former):
             return forward(value)
 
     with own_forward(module, replaced):

@@ -1,7 +1,7 @@
-"""The part of a packed row that a rank runs the foundation over, where several ranks share the row.
+"""The slice of a packed row on a rank, when several ranks share the sequence.
 
-The row is cut at the model's input: ids, positions, per-token inputs, rows of media and labels. A part is any ascending
-set of tokens, so a cut may go through a medium, or between a token and the one that is predicted from it.
+We slice the model's inputs: ids, positions, per-token inputs, media features and labels. A slice is any ascending set
+of tokens, so its border may lie inside an item, or between a token and the next one, which is predicted from it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from omnitrain.ops.device import to_device
 
 
 def local_positions(part: RowPart | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Which of some tokens are on this rank, and where.
+    """Find the tokens that are on this rank, and their positions in its slice. All tensors are on the host.
 
     Args:
-        part: of the row; None: all of it.
-        positions: ``[n]`` int64, tokens of the whole row, in any order; on the host, as all that is made of it.
+        part: the slice; None: the whole row.
+        positions: ``[n]`` int64, tokens of the whole row, in any order.
 
     Returns:
-        ``[m]`` int64, indices into ``positions``; ``[m]`` int64, rows of the part.
+        ``[m]`` int64, indices into ``positions``; ``[m]`` int64, positions in the slice.
     """
     if part is None:
         return torch.arange(len(positions)), positions
-    place = torch.searchsorted(part.host_rows, positions).clamp(max=len(part.host_rows) - 1)
-    index = (part.host_rows[place] == positions).nonzero()[:, 0]
-    return index, place[index]
+    local = torch.searchsorted(part.host_rows, positions).clamp(max=len(part.host_rows) - 1)
+    index = (part.host_rows[local] == positions).nonzero()[:, 0]
+    return index, local[index]
 
 
 def cut_pack(pack: Pack, part: RowPart) -> Pack:
-    """The tokens of a part, without media; sample borders and facts stay those of the whole row."""
+    """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` stay those of the whole row."""
     index, rows = local_positions(part, pack.text_rows)
     return replace(
         pack,
@@ -49,7 +49,7 @@ def cut_pack(pack: Pack, part: RowPart) -> Pack:
 
 
 def filled_up(pack: Pack, filler: Pack) -> Pack:
-    """``pack`` with the samples of ``filler`` behind its own, from which nothing is learnt."""
+    """Append the samples of ``filler`` to ``pack``; their tokens have no labels and train nothing."""
     both = (pack.info, filler.info)
     return replace(
         pack,
@@ -66,5 +66,5 @@ def filled_up(pack: Pack, filler: Pack) -> Pack:
 
 
 def fewest_tokens(ranks: int) -> int:
-    """To which a row is filled up: two for each rank, because a matrix product rounds a single row differently."""
+    """Return the least tokens of a shared row: two per rank, because a matmul rounds a single row differently."""
     return 2 * ranks

@@ -1,9 +1,8 @@
-"""A tower whose calls several ranks make together: each runs its blocks over some of the rows.
+"""A tower whose calls several ranks share: each rank runs the blocks over a slice of the rows.
 
-Hooks on the blocks cut what they are given, whatever the model's code makes before them, and put the whole row
-together behind the last one: what comes then (a merger, windows put back in order) sees all rows. Between blocks,
-attention alone looks at other rows. It is told by ``cu_seqlens``, an argument of the block, so that recompute needs
-nothing else.
+Hooks slice the inputs of the blocks, whatever the model's code computes before them, and gather the output of the last
+block, so later modules (a merger, reordering of windows) see all rows. Between blocks only attention needs other rows.
+It finds the slice by ``cu_seqlens``, an argument of the block, so recomputation needs nothing else.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ class SharedTower:
         """Attach.
 
         Args:
-            model: that has the component.
-            parameters: of the component.
-            part_of: number of rows of a call, and their device -> this rank's part; None: all of them, on all ranks.
+            model: the model that contains the component.
+            parameters: the component's parameters.
+            part_of: number of rows of a call, and their device -> this rank's slice; None: all ranks run all rows.
         """
-        self._stacks = [_Stack(blocks, beside, part_of) for blocks, beside in _stacks_of(model, set(parameters))]
+        self._stacks = [_Stack(blocks, siblings, part_of) for blocks, siblings in _stacks_of(model, set(parameters))]
 
     @property
     def num_stacks(self) -> int:
-        """Stacks of blocks in the component."""
+        """Number of stacks of blocks in the component."""
         return len(self._stacks)
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """While open, the component's calls are shared; all ranks that share them make the same ones."""
+        """Share the component's calls; all ranks that share them must make the same calls."""
         for stack in self._stacks:
             stack.is_open = True
         try:
@@ -56,17 +55,17 @@ class SharedTower:
                 stack.close()
 
 
-def _stacks_of(model: nn.Module, own: set[nn.Parameter]) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
-    """The stacks of blocks whose parameters are ``own``, each with the modules that are called beside it."""
+def _stacks_of(model: nn.Module, parameters: set[nn.Parameter]) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
+    """The stacks of blocks with only these parameters, each with its sibling modules."""
+
+    def is_block(module: nn.Module) -> bool:
+        return isinstance(module, GradientCheckpointingLayer) and parameters.issuperset(module.parameters())
+
     for parent in model.modules():
         for name, blocks in parent.named_children():
-            if isinstance(blocks, nn.ModuleList) and len(blocks) and all(_is_block(block, own) for block in blocks):
+            if isinstance(blocks, nn.ModuleList) and len(blocks) and all(map(is_block, blocks)):
                 others = [child for other, child in parent.named_children() if other != name]
                 yield list(blocks), list(_called(others))
-
-
-def _is_block(module: nn.Module, own: set[nn.Parameter]) -> bool:
-    return isinstance(module, GradientCheckpointingLayer) and own.issuperset(module.parameters())
 
 
 def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -78,23 +77,23 @@ def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 class _Stack:
-    """One list of blocks, and of the call that runs through it, this rank's part."""
+    """One list of blocks, and this rank's slice of the current call."""
 
-    def __init__(self, blocks: Sequence[nn.Module], beside: Iterable[nn.Module], part_of: MakePart) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], siblings: Iterable[nn.Module], part_of: MakePart) -> None:
         self.is_open = False
         self._part_of = part_of
         self._part: RowPart | None = None
-        self._borders: dict[int, tuple[Tensor, Tensor]] = {}  # of the call, by identity: whole, and of the part
-        self._between: Tensor | None = None  # what the last block gave
+        self._borders: dict[int, tuple[Tensor, Tensor]] = {}  # id of the whole call's tensor -> (it, the slice's)
+        self._between: Tensor | None = None  # output of the latest block
         self._first = blocks[0]
         self._names = list(inspect.signature(type(blocks[0]).forward).parameters)[1:]
         for block in blocks:
             block.register_forward_pre_hook(self._cut, with_kwargs=True)
         for block in blocks[:-1]:
-            block.register_forward_hook(self._note)
-        blocks[-1].register_forward_hook(self._put_together)
-        for module in beside:
-            module.register_forward_pre_hook(self._whole, with_kwargs=True)
+            block.register_forward_hook(self._keep_output)
+        blocks[-1].register_forward_hook(self._gather_output)
+        for module in siblings:
+            module.register_forward_pre_hook(self._gather_inputs, with_kwargs=True)
 
     def close(self) -> None:
         self.is_open = False
@@ -105,23 +104,23 @@ class _Stack:
         self._borders.clear()
 
     def _cut(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Of everything with a row per row of the call, this rank's."""
+        """Slice all arguments with one row per row of the call."""
         if not self.is_open:
             return None
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         if block is self._first:
-            hidden = given[self._names[0]]
+            hidden = arguments[self._names[0]]
             self._part = self._part_of(hidden.size(0), hidden.device) if hidden.ndim == 2 else None
         if self._part is None:
             return None
-        own = {name: self._of_part(name, value) for name, value in given.items()}
-        return tuple(own.pop(name) for name in self._names[: len(args)]), own
+        sliced = {name: self._of_part(name, value) for name, value in arguments.items()}
+        return tuple(sliced.pop(name) for name in self._names[: len(args)]), sliced
 
     def _of_part(self, name: str, value: Any) -> Any:
         part = self._part
         assert part is not None
         if name in _BORDERS and isinstance(value, Tensor):
-            if id(value) not in self._borders:  # one for all blocks, whose values are read once
+            if id(value) not in self._borders:  # computed once for all blocks: it reads the values
                 self._borders[id(value)] = value, borders_on(value, part.attention)
             return self._borders[id(value)][1]
 
@@ -130,24 +129,25 @@ class _Stack:
 
         return tree_map_only(Tensor, cut, value)
 
-    def _note(self, block: nn.Module, args: Any, output: Any) -> None:
+    def _keep_output(self, block: nn.Module, args: Any, output: Any) -> None:
         if self._part is not None:
             self._between = output if isinstance(output, Tensor) else output[0]
 
-    def _whole(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What is beside the blocks sees the whole row, where it is given what a block gave (deepstack)."""
-        if self._part is None or self._between is None:
+    def _gather_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Gather the output of a block that a sibling of the blocks takes (deepstack)."""
+        part, between = self._part, self._between
+        if part is None or between is None:
             return None
-        return tree_map_only(Tensor, self._gathered, (args, kwargs))
 
-    def _gathered(self, tensor: Tensor) -> Tensor:
-        assert self._part is not None and self._between is not None
-        is_same = tensor.data_ptr() == self._between.data_ptr() and tensor.shape == self._between.shape
-        return self._part.gather(tensor, 0) if is_same else tensor
+        def gathered(tensor: Tensor) -> Tensor:
+            is_same = tensor.data_ptr() == between.data_ptr() and tensor.shape == between.shape
+            return part.gather(tensor, 0) if is_same else tensor
 
-    def _put_together(self, block: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, gathered, (args, kwargs))
+
+    def _gather_output(self, block: nn.Module, args: Any, output: Any) -> Any:
         if self._part is None:
             return None
-        part, own = self._part, len(self._part.rows)
+        part, num_rows = self._part, len(self._part.rows)
         self._end()
-        return tree_map_only(Tensor, lambda t: part.gather(t, 0) if t.ndim and t.size(0) == own else t, output)
+        return tree_map_only(Tensor, lambda t: part.gather(t, 0) if t.ndim and t.size(0) == num_rows else t, output)

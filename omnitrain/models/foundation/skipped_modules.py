@@ -1,8 +1,8 @@
-"""Modules that a forward calls for some samples only: where it leaves them out, they are called on nothing.
+"""Call modules that a forward skips for some samples, such as experts for image tokens, on empty tensors.
 
-Experts for image tokens are an example. Their parameters belong to units that all ranks gather and reduce together,
-and their rows may travel between ranks, so each rank must call them, whatever its samples are. A call on empty tensors
-computes nothing, and gives gradients of zeros.
+Their parameters belong to FSDP units that all ranks gather and reduce together, and their rows may move between ranks,
+so each rank must call them, whatever its samples are. A call on empty tensors computes nothing and gives gradients of
+zeros.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _ATTRIBUTE = "_calls_what_is_left_out"
 
 
 def call_what_is_left_out(model: nn.Module, found: Sequence[SkippedModule]) -> None:
-    """From now on, what a forward of ``model`` leaves out is called on nothing. To do it twice is to do it once.
+    """Let every forward of ``model`` call the modules that it skips on empty tensors. Idempotent.
 
     Args:
         model: changed in place, by hooks; classes, parameters and names stay.
-        found: in the order in which a forward that leaves nothing out calls them.
+        found: the modules, in the order in which a forward that skips none calls them.
     """
     modules = dict(model.named_modules())
-    places = {kind.module: (place, kind) for place, kind in enumerate(found)}
+    order = {skipped.module: (index, skipped) for index, skipped in enumerate(found)}
     parents: dict[str, list[tuple[int, str, SkippedModule]]] = {}
     for name in modules:
-        if (known := places.get(any_layer(name))) is not None:
-            place, kind = known
-            parents.setdefault(parent_of(name, kind), []).append((place, name, kind))
+        if (entry := order.get(any_layer(name))) is not None:
+            index, skipped = entry
+            parents.setdefault(parent_of(name, skipped), []).append((index, name, skipped))
     for parent, children in parents.items():
         if not hasattr(modules[parent], _ATTRIBUTE):
-            ordered = [(modules[name], kind) for _, name, kind in sorted(children, key=lambda child: child[0])]
+            ordered = [(modules[name], skipped) for _, name, skipped in sorted(children, key=lambda child: child[0])]
             calls = _Calls(modules[parent], ordered)
             setattr(modules[parent], _ATTRIBUTE, calls)
             if parent == "" and isinstance(model, PreTrainedModel):
@@ -45,41 +45,41 @@ def call_what_is_left_out(model: nn.Module, found: Sequence[SkippedModule]) -> N
 
 
 def parent_of(name: str, kind: SkippedModule) -> str:
-    """The name of the module that calls the one of this name, or leaves it out."""
+    """Return the name of the module that calls or skips the module ``name``."""
     below = kind.module.count(".") - kind.parent.count(".") if kind.parent else kind.module.count(".") + 1
     return ".".join(name.split(".")[:-below])
 
 
 class _Calls:
-    """The calls of some modules within a forward of their parent.
+    """The calls of some modules within a forward of their parent, in the same order on all ranks.
 
-    They are called in one order on all ranks: before a module runs, those before it that were left out do.
+    Before a module runs, the skipped modules that come before it are called.
     """
 
     def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, SkippedModule]]) -> None:
         self._children = children
         self._next = 0
-        self._near: Tensor | None = None
-        self._nothing: list[Tensor] = []
-        self._is_open = self._is_own = False
+        self._input: Tensor | None = None  # a floating-point input of the parent
+        self._outputs: list[Tensor] = []  # of calls on empty tensors
+        self._is_open = self._is_calling = False
         parent.register_forward_pre_hook(self._begin, with_kwargs=True)
         parent.register_forward_hook(self._end)
         for child, _ in children:
             child.register_forward_pre_hook(self._arrive)
 
     def end_before(self, head: nn.Module) -> None:
-        """A loss is computed in the language-model head: what a model returns behind it, no loss reads."""
+        """Make the remaining calls before the language-model head: no loss reads outputs of the forward after it."""
         head.register_forward_pre_hook(self._reach)
 
     def _begin(self, parent: nn.Module, args: Any, kwargs: Any) -> None:
-        self._next, self._nothing, self._is_open = 0, [], True
-        self._near = next(_floating((args, kwargs)), None)
+        self._next, self._outputs, self._is_open = 0, [], True
+        self._input = next(_floating((args, kwargs)), None)
 
     def _arrive(self, child: nn.Module, args: Any) -> None:
-        if self._is_open and not self._is_own:
-            place = next(place for place, (known, _) in enumerate(self._children) if known is child)
-            self._catch_up(place)
-            self._next = max(self._next, place + 1)
+        if self._is_open and not self._is_calling:
+            index = next(index for index, (module, _) in enumerate(self._children) if module is child)
+            self._catch_up(index)
+            self._next = max(self._next, index + 1)
 
     def _reach(self, head: nn.Module, args: Any) -> Any:
         if not self._is_open:
@@ -89,50 +89,52 @@ class _Calls:
 
     def _end(self, parent: nn.Module, args: Any, output: Any) -> Any:
         self._catch_up(len(self._children))
-        self._near, self._is_open = None, False
+        self._input, self._is_open = None, False
         return self._tied(output)
 
     def _tied(self, tree: Any) -> Any:
-        nothing, self._nothing = self._nothing, []
+        """Connect the outputs of calls on empty tensors to the graph of the first tensor in ``tree``."""
+        outputs, self._outputs = self._outputs, []
         first = next(_floating(tree))
-        tied = _Tied.apply(first, *nothing)
+        tied = _Tied.apply(first, *outputs)
         return tree_map(lambda value: tied if value is first else value, tree)
 
-    def _catch_up(self, place: int) -> None:
-        for child, kind in self._children[self._next : place]:
-            self._is_own = True
+    def _catch_up(self, index: int) -> None:
+        """Call the skipped modules before ``index``."""
+        for child, skipped in self._children[self._next : index]:
+            self._is_calling = True
             empty = self._empty(child)
             try:
-                output = child(*(empty.view(sizes) for sizes in kind.takes))
+                output = child(*(empty.view(sizes) for sizes in skipped.takes))
             finally:
-                self._is_own = False
-            self._nothing.append(next(_floating(output)))  # its first result is what a forward goes on with
-        self._next = max(self._next, place)
+                self._is_calling = False
+            self._outputs.append(next(_floating(output)))  # a forward uses the first result
+        self._next = max(self._next, index)
 
     def _empty(self, child: nn.Module) -> Tensor:
-        """Nothing of the rows that the parent was given; where it was given none, of the child's own dtype."""
-        if self._near is not None:
-            return self._near.flatten()[:0]
+        """An empty slice of the parent's input; if the parent got none, an empty tensor of the child's dtype."""
+        if self._input is not None:
+            return self._input.flatten()[:0]
         weight = next(child.parameters())
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
 
 class _Tied(torch.autograd.Function):
-    """``output``, on which the calls on nothing hang.
+    """Returns ``output`` and connects the outputs of calls on empty tensors to its graph.
 
-    It saves a tensor, on ranks that left nothing out, too: blocks are recomputed when the first saved tensor is asked
-    for, and that must be at the same place among the units that gather their parameters on all ranks.
+    It saves a tensor also on ranks that skipped nothing: unpacking the first saved tensor recomputes a block, and all
+    ranks must recompute, and so gather FSDP units, in the same order.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *nothing: Tensor) -> Tensor:
-        ctx.save_for_backward(output.new_empty(0), *nothing)
+    def forward(ctx: Any, output: Tensor, *empty: Tensor) -> Tensor:
+        ctx.save_for_backward(output.new_empty(0), *empty)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        _, *nothing = ctx.saved_tensors
-        return gradients[0], *(torch.zeros_like(part) for part in nothing)
+        _, *empty = ctx.saved_tensors
+        return gradients[0], *(torch.zeros_like(output) for output in empty)
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:

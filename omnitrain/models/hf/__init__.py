@@ -1,1 +1,1 @@
-"""HF models as files and classes: load, config copies, hub kernels, weights that nothing reads."""
+"""HF models: load files, find classes, copy configs, hub kernels, weights that no module uses."""

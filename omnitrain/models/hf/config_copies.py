@@ -1,4 +1,4 @@
-"""Configs that no other model reads."""
+"""Give a model copies of its configs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers import PreTrainedConfig
 
 
 def take_own_configs(models: Iterable[nn.Module]) -> None:
-    """Replace configs below ``models`` by copies; those that were the same object stay one.
+    """Replace the configs of all modules in ``models`` by copies; a config shared by modules stays shared.
 
-    How a model attends and runs its experts is written into its configs, which transformers takes from its caller as
-    they are: the next model made from them would be asked for what was chosen for this one.
+    We write the chosen attention and experts implementation into a model's configs. transformers does not copy a config
+    it is given, so without copies the next model built from the same config would get this model's choice.
     """
     copies: dict[int, Any] = {}
     for module in dict.fromkeys(module for model in models for module in model.modules()):

@@ -1,7 +1,7 @@
-"""Kernels that transformers takes from other packages where these are installed: linear attention, state space.
+"""Kernels that transformers takes from other packages if they are installed: linear attention, state space.
 
-transformers wraps its own torch code of such a function (``use_kernel_func_from_hub_with_fallback``); what the wrapper
-holds tells which package it would take the kernel from, and whether it does.
+transformers wraps its torch code of such a function (``use_kernel_func_from_hub_with_fallback``). The closure of the
+wrapper shows the package of the kernel, and whether the kernel runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from types import CellType, FunctionType
 
 from torch import nn
 
-_HELD = {"func_name", "package", "torch_function", "implementation", "is_new_implementation", "applicable_params"}
+_CLOSURE_NAMES = {
+    "func_name",
+    "package",
+    "torch_function",
+    "implementation",
+    "is_new_implementation",
+    "applicable_params",
+}
 
 
 @dataclass(frozen=True)
@@ -22,9 +29,9 @@ class Kernel:
     """One function that a package may replace.
 
     Attributes:
-        name: of the function in the package.
-        package: by the name under which Python imports it.
-        is_used: the package is installed, and its function runs.
+        name: name of the function in the package.
+        package: import name of the package.
+        is_used: whether the package is installed, so that its function runs.
     """
 
     name: str
@@ -36,31 +43,30 @@ class Kernel:
 
 
 def kernels_of(model: nn.Module) -> tuple[Kernel, ...]:
-    """The kernels that the forwards of a model's modules call, by name; often none."""
-    found = {
-        Kernel(
-            held["func_name"].cell_contents, held["package"].cell_contents, held["is_new_implementation"].cell_contents
-        )
-        for held in _wrappers(model)
-    }
-    return tuple(sorted(found, key=lambda kernel: kernel.name))
+    """Return the kernels that the forwards of a model's modules call, sorted by name; often none."""
+    names = ("func_name", "package", "is_new_implementation")
+    kernels = {Kernel(*(cells[name].cell_contents for name in names)) for cells in _wrappers(model)}
+    return tuple(sorted(kernels, key=lambda kernel: kernel.name))
 
 
 @contextmanager
 def torch_kernels(model: nn.Module) -> Iterator[None]:
-    """While open, transformers' own torch code runs in their place, as where no package is installed.
+    """Run transformers' torch code instead of the kernels, as if no package were installed.
 
-    Kernels run on their device only; the code in their place runs on any.
+    A kernel runs only on its device; the torch code runs on any device.
     """
     before: list[tuple[CellType, object]] = []
     try:
-        for held in _wrappers(model):
-            own = held["torch_function"].cell_contents
-            parameters = tuple(inspect.signature(own).parameters)
-            changes = {"implementation": own, "is_new_implementation": False, "applicable_params": parameters}
+        for cells in _wrappers(model):
+            torch_function = cells["torch_function"].cell_contents
+            changes = {
+                "implementation": torch_function,
+                "is_new_implementation": False,
+                "applicable_params": tuple(inspect.signature(torch_function).parameters),
+            }
             for name, value in changes.items():
-                before.append((held[name], held[name].cell_contents))
-                held[name].cell_contents = value
+                before.append((cells[name], cells[name].cell_contents))
+                cells[name].cell_contents = value
         yield
     finally:
         for cell, value in reversed(before):
@@ -68,13 +74,13 @@ def torch_kernels(model: nn.Module) -> Iterator[None]:
 
 
 def _wrappers(model: nn.Module) -> list[dict[str, CellType]]:
-    """What transformers' wrapper around each such function holds, by name; each wrapper once."""
-    found: dict[int, dict[str, CellType]] = {}
+    """Return the closure of each wrapper that the forwards call, name -> cell; each wrapper once."""
+    cells_of: dict[int, dict[str, CellType]] = {}
     for kind in {type(module) for module in model.modules()}:
         forward = inspect.unwrap(kind.forward)
         for name in forward.__code__.co_names:
             value = forward.__globals__.get(name)
-            if isinstance(value, FunctionType) and set(value.__code__.co_freevars) >= _HELD:
+            if isinstance(value, FunctionType) and set(value.__code__.co_freevars) >= _CLOSURE_NAMES:
                 cells = value.__closure__ or ()
-                found[id(value)] = dict(zip(value.__code__.co_freevars, cells, strict=True))
-    return list(found.values())
+                cells_of[id(value)] = dict(zip(value.__code__.co_freevars, cells, strict=True))
+    return list(cells_of.values())

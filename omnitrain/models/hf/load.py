@@ -1,4 +1,4 @@
-"""HuggingFace models from a path, a config or a module: built fresh, or loaded all-or-error."""
+"""Build or load HuggingFace models; loading fails unless every tensor fits."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from omnitrain.models.discovery.model_errors import refusing
 from omnitrain.models.hf.unused_weights import counted, names_not_in_model
 from omnitrain.recipe.suggest import nearest
 
-_ALIGNMENT = 64  # bytes, of torch's own CPU allocations
-_QUANTIZED, _DEQUANTIZE = "quantization_config", "dequantize"  # of a config; of that node
+_ALIGNMENT = 64  # bytes; torch allocates CPU tensors with it
+_QUANTIZED, _DEQUANTIZE = "quantization_config", "dequantize"  # a key of the config, and a key inside it
 
 Source: TypeAlias = str | dict[str, Any] | PreTrainedConfig | PreTrainedModel
 
 
 def as_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """The HF config of a plain dict with ``model_type``.
+    """Build the HF config of a plain dict with ``model_type``.
 
     Raises:
-        UserError: there is no ``model_type``, or nobody registered it.
+        UserError: ``model_type`` is missing or not registered with transformers.
     """
     rest = dict(values)
     model_type = rest.pop("model_type", None)
@@ -44,14 +44,14 @@ def as_config(values: dict[str, Any]) -> PreTrainedConfig:
         )
     if model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"model_type {model_type!r} is unknown to transformers; if it is a class of your own, import the module "
-            "that registers it with AutoConfig and AutoModel first"
+            f"model_type {model_type!r} is unknown to transformers; if it is your class, first import the module that "
+            "registers it with AutoConfig and AutoModel"
         )
     return AutoConfig.for_model(model_type, **rest)
 
 
 def as_dict(config: PreTrainedConfig) -> dict[str, Any]:
-    """A config as plain JSON values; :func:`as_config` is the inverse."""
+    """Convert a config to plain JSON values; :func:`as_config` is the inverse."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
@@ -61,17 +61,17 @@ def resolve(
     dtype: torch.dtype | None = None,
     part_of: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None,
 ) -> PreTrainedModel:
-    """A model from any way of naming one.
+    """Load or build the model that ``source`` names.
 
     Args:
-        source: Hub id or folder (pretrained weights), config or dict of one (random weights), or a model.
-        class_of: which class builds a config; None: :func:`model_class`.
-        dtype: of the weights; None: fp32 for fresh weights, the checkpoint's own for loaded ones.
-        part_of: which part of a config is built; None: all of it.
+        source: Hub id or folder (pretrained weights), config or its dict (random weights), or a model.
+        class_of: returns the class that builds a config; None: :func:`model_class`.
+        dtype: dtype of the weights; None: fp32 for random weights, the checkpoint's dtype for loaded weights.
+        part_of: returns the sub-config to build; None: the whole config is built.
 
     Raises:
-        UserError: nothing there, an unknown architecture, or a config that its class does not take.
-        WeightsError: tensors missing, renamed or of another shape.
+        UserError: no model at the path, an unknown architecture, or a config that its class does not take.
+        WeightsError: tensors are missing, renamed or have another shape.
     """
     class_of, part_of = class_of or model_class, part_of or (lambda config: config)
     if isinstance(source, str):
@@ -86,66 +86,65 @@ def resolve(
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that builds ``config``: AutoModel's, else the only model of that config (VQ tokenizers).
+    """Return the class that builds ``config``: AutoModel's, else the only class of that config (VQ tokenizers).
 
     Raises:
-        UserError: there is none.
+        UserError: no class builds it, or several do.
     """
-    found = _mapped(config, "AutoModel") or _owners(config)
-    if len(found) != 1:
-        raise UserError(f"model_type {config.model_type!r} is no model that transformers can build from its config")
-    return found[0]
+    classes = _mapped(config, "AutoModel") or _owners(config)
+    if len(classes) != 1:
+        raise UserError(f"transformers cannot build a model of model_type {config.model_type!r} from its config")
+    return classes[0]
 
 
 def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class with a forward over tokens and a language-model head that builds ``config``, multimodal or not.
+    """Return the class with a forward over tokens and a language-model head that builds ``config``.
 
-    It is the config's own ``architectures`` entry, else the class that an auto mapping names, else the only class of
-    that config that generates.
+    It is the config's ``architectures`` entry, else the class that an auto mapping names, else the only class of that
+    config that generates.
 
     Raises:
-        UserError: there is none; names the parts of the config that have one.
+        UserError: no class does; the message names the sub-configs that have such a class.
     """
     classes = _language_models(config)
     if classes and not config.is_encoder_decoder:
         return classes[0]
     parts = [
-        f"{name} ({found[0].__name__})"
+        f"{name} ({part_classes[0].__name__})"
         for name, part in vars(config).items()
-        if isinstance(part, PreTrainedConfig) and (found := _language_models(part))
+        if isinstance(part, PreTrainedConfig) and (part_classes := _language_models(part))
     ]
     raise UserError(
-        f"model_type {config.model_type!r} is no causal language model: from its config, transformers builds no "
-        "decoder-only model with a forward over tokens and a language-model head"
-        + (f"; one of its parts can be the foundation: {', '.join(parts)}" if parts else "")
+        f"model_type {config.model_type!r} is no causal language model: transformers has no decoder-only class for "
+        "its config with a forward over tokens and a language-model head"
+        + (f"; use one of its parts as the foundation: {', '.join(parts)}" if parts else "")
     )
 
 
 def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the foundation in that of a model: the whole, or the only part that reads media and writes text.
+    """Return the foundation's config: ``config`` itself, or its only sub-config that reads media and generates text.
 
-    The whole is no language model where a model speaks in stages, as Qwen-Omni does with thinker, talker and vocoder.
+    In a model with several stages (thinker, talker and vocoder of Qwen-Omni) the whole is no language model.
     """
     if _language_models(config):
         return config
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    readers = [part for part in parts if any(_reads_media(cls) for cls in _language_models(part)[:1])]
+    methods = [f"get_{modality}_features" for modality in ("image", "video", "audio")]
+    readers = [
+        part for part in parts if any(hasattr(cls, name) for cls in _language_models(part)[:1] for name in methods)
+    ]
     return readers[0] if len(readers) == 1 else config
 
 
-def _reads_media(cls: type[PreTrainedModel]) -> bool:
-    return any(hasattr(cls, f"get_{modality}_features") for modality in ("image", "video", "audio"))
-
-
 def require_sub_configs(source: str | dict[str, Any]) -> None:
-    """The config of a foundation names all its parts; transformers would fill a missing one with a full-size default.
+    """Check that a foundation's config has all sub-configs: transformers fills a missing one with full-size defaults.
 
     Args:
-        source: a config as a dict, or the Hub id or folder of one. Files of older models write the keys of their
-            language model beside the parts; such a part is not missing.
+        source: a config as a dict, or its Hub id or folder. Files of older models write the keys of the language model
+            at the top level; that sub-config is then not missing.
 
     Raises:
-        UserError: names the missing parts.
+        UserError: names the missing sub-configs.
     """
     if isinstance(source, dict):
         values, config, has_flat_text = source, as_config(source), False
@@ -165,7 +164,7 @@ def require_sub_configs(source: str | dict[str, Any]) -> None:
         parts = {name: part for name, part in parts.items() if part is not text}
     missing = [name for name in parts if name not in values]
     if missing:
-        raise UserError(f"{owner} lacks {', '.join(missing)}; write every part of the model")
+        raise UserError(f"{owner} lacks {', '.join(missing)}; write the config of every part of the model")
 
 
 _FOUNDATION_MAPPINGS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
@@ -177,13 +176,13 @@ def _language_models(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
         cls for cls in known if isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     ]
     mapped = [cls for mapping in _FOUNDATION_MAPPINGS for cls in _mapped(config, mapping)]
-    own = [cls for cls in [*named, *mapped] if cls.config_class is type(config)]
-    # A config without a model of its own is built by another's; that of one of its parts would leave out the rest.
+    exact = [cls for cls in [*named, *mapped] if cls.config_class is type(config)]
+    # Another config's class may build this config, but the class of a sub-config would ignore the other sub-configs.
     parts = {type(part) for part in vars(config).values()}
-    borrowed = [cls for cls in mapped if cls.config_class not in parts]
-    classes = [cls for cls in [*own, *borrowed] if _is_language_model(cls)]
-    beside = [cls for cls in _classes_beside(config) if cls.config_class is type(config) and _is_language_model(cls)]
-    return classes or (beside if len(beside) == 1 else [])
+    other = [cls for cls in mapped if cls.config_class not in parts]
+    classes = [cls for cls in [*exact, *other] if _is_language_model(cls)]
+    in_file = [cls for cls in _modeling_classes(config) if cls.config_class is type(config) and _is_language_model(cls)]
+    return classes or (in_file if len(in_file) == 1 else [])
 
 
 def _is_language_model(cls: type[PreTrainedModel]) -> bool:
@@ -191,24 +190,24 @@ def _is_language_model(cls: type[PreTrainedModel]) -> bool:
 
 
 def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:
-    """The class that an auto class of transformers names for the config, if any."""
+    """The class that transformers' auto class names for the config, if any."""
     mapping = getattr(transformers, auto_class)._model_mapping
     if type(config) not in mapping:
         return []
-    found = mapping[type(config)]
-    return [found[0] if isinstance(found, tuple) else found]
+    mapped = mapping[type(config)]
+    return [mapped[0] if isinstance(mapped, tuple) else mapped]
 
 
 def _owners(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Classes made for this very config class, in the modelling file beside it."""
+    """Classes in the config's modeling file that are annotated with this config class."""
     return [
         member
-        for member in _classes_beside(config)
+        for member in _modeling_classes(config)
         if "config" in inspect.get_annotations(member) and member.config_class is type(config)
     ]
 
 
-def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     try:
         module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     except ImportError:
@@ -217,10 +216,10 @@ def _classes_beside(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
 
 
 def config_at(path: str) -> PreTrainedConfig:
-    """The HF config of a Hub id or folder; how its files are quantized is not in it, for what is built of it is not.
+    """Return the HF config of a Hub id or folder, without the quantization of its files: we build plain weights.
 
     Raises:
-        UserError: there is none.
+        UserError: the path has no HF config.
     """
     require_folder(path, "HF model")
     try:
@@ -232,26 +231,27 @@ def config_at(path: str) -> PreTrainedConfig:
 
 
 def require_folder(path: str, what: str) -> None:
-    """A name that can only be a local folder must be one; others may be Hub ids (``org/name``).
+    """Raise if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``).
 
     Raises:
-        UserError: names the folder that was looked for, and the nearest one there is.
+        UserError: names the missing folder and the nearest existing one.
     """
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
-        raise UserError(f"no {what} at {path!r}: no folder {Path(path).absolute()}{_nearest_folder(path)}")
+        folder = Path(path).absolute()
+        raise UserError(f"no {what} at {path!r}: the folder {folder} does not exist{_nearest_folder(path)}")
 
 
 def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
-    """The folder ``path``, or the one into which the files of a Hub repository that match ``pattern`` are downloaded.
+    """Return the folder ``path``, or download the files of a Hub repository and return their folder.
 
     Args:
         path: folder or Hub id.
-        pattern: glob, relative to the repository.
-        **hub: for ``snapshot_download``.
+        pattern: glob of the files to download, relative to the repository.
+        **hub: keyword arguments of ``snapshot_download``.
 
     Raises:
-        UserError: neither is there.
+        UserError: neither a folder nor a repository has this name.
     """
     require_folder(str(path), "checkpoint")
     if Path(path).expanduser().is_dir():
@@ -265,21 +265,21 @@ def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
 def load_strictly(
     cls: type[PreTrainedModel], path: str, dtype: torch.dtype | None = None, *, allow_extra: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
-    """``cls.from_pretrained(path)`` in which every tensor of the model was in the files, and every file tensor used.
+    """Call ``cls.from_pretrained(path)`` and check that the tensors of the files are exactly those of the model.
 
-    Quantized weights (fp8, mxfp4) are put back into what can be trained, on any device.
+    Quantized weights (fp8, mxfp4) are dequantized for training, on any device.
 
     Args:
         cls: model class.
         path: folder or Hub id.
-        dtype: of the weights; None: the checkpoint's own.
-        allow_extra: tensors in the files that the model does not have are fine (a tower from a whole model); its
+        dtype: dtype of the weights; None: the checkpoint's dtype.
+        allow_extra: accept tensors in the files that the model does not have (a tower from a whole model); the model's
             attribute ``unused_tensors`` counts them.
-        **kwargs: for ``from_pretrained``.
+        **kwargs: keyword arguments of ``from_pretrained``.
 
     Raises:
-        UserError: no such folder, or no weights in it, or weights quantized in a way that cannot be undone.
-        WeightsError: names every missing, unexpected or misshapen tensor, and probable renames.
+        UserError: the folder or its weights are missing, or transformers cannot dequantize the weights.
+        WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames.
     """
     require_folder(path, cls.__name__)
     quantized = _dequantized(path) if "config" in kwargs else None
@@ -287,7 +287,7 @@ def load_strictly(
         kwargs["config"] = copy.deepcopy(kwargs["config"])
         setattr(kwargs["config"], _QUANTIZED, quantized)
     verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()  # the report below says it better than the load table
+    hf_logging.set_verbosity_error()  # we report differences ourselves, shorter than the load table
     try:
         with names_not_in_model() as unused:
             model, info = cls.from_pretrained(
@@ -307,42 +307,42 @@ def load_strictly(
 
 
 def _dequantized(path: str) -> dict[str, Any] | None:
-    """How the files of a model are quantized, with the order to undo it; None: they are not.
+    """Return the files' quantization config with ``dequantize`` set; None: they are not quantized.
 
     Raises:
-        UserError: transformers cannot undo it.
+        UserError: transformers cannot dequantize them.
     """
-    found = PreTrainedConfig.get_config_dict(path)[0].get(_QUANTIZED)
-    if found is None:
+    quantization = PreTrainedConfig.get_config_dict(path)[0].get(_QUANTIZED)
+    if quantization is None:
         return None
-    method = found.get("quant_method")
+    method = quantization.get("quant_method")
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     if kind is None or _DEQUANTIZE not in inspect.signature(kind).parameters:
         raise UserError(
-            f"the weights at {path!r} are quantized ({method}), which cannot be undone in loading; name the model that "
-            "was quantized"
+            f"the weights at {path!r} are quantized ({method}), and transformers cannot dequantize them when loading; "
+            "name the original model, without quantization"
         )
-    return found | {_DEQUANTIZE: True}
+    return quantization | {_DEQUANTIZE: True}
 
 
 def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-    """As loaded from files that never were quantized."""
-    model._weight_conversions = None  # those of such files would be undone where it is saved
-    if dtype is not None:  # transformers casts all but what was quantized; what is in fp32 may have to stay in it
+    """Bring the model into the state after loading files without quantization."""
+    model._weight_conversions = None  # saving would revert the conversions of quantized files
+    if dtype is not None:  # transformers did not cast dequantized tensors; fp32 tensors may have to stay fp32
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.to(dtype)
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Files are mapped into memory as they are; kernels round otherwise on tensors that begin at odd addresses."""
+    """Copy unaligned tensors of memory-mapped files: kernels round differently on them."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
 
 
 def _freeze_as_built(model: PreTrainedModel) -> None:
-    """Loading makes every parameter trainable; a model that freezes parts of itself (Whisper's positions) means it."""
+    """Restore the constructor's ``requires_grad`` (Whisper freezes its positions); loading sets all to True."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = None
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that the model loaded from it does not have, such as those that predict several tokens."""
+"""Tensors of a checkpoint that the loaded model does not have, such as multi-token prediction heads."""
 
 from __future__ import annotations
 
@@ -12,52 +12,51 @@ from transformers import PreTrainedModel
 
 @contextmanager
 def names_not_in_model() -> Iterator[set[str]]:
-    """Names in the files of a model that is loaded within, of tensors that it does not have.
+    """Collect the names of file tensors that the model loaded in this context does not have.
 
-    Transformers tells of them, but not of those that a class lists as known (``_keys_to_ignore_on_load_unexpected``).
+    transformers reports them too, but not those in a class's ``_keys_to_ignore_on_load_unexpected``.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
 
-    def noting(self: PreTrainedModel, loading_info: Any) -> None:
-        found.update(loading_info.unexpected_keys)
+    def collect(self: PreTrainedModel, loading_info: Any) -> None:
+        names.update(loading_info.unexpected_keys)
         adjust(self, loading_info)
 
-    PreTrainedModel._adjust_missing_and_unexpected_keys = noting
+    PreTrainedModel._adjust_missing_and_unexpected_keys = collect
     try:
-        yield found
+        yield names
     finally:
         PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
 
 
 def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
-    """Where in ``model`` the tensors would be -> how many they are; buffers that it makes by itself do not count.
+    """Count unused tensors by the missing module that they belong to; names of the model's buffers do not count.
 
     Args:
-        model: which does not have them.
-        names: of tensors, such as ``mtp.fc.weight`` and ``model.layers.61.eh_proj.weight``: of a model with 61 layers
-            these count as ``mtp.*`` and ``model.layers.61.*``.
+        model: the model that does not have the tensors.
+        names: names of the tensors. In a model with 61 layers ``mtp.fc.weight`` counts as ``mtp.*``, and
+            ``model.layers.61.eh_proj.weight`` as ``model.layers.61.*``.
     """
     modules = {name for name, _ in model.named_modules()}
-    made = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
-    places = (_place(name, modules) for name in sorted(names) if name.rpartition(".")[2] not in made)
-    return dict(Counter(places))
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    globs = (_missing_module(name, modules) for name in sorted(names) if name.rpartition(".")[2] not in buffers)
+    return dict(Counter(globs))
 
 
-def _place(name: str, modules: set[str]) -> str:
-    """The first part of the name that is no module, with all below it."""
+def _missing_module(name: str, modules: set[str]) -> str:
+    """The outermost prefix of ``name`` that is no module, as a glob; ``name`` itself if only the tensor is missing."""
     parts = name.split(".")
     known = next(n for n in range(len(parts) + 1) if ".".join(parts[: n + 1]) not in modules)
     return name if known == len(parts) - 1 else ".".join([*parts[: known + 1], "*"])
 
 
 def unused_line(unused: Mapping[str, int] | None) -> str:
-    """What to tell about them; empty: there are none."""
+    """Return the line that reports unused tensors; empty: none are unused."""
     if not unused:
         return ""
-    places = ", ".join(f"{place} ({number})" for place, number in unused.items())
-    number = sum(unused.values())
+    modules = ", ".join(f"{module} ({count})" for module, count in unused.items())
     return (
-        f"the foundation's checkpoint holds {number} tensors that this model does not use: {places}; they are neither "
-        "trained nor saved nor exported"
+        f"the foundation's checkpoint holds {sum(unused.values())} tensors that this model does not use: {modules}; "
+        "they are not trained, saved or exported"
     )

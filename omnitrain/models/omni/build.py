@@ -1,4 +1,4 @@
-"""``build_foundation_model`` and ``build_omni_model``: from names, configs or modules to one model."""
+"""Build a foundation or an omni model from Hub ids, configs or modules."""
 
 from __future__ import annotations
 
@@ -42,34 +42,37 @@ Node = TypeVar("Node", bound=BaseModel)
 def build_foundation_model(
     source: Source | Path, *, init_device: str = "cpu", torch_dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """A causal language model.
+    """Build the causal language model that ``source`` names.
 
     Args:
         source: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
-            model, which is returned as it is. Of a model that speaks in stages, the part that reads media is taken.
-        init_device: where the weights are made; ``meta`` makes none.
-        torch_dtype: of the weights; None: fp32 for fresh ones, the checkpoint's own for loaded ones.
+            model, which is returned unchanged. For a model with several stages (Qwen-Omni), only the part that reads
+            media is built.
+        init_device: device on which the weights are created; ``meta`` creates shapes only.
+        torch_dtype: dtype of the weights; None: fp32 for random weights, the checkpoint's dtype for loaded weights.
 
     Raises:
-        UserError: no such model, or one without a language-model head, or a model that is parallelized already.
-        WeightsError: tensors missing or renamed.
+        UserError: ``source`` names no model, the model has no language-model head, or it is parallelized already.
+        WeightsError: tensors are missing or renamed.
     """
     require_device(init_device)
     if isinstance(source, Path):
         source = str(source)
     if not isinstance(source, str | dict | PreTrainedConfig | PreTrainedModel):
         raise UserError(
-            f"foundation: found a {type(source).__name__}; expected a Hub id, a folder, a config or a model of "
+            f"foundation: found a {type(source).__name__}; expected a Hub id, a folder, or a config or model of "
             "transformers"
         )
     if isinstance(source, (str, dict)):
         require_sub_configs(source)
     if isinstance(source, PreTrainedModel) and is_spread(source):
-        raise UserError("the model is parallelized already; build a new one for another layout")
+        raise UserError("the model is parallelized already; build a new model for another layout")
     with _on(init_device):
         model = resolve(_described(source, init_device), foundation_class, torch_dtype, foundation_config)
     if model.get_output_embeddings() is None:
-        raise UserError(f"{type(model).__name__} has no language-model head; the foundation must be a causal LM")
+        raise UserError(
+            f"{type(model).__name__} has no language-model head; the foundation must be a causal language model"
+        )
     return model if init_device == "meta" else model.to(init_device)
 
 
@@ -83,27 +86,29 @@ def build_omni_model(
     init_device: str = "cpu",
     torch_dtype: torch.dtype | None = None,
 ) -> OmniModel:
-    """An omni model from a checkpoint of one, or from its parts.
+    """Build an omni model from a saved one, or from a foundation, encoders and decoders.
 
     Args:
-        config_path: folder of a saved omni model; with ``weights_path`` unset its weights are random.
-        weights_path: folder of a saved omni model whose weights are loaded (all or error), LoRA adapters beside them
-            too.
+        config_path: folder of a saved omni model; without ``weights_path`` the weights are random.
+        weights_path: folder of a saved omni model. All its weights are loaded, and its LoRA adapters; a missing tensor
+            is an error.
         foundation: see :func:`build_foundation_model`.
         encoders: component name -> :class:`omnitrain.recipe.Encoder` (or its dict, in which ``tower`` may be a ready
             model), or a ready model with :class:`EncoderMixin`.
         decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict, in which ``tokenizer`` may be a
             ready model), or a ready model with :class:`DecoderMixin`.
         init_device: ``cpu``, ``cuda``, or ``meta`` (shapes only).
-        torch_dtype: of the weights (media tokenizers stay fp32); None: the foundation's, which is fp32 for a fresh one
-            and the checkpoint's own for a loaded one.
+        torch_dtype: dtype of the weights (media tokenizers stay fp32); None: the foundation's dtype, which is fp32 for
+            random weights and the checkpoint's dtype for loaded weights.
 
     Raises:
-        UserError: neither or both of checkpoint and parts, unknown models, settings that do not fit.
-        WeightsError: tensors missing, left over or misshapen.
+        UserError: both a checkpoint and a foundation are given, or neither; a model is unknown; settings do not fit.
+        WeightsError: tensors are missing, unexpected or have another shape.
     """
     if (config_path or weights_path) and (foundation is not None or encoders or decoders):
-        raise UserError("give either a checkpoint (config_path, weights_path) or parts (foundation, ...), not both")
+        raise UserError(
+            "give either a checkpoint (config_path, weights_path) or components (foundation, ...), not both"
+        )
     if config_path or weights_path:
         require_device(init_device)
         return _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
@@ -111,22 +116,25 @@ def build_omni_model(
         raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
     for kind, given in (("encoders", encoders), ("decoders", decoders)):
         if not isinstance(given, dict | None):
-            raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its parts")
+            raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
     base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
     hidden_size = base.get_input_embeddings().weight.size(1)
     dtype = torch_dtype or base.dtype
-    parts: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}}
+    attached: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}}
     with _on(init_device):
         for name, spec in (encoders or {}).items():
-            parts["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
+            attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
         for name, spec in (decoders or {}).items():
-            parts["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
+            attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
         config = OmniConfig(
             foundation=as_dict(base.config),
             unused_tensors=getattr(base, "unused_tensors", None),
-            **{kind: {name: as_dict(part.config) for name, part in group.items()} for kind, group in parts.items()},
+            **{
+                kind: {name: as_dict(component.config) for name, component in group.items()}
+                for kind, group in attached.items()
+            },
         )
-        model = OmniModel(config, {"foundation": base, **parts["encoders"], **parts["decoders"]})
+        model = OmniModel(config, {"foundation": base, **attached["encoders"], **attached["decoders"]})
     return model if init_device == "meta" else model.to(init_device)
 
 
@@ -149,32 +157,32 @@ def _from_checkpoint(
 
 
 def omni_config_at(folder: str | Path) -> OmniConfig:
-    """The config of a saved omni model.
+    """Return the config of a saved omni model.
 
     Args:
-        folder: or Hub id.
+        folder: folder or Hub id.
 
     Raises:
-        UserError: there is none, or that of another model.
+        UserError: ``folder`` holds no config, or the config of another kind of model.
     """
     try:
-        found = OmniConfig.get_config_dict(folder)[0].get("model_type")
-        config = OmniConfig.from_pretrained(folder) if found == OmniConfig.model_type else None
+        model_type = OmniConfig.get_config_dict(folder)[0].get("model_type")
+        config = OmniConfig.from_pretrained(folder) if model_type == OmniConfig.model_type else None
     except (OSError, ValueError) as error:
         raise UserError(f"no omni model at {folder!r}: {str(error).splitlines()[0]}") from None
     if config is None:
         raise UserError(
-            f"no omni model at {folder!r}: its config is of type {found!r}, not {OmniConfig.model_type!r}; a HF model "
-            "is given as the foundation"
+            f"no omni model at {folder!r}: its config is of type {model_type!r}, not {OmniConfig.model_type!r}; pass a "
+            "HF model as the foundation instead"
         )
     return config
 
 
 def require_device(device: str) -> None:
-    """A device on which weights can be made.
+    """Check that weights can be created on ``device``.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: ``device`` is not cpu, cuda or meta.
     """
     try:
         known = torch.device(device).type in ("cpu", "cuda", "meta")
@@ -189,7 +197,7 @@ def _on(device: str) -> Any:
 
 
 def _described(source: Source, init_device: str) -> Source:
-    """On ``meta`` only shapes count: a path becomes its config, so that no weights are read."""
+    """Replace a path by its config on ``meta``: only shapes matter there, so no weights are read."""
     if init_device != "meta" or not isinstance(source, str):
         return source
     return config_at(source)
@@ -200,10 +208,10 @@ def _hf_source(source: HFSource, init_device: str) -> Source:
 
 
 def _specified(place: str, node: type[Node], spec: Any, part: str) -> tuple[PreTrainedModel | None, Node]:
-    """The ready model that ``spec`` gives as its ``part``, if it does, and the node, which then has its config.
+    """Return the model given as ``spec[part]`` (None if it is not a model), and ``spec`` as a ``node`` with its config.
 
     Raises:
-        UserError: it is neither the node, nor a dict of its keys.
+        UserError: ``spec`` is neither a ``node`` nor a dict of its keys.
     """
     if isinstance(spec, node):
         return None, spec
@@ -224,7 +232,7 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
     if isinstance(spec, EncoderMixin):
         return cast(PreTrainedModel, spec)
     ready, spec = _specified(f"model.encoders.{name}", Encoder, spec, "tower")
-    is_audio = _hears(name, spec)
+    is_audio = _is_audio(name, spec)
     source = ready if ready is not None else _hf_source(spec.tower, init_device)
     tower = tower_from_source(source, "audio" if is_audio else "image", dtype)
     shared: dict[str, Any] = {
@@ -241,8 +249,8 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
     return VisionEncoder(vision, tower).to(dtype)
 
 
-def _hears(name: str, spec: Encoder) -> bool:
-    """Audio or vision? The tower's config tells: spectrogram bins, or patches."""
+def _is_audio(name: str, spec: Encoder) -> bool:
+    """Whether the tower's config has spectrogram bins (audio) or patches (vision)."""
     config = as_config(spec.tower.config) if spec.tower.config else config_at(str(spec.tower.path))
     nodes = [config, *(getattr(config, key) for key in config.sub_configs)]
     if any(hasattr(node, "num_mel_bins") for node in nodes):
@@ -253,12 +261,12 @@ def _hears(name: str, spec: Encoder) -> bool:
 
 
 def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A processor's: of the one that is named, or saved beside the tower; else derived, with those that are given."""
+    """Load the processor that is named or saved with the tower; else update the derived settings by the given ones."""
     given = {} if spec.processor is None else spec.processor
     folder = given if isinstance(given, str) else None if given else spec.tower.path
     if folder is not None:
         return {k: v for k, v in json.loads(load(folder).to_json_string()).items() if k != "processor_class"}
-    assert isinstance(given, dict)  # or its folder was taken
+    assert isinstance(given, dict)  # a string is a folder, handled above
     return derive() | given
 
 
@@ -301,10 +309,10 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
 
 
 def _cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Its weights but for those of a media tokenizer, which stay in fp32 when a saved model is loaded, too."""
-    kept = set(OmniModel._keep_in_fp32_modules_strict)
-    parts = dict(decoder.named_children())
-    if kept.isdisjoint(parts):
+    """Cast all weights except a media tokenizer's, which stay in fp32 as in a loaded model."""
+    fp32 = set(OmniModel._keep_in_fp32_modules_strict)
+    children = dict(decoder.named_children())
+    if fp32.isdisjoint(children):
         decoder.to(dtype)
-    for name in parts.keys() - kept:
-        parts[name].to(dtype)
+    for name in children.keys() - fp32:
+        children[name].to(dtype)

@@ -10,14 +10,14 @@ from omnitrain.models.omni.named_parameters import parameters_named
 
 
 def freeze(model: OmniModel, names: Sequence[str]) -> None:
-    """Take parameters out of training, and statistics beside them. LoRA adapters beside them go on to train.
+    """Freeze parameters, and the batch statistics of their modules. LoRA adapters of frozen modules still train.
 
     Args:
-        model: changed in place.
+        model: the model, changed in place.
         names: see :func:`omnitrain.models.omni.named_parameters.parameters_named`.
 
     Raises:
-        UserError: a name that matches no parameter; the nearest name is suggested.
+        UserError: a name matches no parameter; the message suggests the nearest name.
     """
     adapters = {model.get_parameter(name) for name in model.adapter_names}
     for name in names:

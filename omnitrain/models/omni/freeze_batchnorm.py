@@ -1,4 +1,4 @@
-"""Statistics that normalizations over batches gather in training: weights that no gradient moves."""
+"""Freeze the running statistics of BatchNorm layers, which change in training without a gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def rest_frozen_statistics(model: nn.Module) -> None:
-    """Put frozen ones into evaluation mode: else each forward would change them, on each rank in another way."""
+    """Put frozen BatchNorm layers into evaluation mode.
+
+    In training mode each forward would update their statistics, differently on each rank.
+    """
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.weight is not None and not module.weight.requires_grad:
             module.eval()

@@ -1,4 +1,4 @@
-"""An omni model in the files of transformers, written by all its ranks: none ever has it whole."""
+"""Save an omni model as transformers does. All ranks write files; no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -27,46 +27,43 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
 def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES) -> None:
-    """Write config, whole weights, and LoRA adapters in files of peft beside them, as one process has them.
+    """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
-    Files are dealt out to the ranks, each of which has one at a time in its memory.
+    Files are distributed over the ranks; each rank holds the weights of one file at a time.
 
     Args:
-        model: spread over ranks or not.
-        folder: the same on all ranks; weights that were saved there before are removed.
-        peers: all ranks of the model, which all call this.
-        file_bytes: a file takes no more weights than that, but for those of one block.
+        model: sharded or not.
+        folder: the same on all ranks; weights saved there before are removed.
+        peers: all ranks of the model; all must call this function.
+        file_bytes: largest size of a file's weights; a single block may exceed it.
 
     Raises:
-        Exception: on all ranks, what one of them met in writing.
+        Exception: writing failed on one rank; all ranks raise its exception.
     """
     values = model.state_dict(keep_vars=True)
-    added = model.adapter_names
-    _save_rest(model, folder, {name: value for name, value in values.items() if name in added}, peers)
-    files = _divided({name: value for name, value in values.items() if name not in added}, file_bytes)
+    adapter_names = model.adapter_names
+    adapters = {name: value for name, value in values.items() if name in adapter_names}
+    whole = whole_tensors(adapters, keep=peers.rank == 0)
+    # The base's weights come last: without them nobody takes the folder for a complete model.
+    all_or_raise(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
+    files = _names_by_file({name: value for name, value in values.items() if name not in adapter_names}, file_bytes)
     file_of: dict[str, str] = {}
     for begin in range(0, len(files), peers.size):
-        own: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for rank, names in enumerate(files[begin : begin + peers.size]):
-            own |= whole_tensors({name: values[name] for name in names}, keep=rank == peers.rank)
-        mine = _file_name(begin + peers.rank, len(files))
-        written = all_or_raise(peers, partial(_write, model, own, folder / mine))
-        for names, file in peers.gather((written, mine)):
+            weights |= whole_tensors({name: values[name] for name in names}, keep=rank == peers.rank)
+        file_name = _file_name(begin + peers.rank, len(files))
+        written = all_or_raise(peers, partial(_write, model, weights, folder / file_name))
+        for names, file in peers.gather((written, file_name)):
             file_of |= dict.fromkeys(names, file)
-    all_or_raise(peers, lambda: _end(folder, file_of) if peers.rank == 0 else None)
-
-
-def _save_rest(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor], peers: Peers) -> None:
-    """All but the base's weights, without which nobody takes the folder for a model that is complete."""
-    whole = whole_tensors(adapters, keep=peers.rank == 0)
-    all_or_raise(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
+    all_or_raise(peers, lambda: _write_index(folder, file_of) if peers.rank == 0 else None)
 
 
 def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:
     shows_progress = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # of no tensors
+    hf_logging.disable_progress_bar()  # it would count zero tensors
     try:
-        PreTrainedModel.save_pretrained(model, folder, state_dict={})  # the config and what else is no tensor
+        PreTrainedModel.save_pretrained(model, folder, state_dict={})  # writes the config and other small files
     finally:
         if shows_progress:
             hf_logging.enable_progress_bar()
@@ -77,8 +74,8 @@ def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) 
     save_adapters(model, folder, adapters)
 
 
-def _divided(values: Mapping[str, Tensor], file_bytes: int) -> list[list[str]]:
-    """Names of each file. What transformers converts together, and names of one parameter, are in the same one."""
+def _names_by_file(values: Mapping[str, Tensor], file_bytes: int) -> list[list[str]]:
+    """Return the names of each file; tied names, and tensors that transformers converts together, share a file."""
     groups: dict[str, list[str]] = {}
     group_of: dict[int, str] = {}  # by parameter
     for name, value in values.items():
@@ -96,13 +93,13 @@ def _divided(values: Mapping[str, Tensor], file_bytes: int) -> list[list[str]]:
     return files
 
 
-def _file_name(index: int, number: int) -> str:
-    stem, _, kind = SAFE_WEIGHTS_NAME.partition(".")
-    return SAFE_WEIGHTS_NAME if number == 1 else f"{stem}-{index + 1:05d}-of-{number:05d}.{kind}"
+def _file_name(index: int, num_files: int) -> str:
+    stem, _, suffix = SAFE_WEIGHTS_NAME.partition(".")
+    return SAFE_WEIGHTS_NAME if num_files == 1 else f"{stem}-{index + 1:05d}-of-{num_files:05d}.{suffix}"
 
 
 def _write(model: ComponentModel, weights: dict[str, Tensor], file: Path) -> list[str]:
-    """What the file has, by the names of the checkpoint that the model was loaded from; no file for no weights."""
+    """Write one file and return its tensor names, in the naming of the original checkpoint; no weights, no file."""
     if not weights:
         return []
     base, _ = split_weights(model, weights)
@@ -111,7 +108,7 @@ def _write(model: ComponentModel, weights: dict[str, Tensor], file: Path) -> lis
     return list(converted)
 
 
-def _end(folder: Path, file_of: Mapping[str, str]) -> None:
+def _write_index(folder: Path, file_of: Mapping[str, str]) -> None:
     if len(set(file_of.values())) > 1:
         total = sum((folder / file).stat().st_size for file in set(file_of.values()))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}

@@ -1,4 +1,4 @@
-"""What a model is made of: one line per component."""
+"""The table of a model's components, one line each."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from omnitrain.ops.fused.install import FusedOp
 
 @dataclass(frozen=True)
 class ComponentRow:
-    """One component.
+    """One line of the table.
 
     Attributes:
         name: component name.
-        class_name: of its module (and of the HF model inside).
-        parameters: elements.
-        trainable: elements that train.
-        dtype: of the parameters, several joined by ``+``.
-        ops: backend per operation.
+        class_name: class of its module (and of the HF model inside).
+        parameters: number of parameter elements.
+        trainable: number of elements that train.
+        dtype: dtype of the parameters; several are joined by ``+``.
+        ops: backend of each operation.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ComponentRow:
 
 
 def component_rows(model: OmniModel, fused: Mapping[str, Mapping[str, FusedOp]] | None = None) -> list[ComponentRow]:
-    """The table that start-up prints; ``fused``: component name -> what :func:`fuse_ops` did there."""
+    """Return the table that start-up prints; ``fused``: component name -> result of :func:`fuse_ops`."""
     done = fused or {}
     return [_row(model, name, parameters, done.get(name, {})) for name, parameters in model.components.items()]
 
@@ -43,29 +43,26 @@ def component_rows(model: OmniModel, fused: Mapping[str, Mapping[str, FusedOp]] 
 def _row(
     model: OmniModel, name: str, parameters: dict[str, nn.Parameter], fused: Mapping[str, FusedOp]
 ) -> ComponentRow:
-    own = list(parameters.values())
+    values = list(parameters.values())
+    fused_ops = [f"{op}: {done.backend} ({done.classes.total()})" for op, done in fused.items() if done.classes]
     return ComponentRow(
         name=name,
         class_name=_class_name(model, name, parameters),
-        parameters=sum(p.numel() for p in own),
-        trainable=sum(p.numel() for p in own if p.requires_grad),
-        dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in own})),
-        ops=", ".join([*_ops(model, name), *_fused(fused)]),
+        parameters=sum(p.numel() for p in values),
+        trainable=sum(p.numel() for p in values if p.requires_grad),
+        dtype="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in values})),
+        ops=", ".join([*_ops(model, name), *fused_ops]),
     )
 
 
 def _class_name(model: OmniModel, name: str, parameters: dict[str, nn.Parameter]) -> str:
     if name in model.runner.native.components and name != "foundation":
-        # Where its parameters live in the foundation: the first modules that are not the whole of it.
+        # The component lies inside the foundation: show the modules that hold its parameters.
         return ", ".join(sorted({".".join(path.split(".")[1:3]) for path in parameters}))
     module = model.get_submodule(name)
     inner = getattr(module, "tower", None) or getattr(module, "tokenizer", None)
     names = [type(part).__name__.removeprefix("FSDP") for part in (module, inner) if part is not None]  # if sharded
     return names[0] + (f" ({names[1]})" if names[1:] else "")
-
-
-def _fused(fused: Mapping[str, FusedOp]) -> list[str]:
-    return [f"{op}: {done.backend} ({done.classes.total()})" for op, done in fused.items() if done.classes]
 
 
 def _ops(model: OmniModel, name: str) -> list[str]:
@@ -77,10 +74,12 @@ def _ops(model: OmniModel, name: str) -> list[str]:
     shown = [f"attention: {', '.join(names)}"] if names else []
     if name == "foundation":
         contract = model.runner.contract
-        shown.append("loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised rows")
+        shown.append(
+            "loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised tokens"
+        )
         shown += [] if contract.packs else ["one sample per row"]
-        if read := ", ".join(model.runner.native.in_forward):
-            shown.append(f"{read}: in its own forward, one sample per row")
+        if in_forward := ", ".join(model.runner.native.in_forward):
+            shown.append(f"{in_forward}: in its own forward, one sample per row")
         shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
         shown += map(str, kernels_of(module))
     return shown

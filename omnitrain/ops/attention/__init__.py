@@ -1,12 +1,12 @@
-"""The attention that omnitrain registers with transformers: packed samples stay apart, exactly.
+"""The attention that omnitrain registers with transformers: it keeps packed samples apart, exactly.
 
-Inside ``with packed(borders)``, the mask function (``entry``) returns a :class:`MaskSpec` in place of a mask tensor:
-borders, and who sees whom within a segment, read from the mask function of the model (``mask_functions``). Models hand
-it unchanged to the entry point, layer by layer, which has a backend compute it (``choose``, ``backends``). Unpacked
-input is transformers' own attention, bit for bit (``plain``).
+Inside ``with packed(cu_seqlens)``, the mask function (``entry``) returns a :class:`MaskSpec` instead of a mask
+tensor: the borders of the samples, and the mask within a sample, read from the model's mask function (``hf_masks``).
+Models pass it unchanged to the entry point in each layer, which calls a backend (``choose``, ``backends``). Unpacked
+input runs on transformers' own attention, bit for bit (``unpacked``).
 
-The registered name contains ``flash``: transformers then hands ``cu_seq_lens_q`` to towers instead of cutting or
-masking by itself.
+The registered name contains ``flash``, so transformers passes ``cu_seq_lens_q`` to towers instead of cutting or masking
+by itself.
 """
 
 from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable

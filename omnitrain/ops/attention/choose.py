@@ -1,4 +1,4 @@
-"""Which backend computes a call, and what was chosen so far."""
+"""Choose the backend of a call, and report the choices so far."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """What computes the packed attention of one kind of layer.
+    """The backend that computes the packed attention of one kind of layer.
 
     Attributes:
         module: class of the layer.
-        backend: that computes it.
-        asked: backend that was asked for.
-        needs: what the layer's calls need of a backend: kind of mask and features.
-        device: type.
-        dtype: of the queries.
+        backend: name of the backend.
+        asked: backend in the settings, or ``auto``.
+        needs: kind of mask and features that the layer's calls need.
+        device: device type.
+        dtype: dtype of the queries.
     """
 
     module: str
@@ -39,10 +39,10 @@ _chosen: dict[tuple[Any, ...], Backend] = {}
 
 
 def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
-    """The backend named ``asked``, or for ``auto`` the first that honours the call and can run it.
+    """Return the backend named ``asked``, or for ``auto`` the first that supports the call and can run it.
 
     Raises:
-        UserError: it cannot; names the class of the layer and what is in the way.
+        UserError: no such backend can; names the class of the layer and the obstacle.
     """
     query, name = call.query, type(module).__name__
     sizes, of_mask = (query.size(-1), call.value.size(-1)), getattr(call.mask.general, "dtype", None)
@@ -53,12 +53,12 @@ def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
 
 
 def backend_names() -> tuple[str, ...]:
-    """What may be asked for."""
+    """Return the names of all backends, and ``auto``."""
     return (AUTO, *(backend.name for backend in BACKENDS))
 
 
 def attention_report() -> list[AttentionRow]:
-    """What was chosen in this process, one row per class of layer, need and device."""
+    """Return the choices in this process, one row per class of layer, needs and device."""
     rows = [
         AttentionRow(module, backend.name, asked, tuple(sorted(needs)), device, str(dtype).removeprefix("torch."))
         for (module, asked, needs, device, dtype, *_), backend in _chosen.items()
@@ -67,15 +67,15 @@ def attention_report() -> list[AttentionRow]:
 
 
 def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a backend that cannot train on ``device``, whatever the model: ordinary causal attention is tried.
+    """Refuse a backend that cannot train ordinary causal attention on ``device``, whatever the model.
 
     Args:
         asked: a backend's name, or ``auto``.
-        device: of the training.
-        dtype: of queries, keys and values.
+        device: device of the training.
+        dtype: dtype of queries, keys and values.
 
     Raises:
-        UserError: the reason, and the backends that can.
+        UserError: names the reason, and the backends that can.
     """
     if asked == AUTO:
         return
@@ -106,4 +106,4 @@ def _named(module: str, call: Call, asked: str) -> Backend:
 
 def _problem(backend: Backend, call: Call) -> str | None:
     lacking = sorted(call.needs - backend.honours)
-    return f"it does not honour {', '.join(lacking)}" if lacking else backend.obstacle(call)
+    return f"it does not support {', '.join(lacking)}" if lacking else backend.obstacle(call)

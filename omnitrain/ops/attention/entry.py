@@ -1,4 +1,4 @@
-"""The one attention entry point and the one mask function that are registered with transformers."""
+"""The attention entry point and the mask function that omnitrain registers with transformers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskS
 from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
 
-# Tensor of borders -> its version, and its values.
+# cu_seqlens tensor -> its version and its values.
 _read_before = WeakTensorKeyDictionary()
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
-    """In transformers' ``AttentionMaskInterface``: a spec for a packed row, else the mask of ``implementation``.
+    """Return a spec for a packed row, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
     Args:
-        implementation: transformers' own, of unpacked input.
-        arguments: as of transformers' ``sdpa_mask``.
+        implementation: transformers' implementation for unpacked input.
+        arguments: the arguments of transformers' ``sdpa_mask``.
 
     Raises:
-        UserError: the row is packed, and what is asked for does not fit it.
+        UserError: the row is packed, and the requested mask does not fit it.
     """
     padding, row = arguments.get("attention_mask"), packed_row()
-    if isinstance(padding, MaskSpec):  # made by an outer model: as transformers does with a mask that is made already
+    if isinstance(padding, MaskSpec):  # an outer model made it; transformers passes on such a mask, too
         return padding
     if row is None:
         return plain_mask(implementation, **arguments)
@@ -39,25 +39,25 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch
     if shape != (1, row.num_rows, row.num_rows):
         if is_causal(arguments["mask_function"]):
             raise UserError(
-                f"inside a packed row of {row.num_rows} tokens the model makes a causal mask for batch size, queries "
-                f"and keys of {shape}: which of them belong to which sample is not known"
+                f"inside a packed row of {row.num_rows} tokens the model makes a causal mask for (batch size, queries, "
+                f"keys) = {shape}, so omnitrain cannot tell which of them belong to which sample"
             )
         return plain_mask(implementation, **arguments)
     if padding is not None and not bool(padding.all()):
-        raise UserError("a packed row has no padding, but attention_mask leaves tokens out")
+        raise UserError("a packed row has no padding, but attention_mask masks out tokens")
     spec = _described(row, arguments["mask_function"], arguments.get("use_vmap", False), arguments["device"])
     row.masks.append(spec)
     return spec if row.part is None else spec.on(row.part.attention)
 
 
 def _described(row: PackedRow, function: MaskFunction, use_vmap: bool, device: torch.device) -> MaskSpec:
-    """The mask of the whole row. A function that was made from some of its tokens may say too little of it."""
+    """The mask of the whole row; a mask function made from a slice of the tokens may not cover it."""
     if row.whole_masks is not None and pattern_of(function, row.borders) is None:
         return row.whole_masks()[len(row.masks)]
     return describe(function, row.borders, use_vmap, device)
 
 
-@torch.compiler.disable  # borders are values, not shapes: a traced call would be compiled again for each row
+@torch.compiler.disable  # borders are values, not shapes: torch would recompile a traced call for each row
 def omnitrain_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -69,23 +69,23 @@ def omnitrain_attention(
     implementation: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """In transformers' ``AttentionInterface``: segments of a packed row apart, else as ``implementation``.
+    """Attend within the segments of a packed row, else as ``implementation``; for ``AttentionInterface``.
 
     Args:
         module: the layer.
         query: ``[B, heads, T, head_dim]``.
         key: ``[B, key heads, T, head_dim]``.
         value: ``[B, key heads, T, value_dim]``.
-        attention_mask: what :func:`omnitrain_mask` or the model made.
-        backend: name of the backend of packed rows, or ``auto``.
-        implementation: transformers' own, of unpacked input.
+        attention_mask: the mask from :func:`omnitrain_mask` or from the model.
+        backend: backend for packed rows, or ``auto``.
+        implementation: transformers' implementation for unpacked input.
         kwargs: see :mod:`omnitrain.ops.attention.hf_arguments`.
 
     Returns:
-        ``[B, T, heads, value_dim]``, and weights where ``implementation`` gives some.
+        ``[B, T, heads, value_dim]``, and attention weights if ``implementation`` returns them.
 
     Raises:
-        UserError: the layer asks for something that cannot be honoured; names it.
+        UserError: the layer needs a feature that is not supported; names it.
     """
     if isinstance(attention_mask, MaskSpec):
         shard = attention_mask.shard
@@ -94,10 +94,10 @@ def omnitrain_attention(
             _check_causality(module, attention_mask, kwargs)
         spec = attention_mask
     else:
-        found = _spec(module, query, key, attention_mask, kwargs)
-        if found is None:
+        packed_spec = _spec(module, query, key, attention_mask, kwargs)
+        if packed_spec is None:
             return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
-        spec = found
+        spec = packed_spec
     refuse_unknown(type(module).__name__, kwargs)
     _check_bias(module, spec, kwargs.get("position_bias"))
     call = Call(
@@ -110,7 +110,7 @@ def omnitrain_attention(
         softcap=kwargs.get("softcap"),
         position_bias=kwargs.get("position_bias"),
         sinks=kwargs.get("s_aux"),
-        # Ranks of a shard exchange queries first.
+        # With a shard, ranks exchange queries first, so all are needed.
         read=rows_read_of(module, query.size(2)) if spec.shard is None else None,
     )
 
@@ -127,7 +127,7 @@ def _spec(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> MaskSpec | None:
-    """The spec of a packed row whose mask is not one yet; None: the input is not packed."""
+    """The spec of a packed row whose mask is not a spec yet; None: the input is not packed."""
     row = packed_row()
     if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
         borders, shard = _borders(module, kwargs), shard_of(cu_seqlens)
@@ -151,8 +151,8 @@ def _borders(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]
 
 
 def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """Its values; all layers of a tower get one tensor, and only the first waits for the device."""
-    if cu_seqlens.is_inference():  # cannot tell whether it was written to
+    """The values of ``cu_seqlens``; all layers of a tower share the tensor, and only the first reads the device."""
+    if cu_seqlens.is_inference():  # has no version counter
         return tuple(cu_seqlens.tolist())
     version, borders = _read_before.get(cu_seqlens, (None, ()))
     if version != cu_seqlens._version:
@@ -167,47 +167,48 @@ def _spec_of_layer(
     if mask is not None:
         if mask.ndim != 4 or mask.shape[-2:] != (borders[-1], borders[-1]):
             raise UserError(
-                f"{type(module).__name__}: a mask of shape {tuple(mask.shape)} says nothing of a packed row"
+                f"{type(module).__name__}: a mask of shape {tuple(mask.shape)} does not fit a packed row of "
+                f"{borders[-1]} tokens"
             )
         return MaskSpec(borders, general=mask)
     window = kwargs.get("sliding_window")
     spec = plain_spec(borders, _is_causal(module, kwargs), window)
     if spec.window is not None and not spec.causal:
-        raise UserError(f"{type(module).__name__}: a window of {window} that is not causal is not honoured")
+        raise UserError(f"{type(module).__name__}: a window of {window} without a causal mask is not supported")
     return spec
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
-    """What decides in transformers' sdpa where there is no mask."""
-    given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    """Whether transformers' sdpa would attend causally without a mask."""
+    is_causal = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _check_causality(module: torch.nn.Module, spec: MaskSpec, kwargs: dict[str, Any]) -> None:
-    """Where a spec stands for no mask, sdpa would go by the layer: the two must say the same."""
+    """Check that the spec and the layer agree: without packing sdpa would get no mask and follow the layer."""
     if spec.kind in (CAUSAL, FULL) and spec.causal != _is_causal(module, kwargs):
         raise UserError(
-            f"{type(module).__name__}: the mask of the model is {spec.kind}, but the layer says "
-            f"is_causal={not spec.causal}, so samples alone and in a packed row would differ"
+            f"{type(module).__name__}: the model's mask is {spec.kind}, but the layer has "
+            f"is_causal={not spec.causal}, so a packed sample would differ from a single one"
         )
 
 
 def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_rows: int) -> None:
-    found = (query.size(0), query.size(2), key.size(2))
-    if found != (1, num_rows, num_rows):
+    shape = (query.size(0), query.size(2), key.size(2))
+    if shape != (1, num_rows, num_rows):
         raise UserError(
-            f"{type(module).__name__}: batch size, queries and keys are {found}, but the packed row has 1, "
+            f"{type(module).__name__}: batch size, queries and keys are {shape}, but the packed row has 1, "
             f"{num_rows} and {num_rows} on this rank"
         )
 
 
 def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | None) -> None:
-    """A bias by position, which a model makes for the tokens that it sees, must be of the whole row."""
+    """Check that a position bias covers the whole row; a model makes it for the tokens that it sees."""
     length = spec.borders[-1]
     if bias is not None and bias.shape[-2:] != (length, length):
         raise UserError(
             f"{type(module).__name__}: a position bias of shape {tuple(bias.shape)} does not fit a row of {length} "
-            "tokens: this model's sequences cannot be shared by several ranks"
+            "tokens: ranks cannot share the sequences of this model"
         )
 
 
@@ -218,7 +219,7 @@ def _is_row(
     row: PackedRow,
     mask: torch.Tensor | None,
 ) -> bool:
-    """Whether a layer inside a packed row attends over it, not over something of its own."""
+    """Whether a layer inside a packed row attends over the row, not over other states."""
     length = row.num_rows
     if (query.size(0), query.size(2), key.size(2)) == (1, length, length):
         return True

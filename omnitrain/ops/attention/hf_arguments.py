@@ -1,8 +1,7 @@
-"""The keyword arguments that models hand to attention: honoured, without a bearing on it, or refused.
+"""The keyword arguments that models pass to attention: supported, irrelevant or refused.
 
-Models pass on whatever their forward was called with, so most names that arrive have nothing to do with attention.
-Those are listed with the reason. A name on no list could change the result, so its call is refused rather than computed
-without it.
+Models pass on all arguments of their forward, so most have nothing to do with attention. These are listed with the
+reason. A name on no list could change the result, so we refuse the call instead of ignoring it.
 """
 
 from __future__ import annotations
@@ -29,33 +28,33 @@ IRRELEVANT = {
     "position_ids": "queries and keys are rotated already; kernels only guess borders from it",
     "position_embeddings": "queries and keys are rotated already",
     "cache_position": "queries and keys are rotated already",
-    "past_key_values": "what it holds is in keys and values already",
-    "use_cache": "what a cache holds is in keys and values already",
-    "cache_params": "of linear-attention layers",
-    "seq_idx": "of linear-attention layers",
+    "past_key_values": "keys and values contain it already",
+    "use_cache": "keys and values contain the cache already",
+    "cache_params": "for linear-attention layers",
+    "seq_idx": "for linear-attention layers",
     "deterministic": "exact either way",
-    "training": "dropout says it",
-    "attention_mask_2d": "padding, of which a packed row has none",
-    "labels": "of the loss",
-    "num_items_in_batch": "of the loss",
-    "logits_to_keep": "of the head",
-    "output_hidden_states": "of the outputs",
-    "output_router_logits": "of the outputs",
-    "return_dict": "of the outputs",
-    "token_type_ids": "in the mask, where it matters",
-    "mm_token_type_ids": "in positions and mask, where it matters",
+    "training": "dropout depends on it, and is an argument",
+    "attention_mask_2d": "padding; a packed row has none",
+    "labels": "for the loss",
+    "num_items_in_batch": "for the loss",
+    "logits_to_keep": "for the head",
+    "output_hidden_states": "for the outputs",
+    "output_router_logits": "for the outputs",
+    "return_dict": "for the outputs",
+    "token_type_ids": "the mask contains it if it matters",
+    "mm_token_type_ids": "positions and mask contain it if it matters",
 }
 
 
 def refuse_unknown(module_name: str, arguments: dict[str, Any]) -> None:
-    """Accept ``arguments`` only if none could change the result unheard.
+    """Refuse arguments that could change the result and that packed attention would ignore.
 
     Args:
         module_name: class of the attention layer.
-        arguments: keyword arguments of a call; what is None or False asks for nothing.
+        arguments: keyword arguments of a call; those that are None or False do not matter.
 
     Raises:
-        UserError: names those that packed attention would leave out.
+        UserError: names the arguments.
     """
     unknown = [
         name
@@ -64,5 +63,6 @@ def refuse_unknown(module_name: str, arguments: dict[str, Any]) -> None:
     ]
     if unknown:
         raise UserError(
-            f"{module_name} hands {', '.join(sorted(unknown))} to its attention, which packed attention does not honour"
+            f"{module_name} passes {', '.join(sorted(unknown))} to its attention, which packed attention does not "
+            "support"
         )

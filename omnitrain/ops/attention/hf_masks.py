@@ -1,8 +1,8 @@
-"""Reads the mask functions that transformers composes: which pattern they are, and how they look inside a segment.
+"""Read the mask functions that transformers composes: find their pattern, and restrict them to segments.
 
 transformers describes a mask by a function of indices, composed from a few closures of ``masking_utils``: causal,
-window, chunk, blocks of image tokens, packed sequences, joined by ``and_masks`` and ``or_masks``. Closures are known by
-their qualified names. A function that is not known is never guessed at: it is evaluated.
+window, chunk, blocks of image tokens, packed sequences, joined by ``and_masks`` and ``or_masks``. We recognize closures
+by their qualified names. We never guess at an unknown function, but evaluate it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from omnitrain.ops.attention.spec import MaskFunction, MaskSpec, plain_spec, seg
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask that kernels know: all conditions hold at once.
+    """A mask that kernels support; all conditions hold at once.
 
     Attributes:
-        causal: a token sees none that come after it.
-        window: it sees none that are so many tokens before it.
-        chunk: it sees only its own chunk of so many tokens, counted from the start of its segment.
+        causal: a token sees no later token.
+        window: a token sees only tokens less than this many positions before it.
+        chunk: a token sees only its chunk of this many tokens, counted from the start of its segment.
     """
 
     causal: bool = False
@@ -38,17 +38,17 @@ class Pattern:
 
 
 def describe(mask_function: MaskFunction, borders: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
-    """The spec of a row packed at ``borders`` in a model whose mask is ``mask_function``.
+    """Return the spec of a row packed at ``borders`` in a model with the mask ``mask_function``.
 
     Args:
         mask_function: as transformers composed it, over indices of the row.
         borders: ``(0, ..., T)``.
         use_vmap: as transformers passed it.
-        device: of the indices.
+        device: device of the indices.
 
     Raises:
-        UserError: a function that the model added counts from the row's start and looks up tokens of the row, too, so
-            what it means inside a segment is open.
+        UserError: a function that the model added both counts from the row's start and looks up tokens, so its meaning
+            inside a segment is unknown.
     """
     pattern = pattern_of(mask_function, borders)
     if pattern is None or (pattern.window is not None and not pattern.causal):
@@ -60,7 +60,7 @@ def describe(mask_function: MaskFunction, borders: tuple[int, ...], use_vmap: bo
 
 
 def pattern_of(function: MaskFunction, borders: tuple[int, ...]) -> Pattern | None:
-    """The pattern that ``function`` is within each segment; None: none that kernels know."""
+    """Return the pattern of ``function`` within each segment; None: kernels do not support it."""
     name, captured = _name(function), _captured(function)
     if name == "causal_mask_function":
         return Pattern(causal=True)
@@ -86,13 +86,13 @@ def is_causal(function: MaskFunction) -> bool:
 
 
 def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunction:
-    """``function`` as it is for each segment alone, over indices of the row; exact within segments.
+    """Return ``function`` as it would be for each segment alone, over indices of the row; exact within segments.
 
-    What looks up tokens by index (image blocks) keeps the row's indices. What counts (chunks) gets indices that start
-    at 0 in each segment.
+    Functions that look up tokens (image blocks) keep the row's indices. Functions that count (chunks) get indices that
+    start at 0 in each segment.
 
     Args:
-        function: over indices of the row, as transformers composed it.
+        function: mask function over indices of the row, as transformers composed it.
         starts: ``[T]``, the first token of each token's segment.
 
     Raises:
@@ -110,7 +110,7 @@ def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunctio
 
 _PARTS = "mask_functions"
 
-# Functions of masking_utils of which only differences of indices, or indices from a sample's start, matter.
+# Functions of masking_utils that depend only on differences of indices, or on indices from a sample's start.
 _COUNTING = {
     "causal_mask_function",
     "bidirectional_mask_function",
@@ -121,16 +121,16 @@ _COUNTING = {
 
 
 def _name(function: MaskFunction) -> str | None:
-    """The public function of ``masking_utils`` that ``function`` is, or that made it; None: of other origin."""
+    """The public function of ``masking_utils`` that is ``function`` or made it; None: another module made it."""
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
     return function.__qualname__.split(".")[0]
 
 
 def _captured(function: MaskFunction) -> dict[str, Any]:
-    """Name -> value of all that a function closes over, or that a partial has bound."""
+    """Name -> value of a function's closure, and of a partial's arguments."""
     if isinstance(function, partial):
-        bound = {f"argument {place}": value for place, value in enumerate(function.args)}
+        bound = {f"argument {index}": value for index, value in enumerate(function.args)}
         return {**bound, **function.keywords, **_captured(function.func)}
     if not isinstance(function, FunctionType):
         return {}
@@ -139,7 +139,7 @@ def _captured(function: MaskFunction) -> dict[str, Any]:
 
 
 def _is_constant(numbers: torch.Tensor, borders: tuple[int, ...]) -> bool:
-    if numbers.size(1) != borders[-1]:  # of some of its tokens
+    if numbers.size(1) != borders[-1]:  # it covers only a slice of the row
         return False
     return bool((numbers == numbers[:, segment_starts(borders, numbers.device)]).all())
 
@@ -160,7 +160,7 @@ def _any(patterns: list[Pattern | None]) -> Pattern | None:
 
 
 def _cut(borders: tuple[int, ...], chunk: int) -> tuple[int, ...]:
-    """``borders`` with one more at every ``chunk`` tokens of a segment."""
+    """``borders`` with an additional one at every ``chunk`` tokens of a segment."""
     return (0, *(cut for start, stop in pairwise(borders) for cut in (*range(start + chunk, stop, chunk), stop)))
 
 
@@ -169,18 +169,18 @@ def _from_start(function: MaskFunction, starts: torch.Tensor, batch: Any, head: 
 
 
 def _looks_up_tokens(function: MaskFunction, num_tokens: int) -> bool:
-    """Whether a function of other origin holds a tensor with an entry per token of the row."""
-    own = list(_flat(_captured(function).values()))
-    nested = [value for value in own if callable(value)]
-    held = [*own, *(deeper for value in nested for deeper in _flat(_captured(value).values()))]
+    """Whether a function from another module holds a tensor with an entry per token of the row."""
+    captured = list(_flat(_captured(function).values()))
+    nested = [value for value in captured if callable(value)]
+    held = [*captured, *(deeper for value in nested for deeper in _flat(_captured(value).values()))]
     by_token = any(isinstance(value, torch.Tensor) and num_tokens in value.shape for value in held)
     callables = [function, *(value for value in held if callable(value))]
     readable = all(isinstance(value, (FunctionType, partial)) for value in callables)
     if not readable or len(callables) > 1 + len(nested) or (nested and by_token):
         name = getattr(function, "__qualname__", type(function).__name__)
         raise UserError(
-            f"the mask function {name} is more than a lookup or a count, so what it means for a sample inside a packed "
-            "row is not known: this model cannot be packed"
+            f"the mask function {name} is more than a lookup or a count, so its meaning for a sample inside a packed "
+            "row is unknown: this model cannot be packed"
         )
     return by_token
 

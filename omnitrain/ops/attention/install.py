@@ -1,4 +1,4 @@
-"""Puts models on the entry point: the choice is in the name that their configs carry."""
+"""Make models use omnitrain's attention; the attention name in their configs holds the choice of backend."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SamplesOf = Callable[[torch.Tensor], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Implementation:
-    """What a config's attention implementation stands for.
+    """The meaning of an attention name in a config.
 
     Attributes:
-        backend: of packed rows, or ``auto``.
-        plain: transformers' own implementation, of unpacked input.
-        passes_borders: models should hand ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
+        backend: backend for packed rows, or ``auto``.
+        plain: transformers' implementation for unpacked input.
+        passes_borders: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
     """
 
     backend: str = AUTO
@@ -50,23 +50,23 @@ _registered: dict[str, Implementation] = {}
 
 
 def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tuple[str, ...]:
-    """Make every transformers module below ``model`` attend through :func:`omnitrain_attention`.
+    """Make every transformers module in ``model`` attend through :func:`omnitrain_attention`.
 
-    The choice is stored in the configs, so models that share a config object share it.
+    The choice is stored in the configs, so models that share a config object share the choice.
 
     Args:
         model: any module; a later call changes the backend.
-        backend: of packed rows: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
+        backend: backend for packed rows: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
 
     Returns:
-        Classes of models below that keep the attention of their own, because their code does not ask transformers'
-        ``AttentionInterface``: packed rows are not kept apart in those.
+        Classes of models that keep their own attention, because their code does not use transformers'
+        ``AttentionInterface``; they do not keep packed samples apart.
 
     Raises:
-        UserError: no such backend.
+        UserError: the backend is unknown.
     """
     if backend not in backend_names():
-        raise UserError(f"no attention backend {backend!r}; there are {', '.join(backend_names())}")
+        raise UserError(f"no attention backend {backend!r}; expected one of {', '.join(backend_names())}")
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     fixed = [module for module in models if not module._can_set_attn_implementation()]
     fixed_configs = {id(module.config) for module in fixed}
@@ -78,7 +78,7 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
 
 
 def _implementation(config: Any, backend: str) -> Implementation:
-    # By a name with "flash" in it, transformers would refuse chunks, which a spec cuts at exactly.
+    # With "flash" in the name, transformers would refuse chunked attention, which a spec describes exactly.
     passes_borders = config_value(config, "attention_chunk_size") is None
     return Implementation(backend, plain_implementation(config), passes_borders)
 
@@ -92,13 +92,13 @@ def _register(implementation: Implementation) -> str:
 
 
 def plain_implementation(config: Any) -> str:
-    """Transformers' own implementation below ``config``: what unpacked input runs on."""
+    """Return transformers' implementation that ``config`` uses for unpacked input."""
     current: str = config._attn_implementation_internal
     return _registered[current].plain if current in _registered else current
 
 
 def _known_inside_a_packed_row(find: SamplesOf) -> SamplesOf:
-    """Transformers' search for samples in a row's positions, which waits for the device; not where they are known."""
+    """Skip transformers' search for samples in positions, which waits for the device, inside a packed row."""
 
     @wraps(find)
     def found(position_ids: torch.Tensor) -> torch.Tensor | None:
@@ -109,7 +109,7 @@ def _known_inside_a_packed_row(find: SamplesOf) -> SamplesOf:
 
 
 def _not_of_ours(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' search for the package of an attention, made when a model is: a config may name ours by then."""
+    """Skip transformers' import of an attention package for omnitrain's names, which a config may already have."""
 
     @wraps(load)
     def loaded(implementation: str | None, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Attention of some queries to some keys of a row, with what is needed to add up the blocks of other keys to it.
+"""Attention of a block of queries to a block of keys, and the sum of blocks.
 
-A block gives its output and the logarithm of its sum of exponentials. Two blocks of the same queries add up to
+A block gives its output and the logarithm of its sum of exponentials (lse). Two blocks of the same queries combine to
 
     lse = log(exp(lse_1) + exp(lse_2)),    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
@@ -21,16 +21,16 @@ from torch import Tensor
 from omnitrain.ops.attention.spec import MaskSpec, repeat_heads
 from omnitrain.plan.ring import CAUSAL, FULL, MASKED, Block, Run, block_between
 
-# Scores that exist at once: queries go in runs of as many as that allows.
+# The most scores in memory at once; queries are processed in runs that fit.
 SCORES_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """How scores follow from queries and keys.
+    """How scores are computed from queries and keys.
 
     Attributes:
-        mask: of the whole row.
+        mask: mask of the whole row.
         scale: factor on the scores.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
     """
@@ -41,7 +41,7 @@ class Scoring:
 
 
 class RunningSoftmax:
-    """Output and logarithm of the sum of exponentials of some queries, over the keys that were added so far.
+    """The output and lse of some queries over the keys added so far.
 
     Attributes:
         out: ``[H, N, E]``, fp32 or wider.
@@ -54,39 +54,39 @@ class RunningSoftmax:
         self.lse = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the block of the queries ``rows``."""
+        """Add a block for the queries ``rows``."""
         before = self.lse[:, rows]
         total = torch.logaddexp(before, lse)
         self.out[:, rows] = self.out[:, rows] * _share(before, total)[..., None] + out * _share(lse, total)[..., None]
         self.lse[:, rows] = total
 
     def add_sinks(self, sinks: Tensor) -> None:
-        """Add a key to each head whose score is ``sinks`` ``[H]`` and whose value is zero."""
+        """Add a key with score ``sinks`` ``[H]`` and value zero to each head."""
         total = torch.logaddexp(self.lse, sinks.to(self.lse)[:, None])
         self.out *= _share(self.lse, total)[..., None]
         self.lse = total
 
 
 def blocks_between(mask: MaskSpec, queries: Run, keys: Run, device: torch.device) -> tuple[Block, ...]:
-    """The blocks in which two runs of one segment see each other; layers share what a mask had to be asked for."""
+    """Return the visible blocks between two runs of one segment; layers share the result for general masks."""
     if mask.general is None:
         block = block_between(queries, keys, causal=mask.causal, window=mask.window)
         return () if block is None else (block,)
-    return mask.remember((queries, keys, device), lambda: _asked(mask, queries, keys, device))
+    return mask.remember((queries, keys, device), lambda: _evaluated(mask, queries, keys, device))
 
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """One block.
+    """Compute one block.
 
     Args:
-        query: ``[H, N, D]``, those of ``block.queries``.
-        key: ``[K, M, D]``, those of ``block.keys``.
+        query: ``[H, N, D]``, the queries of ``block.queries``.
+        key: ``[K, M, D]``, the keys of ``block.keys``.
         value: ``[K, M, E]``.
-        block: token numbers, and who sees whom.
-        scoring: of the row.
+        block: token indices and kind of mask.
+        scoring: how scores are computed in the row.
 
     Returns:
-        Output ``[H, N, E]``, and ``[H, N]`` the logarithm of the sum of exponentials, -inf where a query sees no key.
+        Output ``[H, N, E]``, and lse ``[H, N]``, -inf if a query sees no key.
     """
     if _has_kernel(query, value, block, scoring):
         states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
@@ -113,10 +113,10 @@ def attend_block_backward(
     block: Block,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A block's part of the gradients.
+    """Compute a block's contribution to the gradients.
 
     Args:
-        grad: ``[H, N, E]``, of the output over all keys.
+        grad: ``[H, N, E]``, gradient of the output over all keys.
         query: ``[H, N, D]``.
         key: ``[K, M, D]``.
         value: ``[K, M, E]``.
@@ -126,7 +126,7 @@ def attend_block_backward(
         scoring: as in :func:`attend_block`.
 
     Returns:
-        Of ``query``, ``key`` and ``value``.
+        Gradients of ``query``, ``key`` and ``value``.
     """
     if _has_kernel(query, value, block, scoring):
         states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
@@ -151,18 +151,18 @@ def attend_block_backward(
 
 
 def row_products(out: Tensor, grad: Tensor) -> Tensor:
-    """``[H, N]``, fp32 or wider: sum of the products of output and gradient, ``[H, N, E]``; rounded once."""
+    """Sum the products of output and gradient ``[H, N, E]`` to ``[H, N]``, fp32 or wider; rounded once."""
     return (out.to(_wide(out)) * grad).sum(-1)
 
 
 def _has_kernel(query: Tensor, value: Tensor, block: Block, scoring: Scoring) -> bool:
-    """Whether torch's kernel computes it and returns the sums, too."""
+    """Whether torch's CPU kernel, which also returns the lse, computes the block."""
     is_plain = block.kind in (FULL, CAUSAL) and scoring.softcap is None and query.size(-1) == value.size(-1)
     return is_plain and query.device.type == "cpu" and query.dtype == value.dtype
 
 
 def _parts(num_heads: int, block: Block, scoring: Scoring) -> Iterator[tuple[slice, slice, Block]]:
-    """The block in runs of queries: their rows and the columns of the keys that they may see."""
+    """Split the block into runs of queries: their rows, and the columns of the keys that they may see."""
     (first, end), (first_key, end_key) = block.queries, block.keys
     step = max(1, SCORES_AT_ONCE // (num_heads * (end_key - first_key)))
     for start in range(first, end, step):
@@ -176,7 +176,7 @@ def _parts(num_heads: int, block: Block, scoring: Scoring) -> Iterator[tuple[sli
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
-    """``[K, H / K, N, M]``, and what the cap multiplies their gradients by."""
+    """The scores ``[K, H / K, N, M]``, and the derivative of the softcap."""
     dtype, slope = _wide(query), None
     scores = _grouped(query, len(key)).to(dtype) @ key[:, None].to(dtype).mT * scoring.scale
     if scoring.softcap is not None:
@@ -189,8 +189,8 @@ def _scores(query: Tensor, key: Tensor, block: Block, scoring: Scoring) -> tuple
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask, slope
 
 
-def _asked(mask: MaskSpec, queries: Run, keys: Run, device: torch.device) -> tuple[Block, ...]:
-    """What a mask that is no pattern says of two runs; floats may be anything."""
+def _evaluated(mask: MaskSpec, queries: Run, keys: Run, device: torch.device) -> tuple[Block, ...]:
+    """Evaluate a general mask between two runs; a float mask is never a full block."""
     (first, end), step = queries, max(1, SCORES_AT_ONCE // (keys[1] - keys[0]))
     sees, sees_all = False, True
     for start in range(first, end, step):
@@ -202,7 +202,7 @@ def _asked(mask: MaskSpec, queries: Run, keys: Run, device: torch.device) -> tup
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:
-    """``exp(part - total)``, 0 where both are -inf."""
+    """``exp(part - total)``; 0 if both are -inf."""
     difference = part - total
     return torch.where(difference.isnan(), 0, difference.exp())
 

@@ -1,4 +1,4 @@
-"""Says that a forward runs over a packed row, where its samples begin and end, and what of it is on this rank."""
+"""The context of a forward over a packed row: the borders of its samples, and the slice on this rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Borders = tuple[int, ...]
 
 
 class RowPart(Protocol):
-    """This rank's tokens of a packed row that several ranks share; the others have the others."""
+    """This rank's slice of a packed row that several ranks share."""
 
     @property
     def rows(self) -> torch.Tensor:
-        """``[t]`` int64, ascending: which tokens of the row."""
+        """``[t]`` int64, ascending: the tokens of the row on this rank."""
         ...
 
     @property
@@ -34,39 +34,39 @@ class RowPart(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole row."""
+        """Number of tokens of the whole row."""
         ...
 
     @property
     def attention(self) -> SequenceShard:
-        """Attends from these tokens to the whole row."""
+        """The shard that attends from these tokens to the whole row."""
         ...
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the row."""
+        """Number of ranks that share the row."""
         ...
 
     def by_heads(
         self, compute: Callable[[Sequence[torch.Tensor], slice], torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Compute over the whole row of some of the heads, differentiable; all ranks of the row call it together.
+        """Compute over the whole row for some of the heads; differentiable. All ranks of the row must call it.
 
         Args:
-            compute: tensors ``[T, own heads, width]``, and which heads these are -> ``[T, own heads, width]``.
-            tensors: ``[own tokens, heads, width]``, all with the same number of heads, which ``num_ranks`` divides.
+            compute: tensors ``[T, local heads, width]``, and the slice of these heads -> ``[T, local heads, width]``.
+            tensors: ``[local tokens, heads, width]``, all with the same number of heads, a multiple of ``num_ranks``.
 
         Returns:
-            ``[own tokens, heads, width]``.
+            ``[local tokens, heads, width]``.
         """
         ...
 
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What all ranks have of a tensor, in the order of the row, differentiable; all of them call it together.
+        """Gather a tensor of all tokens, in the order of the row; differentiable. All ranks of the row must call it.
 
         Args:
-            tensor: with this rank's tokens along ``dim``.
-            dim: along which the row runs.
+            tensor: a tensor with this rank's tokens along ``dim``.
+            dim: the dim of the tokens.
         """
         ...
 
@@ -76,10 +76,10 @@ class PackedRow:
     """The packed row that a forward runs over.
 
     Attributes:
-        borders: ``(0, ..., T)`` of the samples in the whole row.
-        part: what of it is on this rank; None: all of it.
-        whole_masks: of a part: makes the masks of the whole row, in the order in which the model asks for them.
-        masks: that the model has asked for so far, since the row was entered.
+        borders: ``(0, ..., T)``, borders of the samples in the whole row.
+        part: the slice on this rank; None: the whole row.
+        whole_masks: with a slice: makes the masks of the whole row, in the order in which the model requests them.
+        masks: masks that the model requested since the row was entered.
     """
 
     borders: Borders
@@ -89,7 +89,7 @@ class PackedRow:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the model sees."""
+        """Number of tokens that the model gets."""
         return self.borders[-1] if self.part is None else self.part.rows.numel()
 
 
@@ -97,58 +97,58 @@ _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
 
 def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
-    """Keep the samples of a row apart in every attention over its ``[1, T]`` tokens: a context for ``with``.
+    """Return a context in which every attention over the ``[1, T]`` tokens of a row keeps its samples apart.
 
-    It goes around the forward of the model that reads the row. Other models, such as towers, run outside of it or
-    inside ``packed(None)``: one that happened to see ``T`` tokens would be cut at the row's borders. What it returns
-    may be entered any number of times. Activation recompute needs it again only for models that make no mask by
-    transformers' interface; attention refuses where it is missing.
+    Use it around the forward of the model that reads the row. Run other models, such as towers, outside of it or inside
+    ``packed(None)``: an input that happens to have ``T`` tokens would be cut at the row's borders. The context can be
+    entered any number of times. Activation recomputation needs it again only for models that do not make masks by
+    transformers' interface; attention raises if it is missing.
 
     Args:
-        cu_seqlens: ``(0, ..., T)``, where the samples begin and the last one ends; None: no packed row.
+        cu_seqlens: ``(0, ..., T)``, the starts of the samples and the end of the last one; None: no packed row.
 
     Raises:
-        ValueError: the borders do not begin at 0, or fall.
+        ValueError: the borders do not start at 0, or are not ascending.
     """
     if cu_seqlens is None:
         return _Inside(None)
     borders = tuple(cu_seqlens)
     if borders[:1] != (0,) or any(stop < start for start, stop in pairwise(borders)):
-        raise ValueError(f"borders of samples begin at 0 and do not fall, but these are {borders}")
+        raise ValueError(f"cu_seqlens must start at 0 and ascend; found {borders}")
     return _Inside(PackedRow(borders))
 
 
 def inside(row: PackedRow | None) -> _Inside:
-    """:func:`packed`, of a row that may lie on several ranks."""
+    """Return the context of :func:`packed` for a row that ranks may share."""
     return _Inside(row)
 
 
 def packed_row() -> PackedRow | None:
-    """The packed row that is being read; None: there is none."""
+    """Return the packed row of the running forward; None: the input is not packed."""
     return _row.get()
 
 
-# Modules that learnt from the context alone that the row of their last forward is packed.
+# Modules that knew only from the context that the row of their last forward was packed.
 _rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def relies_on_context(module: torch.nn.Module) -> None:
-    """``module`` knows from :func:`packed_row` alone that its row is packed, so it needs it in a recomputation, too."""
+    """Record that ``module`` knows only by :func:`packed_row` that its row is packed: recomputation needs it, too."""
     _rely_on_context.add(module)
 
 
 def check_recomputation(module: torch.nn.Module) -> None:
-    """Of a module without a packed row: refuse a recomputation that would see the packed row as one sample.
+    """Refuse a recomputation without a packed row if the forward of ``module`` had one.
 
     Raises:
-        UserError: its forward was over a packed row.
+        UserError: the recomputation would treat the packed row as one sample.
     """
     if torch._C._current_graph_task_id() == -1:  # not inside a backward
         _rely_on_context.discard(module)
     elif module in _rely_on_context:
         raise UserError(
-            f"{type(module).__name__} is recomputed outside of packed(...), by which alone it knew where samples "
-            "begin: enter it around the backward, too"
+            f"{type(module).__name__} is recomputed outside of packed(...), so it does not know where samples begin; "
+            "enter packed(...) around the backward, too"
         )
 
 
@@ -159,7 +159,7 @@ class _Inside:
 
     def __enter__(self) -> None:
         if self._row is not None and not self._tokens:
-            self._row.masks.clear()  # of the forward before
+            self._row.masks.clear()  # masks of the previous forward
         self._tokens.append(_row.set(self._row))
 
     def __exit__(self, *_: object) -> None:

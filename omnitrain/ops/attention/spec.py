@@ -1,4 +1,4 @@
-"""One attention over a packed row: its mask, its other arguments, and what a backend of it declares.
+"""One attention over a packed row: its mask, its arguments, and the description of a backend.
 
 Shapes: ``H`` heads, ``K`` key heads (``H`` is a multiple), ``T`` tokens of the row, ``D`` head dimension, ``E`` width
 of a value.
@@ -26,7 +26,7 @@ from omnitrain.errors import UserError
 from omnitrain.ops.cpu.unread_rows import ReadRows
 from omnitrain.ops.device import to_device
 
-# What a call can need of a backend: the kind of its mask, and these.
+# Features that a call can need from a backend; the first four are kinds of masks.
 FULL, CAUSAL, WINDOW, GENERAL = "full", "causal", "window", "general"
 GQA = "grouped heads"
 VALUE_WIDTH = "values of another width"
@@ -36,7 +36,7 @@ SOFTCAP = "softcap"
 POSITION_BIAS = "position_bias"
 EVERYTHING = frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT, SINKS, SOFTCAP, POSITION_BIAS})
 
-_NO_TENSOR = "the mask of a packed row is a description, no tensor"
+_NO_TENSOR = "the mask of a packed row is a description, not a tensor"
 
 # (batch index, head index, query index, key index) -> may the query see the key; indices broadcast.
 MaskFunction = Callable[..., torch.Tensor]
@@ -45,26 +45,25 @@ Made = TypeVar("Made")
 
 
 class MaskUseError(UserError, AttributeError, TypeError):
-    """A model computes on the attention mask of a packed row instead of handing it on."""
+    """A model computes with the attention mask of a packed row instead of passing it on."""
 
 
 class MaskSpec:
-    """The mask of one packed row: nothing crosses a border, and within a segment ``kind`` says who sees whom.
+    """The mask of one packed row: no token sees another segment; ``kind`` describes the mask within a segment.
 
-    It travels through a model in place of the mask tensor and is handed to attention unchanged, through activation
-    recompute and FSDP too. So it is neither a tensor nor a dataclass (FSDP rebuilds those), and two specs are equal
-    only if they are one object.
+    Models pass it to attention instead of a mask tensor, unchanged, also through activation recomputation and FSDP. It
+    is therefore neither a tensor nor a dataclass (FSDP rebuilds dataclasses), and is equal only to itself.
 
     Attributes:
-        borders: ``(0, ..., T)``, strictly rising.
-        causal: a token sees none that come after it.
-        window: a token sees only so many, itself included; None: all of the segment.
-        general: in place of ``causal`` and ``window``: a function of row indices that is exact within each segment, or
-            a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
-        use_vmap: whether ``general`` wants scalar indices, as transformers says of functions that models add.
-        shard: the part of the row that is on this rank; None: all of it. All else describes the whole row.
-        ndim: as of the tensor that it stands for.
-        shape: as of the tensor that it stands for.
+        borders: ``(0, ..., T)``, strictly ascending.
+        causal: a token sees no later token.
+        window: number of tokens that a token sees, itself included; None: the whole segment.
+        general: instead of ``causal`` and ``window``: a function of row indices that is exact within each segment, or a
+            mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
+        use_vmap: whether ``general`` takes scalar indices, as transformers states for functions that models add.
+        shard: the slice of the row on this rank; None: the whole row. All other fields describe the whole row.
+        ndim: ndim of the mask tensor that it replaces.
+        shape: shape of the mask tensor that it replaces.
     """
 
     ndim = 4
@@ -89,10 +88,10 @@ class MaskSpec:
         self._made: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        raise MaskUseError(f"this model asks its attention mask for {name!r}, so it cannot be packed: {_NO_TENSOR}")
+        raise MaskUseError(f"this model reads {name!r} of its attention mask, so it cannot be packed: {_NO_TENSOR}")
 
     def __getitem__(self, index: Any) -> Any:
-        raise MaskUseError(f"this model cuts its attention mask, so it cannot be packed: {_NO_TENSOR}")
+        raise MaskUseError(f"this model slices its attention mask, so it cannot be packed: {_NO_TENSOR}")
 
     def __repr__(self) -> str:
         window = f" of {self.window}" if self.window else ""
@@ -109,17 +108,17 @@ class MaskSpec:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest segment."""
+        """Number of tokens of the longest segment."""
         return max((stop - start for start, stop in pairwise(self.borders)), default=0)
 
     def remember(self, key: Any, make: Callable[[], Made]) -> Made:
-        """What ``make()`` returned when it was first asked for under ``key``: layers share what follows from a spec."""
+        """Return the cached result of ``make()`` for ``key``, so that layers share it."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def on(self, shard: SequenceShard) -> MaskSpec:
-        """The same mask, for a rank that has only ``shard`` of the row."""
+        """Return the same mask for a rank that has only ``shard`` of the row."""
         return self._with(self.general, shard)
 
     @property
@@ -128,7 +127,7 @@ class MaskSpec:
         return self if self._whole is None else self._whole
 
     def of_heads(self, start: int, stop: int) -> MaskSpec:
-        """The mask of the heads ``start`` to ``stop`` alone, for a rank that has the whole row of them."""
+        """Return the mask of the heads ``start`` to ``stop``, for a rank that has the whole row of these heads."""
         if not isinstance(self.general, torch.Tensor) or self.general.size(1) == 1:
             return self.whole
         general = self.general[:, start:stop]
@@ -141,9 +140,9 @@ class MaskSpec:
         return spec
 
     def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """The mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
+        """Return the mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
 
-        Boolean, or a float to add to the scores.
+        It is boolean, or a float to add to the scores.
         """
         if isinstance(self.general, torch.Tensor):
             return self.general[..., slice(*queries), slice(*keys)]
@@ -160,7 +159,7 @@ class MaskSpec:
         )
 
     def between(self, start: int, stop: int) -> MaskSpec:
-        """The spec of a part of the row, which no segment reaches into, as a row of its own."""
+        """Return the spec of the tokens ``start`` to ``stop`` as a separate row; both must be borders."""
         general = self.general
         if isinstance(general, torch.Tensor):
             general = general[..., start:stop, start:stop]
@@ -170,23 +169,23 @@ class MaskSpec:
         return MaskSpec(borders, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
 
     def function(self, device: torch.device) -> MaskFunction:
-        """The mask as a function of row indices that is exact within each segment (it may open others).
+        """Return the mask as a function of row indices, exact within each segment only.
 
         Raises:
-            TypeError: the mask is a float tensor, which no such function can say.
+            TypeError: the mask is a float tensor, which is no function of indices.
         """
         if callable(self.general):
             return self.general
         if isinstance(self.general, torch.Tensor):
             if self.general.dtype != torch.bool:
-                raise TypeError("a mask of floats is not a function of indices")
+                raise TypeError("a float mask is not a function of indices")
             return partial(_look_up, self.general.to(device))
         if self.window is not None:
             return sliding_window_causal_mask_function(self.window)
         return causal_mask_function if self.causal else bidirectional_mask_function
 
     def row_function(self, device: torch.device) -> MaskFunction:
-        """The mask as a function of row indices, exact for the whole row."""
+        """Return the mask as a function of row indices, exact for the whole row."""
         segments = segment_numbers(self.borders, device)
         return and_masks(partial(_same, segments), self.function(device))
 
@@ -199,13 +198,13 @@ class Call:
         query: ``[1, H, T, D]``.
         key: ``[1, K, T, D]``.
         value: ``[1, K, T, E]``.
-        mask: who sees whom.
+        mask: the mask of the row.
         scale: factor on the scores; None: ``D ** -0.5``.
         dropout: probability of dropping an attention weight.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
         position_bias: ``[1, 1 or H, T, T]``, added to scaled and capped scores.
-        sinks: ``[H]``, the logit of one more key per head, whose value is zero.
-        read: the only tokens whose output is used; a backend need not compute that of the others. None: all.
+        sinks: ``[H]``, the logit of an additional key per head with value zero.
+        read: the tokens whose output is used; a backend need not compute the others. None: all tokens.
     """
 
     query: torch.Tensor
@@ -231,7 +230,7 @@ class Call:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What a backend must honour."""
+        """The features that a backend must support."""
         extra = {
             GQA: self.query.size(1) != self.key.size(1),
             VALUE_WIDTH: self.query.size(-1) != self.value.size(-1),
@@ -245,14 +244,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute a :class:`Call`; outputs and gradients are exact for all that it honours.
+    """One way to compute a :class:`Call`; outputs and gradients are exact for all features that it supports.
 
     Attributes:
-        name: by which users choose it.
-        honours: of what a call can need.
-        obstacle: why it cannot run a call here (device, dtype, package); None: it can.
+        name: name in the settings.
+        honours: the features that it supports.
+        obstacle: returns why it cannot run a call (device, dtype, package); None: it can.
         attend: the call -> ``[1, T, H, E]``, in the dtype of the values.
-        automatic_on: device types where ``auto`` may choose it; None: all.
+        automatic_on: device types on which ``auto`` may choose it; None: all.
     """
 
     name: str
@@ -263,71 +262,71 @@ class Backend:
 
 
 def repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Each key head once per query head that reads it, along dim 1."""
+    """Repeat each key head along dim 1, once per query head that reads it."""
     return states if states.size(1) == num_heads else states.repeat_interleave(num_heads // states.size(1), dim=1)
 
 
 class SequenceShard(Protocol):
-    """This rank's part of a row, and the ranks that have the others."""
+    """This rank's slice of a row, and the ranks that have the other slices."""
 
     @property
     def num_rows(self) -> int:
-        """Tokens of the row that this rank has."""
+        """Number of tokens of the row on this rank."""
         ...
 
     def attend(self, call: Call, compute: Callable[[Call], torch.Tensor]) -> torch.Tensor:
-        """Attend from this rank's rows to the whole row. All ranks of the row call it together.
+        """Attend from this rank's tokens to the whole row. All ranks of the row must call it.
 
         Args:
-            call: queries, keys and values ``[1, heads, own rows, width]`` of this rank's rows; all else of the whole
-                row and of all heads.
-            compute: attention ``[1, T, heads, E]`` of a call over a row that is all there, of some of the heads.
+            call: queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for
+                the whole row and all heads.
+            compute: computes attention ``[1, T, heads, E]`` of a call over a whole row, for some of the heads.
 
         Returns:
-            ``[1, own rows, H, E]``.
+            ``[1, local tokens, H, E]``.
         """
         ...
 
 
-# Tensor of borders -> what of their row is on this rank.
+# cu_seqlens tensor -> the slice of its row on this rank.
 _shards = WeakTensorKeyDictionary()
 
 
 def borders_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
-    """A copy of the borders of a row; layers that are given it as ``cu_seq_lens_q`` attend from a part of the row.
+    """Return a copy of ``cu_seqlens`` for a slice; layers that get it as ``cu_seq_lens_q`` attend from the slice.
 
     Args:
         cu_seqlens: ``[segments + 1]`` int32 or int64, of the whole row.
-        shard: the part.
+        shard: the slice of the row on this rank.
     """
-    own = cu_seqlens.clone()
-    _shards[own] = shard
-    return own
+    copy = cu_seqlens.clone()
+    _shards[copy] = shard
+    return copy
 
 
 def shard_of(cu_seqlens: torch.Tensor) -> SequenceShard | None:
-    """The part that :func:`borders_on` named; None: these are the borders of a row that is all there."""
-    found: SequenceShard | None = _shards.get(cu_seqlens)
-    return found
+    """Return the slice that was given to :func:`borders_on`; None: the whole row is on this rank."""
+    shard: SequenceShard | None = _shards.get(cu_seqlens)
+    return shard
 
 
 @lru_cache(maxsize=2)
 def plain_spec(borders: tuple[int, ...], causal: bool, window: int | None) -> MaskSpec:
-    """The one spec of these values, so that layers which each ask for it share what follows from it.
+    """Return the same spec object for the same values, so that layers share its cached results.
 
-    Layers of a model alternate between two at most. Those of rows that are done with would only hold memory.
+    Layers of a model alternate between at most two specs. A larger cache would keep memory of former rows.
     """
     return MaskSpec(borders, causal=causal, window=window)
 
 
 def segment_numbers(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """``[T]``: the number of the segment of each token."""
+    """Return ``[T]``, the index of the segment of each token."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(borders)])
     return to_device(torch.arange(len(lengths)).repeat_interleave(lengths), device)
 
 
 def segment_starts(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """``[T]``: the first token of the segment of each token."""
+    """Return ``[T]``, the first token of the segment of each token."""
     return to_device(torch.tensor(borders[:-1]), device)[segment_numbers(borders, device)]
 
 

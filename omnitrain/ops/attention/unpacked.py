@@ -14,15 +14,15 @@ from omnitrain.errors import UserError
 
 SDPA, EAGER = "sdpa", "eager"
 
-# Only the model's own code computes these: transformers' sdpa raises on one and ignores the other.
+# Only a model's eager code computes these: transformers' sdpa raises on one and ignores the other.
 _EAGER_ONLY = ("softcap", "s_aux")
-# Where the implementation is not called sdpa or eager, models leave their choice of keys to attention, by these: the
-# key of each index is seen, or a block of keys, which only the model's own code can tell.
+# If the implementation is not called sdpa or eager, models pass their choice of keys to attention by these arguments:
+# indices of keys, or of blocks of keys, which only the model's own code can interpret.
 _CHOSEN_KEYS, _CHOSEN_BLOCKS = "indices", "block_indices"
 
 
 def plain_mask(implementation: str, **arguments: Any) -> torch.Tensor | None:
-    """The mask that transformers makes for ``implementation``."""
+    """Return transformers' mask for ``implementation``."""
     return AttentionMaskInterface._global_mapping[implementation](**arguments)
 
 
@@ -35,18 +35,19 @@ def plain_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the model computes with ``implementation``; its own eager code where that leaves something out.
+    """Compute attention by ``implementation``, or by the model's eager code if that ignores an argument.
 
     Raises:
-        UserError: neither honours an argument.
+        UserError: neither supports an argument.
     """
     if kwargs.get(_CHOSEN_BLOCKS) is not None:
-        raise UserError(f"{type(module).__name__} leaves {_CHOSEN_BLOCKS} to its attention, which is not honoured")
+        raise UserError(f"{type(module).__name__} passes {_CHOSEN_BLOCKS} to its attention, which is not supported")
     if (indices := kwargs.pop(_CHOSEN_KEYS, None)) is not None:
         attention_mask = _of_chosen_keys(module, attention_mask, indices, key.size(2))
     if implementation in (SDPA, EAGER) and _is_padding(attention_mask, query, key):
         raise UserError(
-            f"{type(module).__name__} hands a padding mask of shape {tuple(attention_mask.shape)} to its attention"
+            f"{type(module).__name__} passes a padding mask of shape {tuple(attention_mask.shape)} to its attention, "
+            "which is not supported"
         )
     if implementation == EAGER:
         return own_eager(module)(module, query, key, value, attention_mask, **kwargs)
@@ -58,30 +59,33 @@ def plain_attention(
 
 
 def own_eager(module: torch.nn.Module) -> Callable[..., Any]:
-    """The eager attention in the modelling file of ``module``: the one that its forward names.
+    """Return the eager attention function that the forward of ``module`` names in its modeling file.
 
     Raises:
-        UserError: there is none.
+        UserError: the file has no such function.
     """
     forward = inspect.unwrap(type(module).forward)
     names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
     function = forward.__globals__.get(names[0] if names else "eager_attention_forward")
     if function is None:
-        raise UserError(f"{type(module).__name__} has no eager attention of its own, which this call needs")
+        raise UserError(
+            f"{type(module).__name__} needs an `eager_attention_forward` in its modeling file for this call, and the "
+            "file has none"
+        )
     return function
 
 
 def _is_padding(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Whether it is ``[B, keys]``: some models hand that through where the implementation's name contains ``flash``."""
+    """Whether it is ``[B, keys]``: some models pass it on if the implementation's name contains ``flash``."""
     return mask is not None and mask.ndim == 2 and mask.shape != (query.size(2), key.size(2))
 
 
 def _of_chosen_keys(
     module: torch.nn.Module, mask: torch.Tensor | None, indices: torch.Tensor, num_keys: int
 ) -> torch.Tensor:
-    """``mask`` where ``indices`` ``[B, T, chosen]`` name the key, else closed: what models do for sdpa and eager."""
+    """Mask out all keys but those in ``indices`` ``[B, T, chosen]``, as models do for sdpa and eager."""
     if mask is None:
-        raise UserError(f"{type(module).__name__} leaves {_CHOSEN_KEYS} to its attention, but makes no mask")
+        raise UserError(f"{type(module).__name__} passes {_CHOSEN_KEYS} to its attention, but makes no mask")
     closed = torch.ones(*indices.shape[:2], num_keys, dtype=torch.bool, device=mask.device)
     closed = closed.scatter(-1, indices.long(), False).unsqueeze(1)
     return mask & ~closed if mask.dtype == torch.bool else mask.masked_fill(closed, torch.finfo(mask.dtype).min)
@@ -90,7 +94,7 @@ def _of_chosen_keys(
 def _additive(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool | None
 ) -> torch.Tensor | None:
-    """The mask that sdpa takes as booleans or leaves to ``is_causal``, as eager code takes it: added to the scores."""
+    """Convert sdpa's mask (boolean, or None with ``is_causal``) to eager code's mask, which is added to the scores."""
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal or query.size(2) == 1:

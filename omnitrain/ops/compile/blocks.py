@@ -1,4 +1,4 @@
-"""``torch.compile`` of a model's blocks, with dynamic lengths, and a count of what was compiled again."""
+"""``torch.compile`` a model's blocks with dynamic lengths, and count recompiles."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from omnitrain.errors import UserError
 from omnitrain.ops.compile.cache_limit import keep_compilations
 
-# What torch compiled in this process: (piece of code, number of its compilation), by any of our backends.
+# Compilations in this process: (id of the code, index of its compilation).
 _compiled: list[tuple[int, int]] = []
 
 
 @cache
 def _counting(name: str) -> Callable[..., Any]:
-    """A backend that counts. One object per name: torch compiles anew for another one, models could share nothing."""
+    """A backend that counts compilations. One object per name: torch does not share code between backend objects."""
     compile_graph = torch._dynamo.lookup_backend(name)
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
@@ -34,12 +34,12 @@ def _counting(name: str) -> Callable[..., Any]:
 
 
 class CompiledBlocks:
-    """What :func:`compile_blocks` compiled, and how often.
+    """The blocks that :func:`compile_blocks` compiled, and their number of compilations.
 
-    Blocks share their code, so those that are alike compile once; so do models that are alike.
+    Equal blocks share code, so they compile once; so do the blocks of equal models.
 
     Attributes:
-        names: of the blocks.
+        names: names of the blocks.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], max_recompiles: int) -> None:
@@ -50,31 +50,31 @@ class CompiledBlocks:
 
     @property
     def compilations(self) -> dict[int, int]:
-        """Piece of code -> how often it was compiled since these blocks were."""
+        """Id of the code -> number of compilations since these blocks were compiled."""
         return Counter(code for code, _ in set(_compiled[self._before :]))
 
     @property
     def recompiles(self) -> int:
-        """Compilations of any code beyond its first: another kind of input; another length needs none."""
-        return sum(number - 1 for number in self.compilations.values())
+        """Number of compilations beyond the first of each code; another length of the input needs none."""
+        return sum(count - 1 for count in self.compilations.values())
 
     def check(self) -> None:
-        """Stop a run that spends its time compiling.
+        """Stop a run that recompiles too often.
 
         Raises:
-            UserError: more recompiles than allowed.
+            UserError: there were more recompiles than allowed.
         """
         if self.recompiles > self._max_recompiles:
             raise UserError(
-                f"{self.recompiles} recompiles, {self._max_recompiles} allowed: what reaches the blocks keeps changing "
-                "(TORCH_LOGS=recompiles names it); raise train.compile.max_recompiles, or set train.compile to false"
+                f"{self.recompiles} recompiles, {self._max_recompiles} allowed: the inputs of the blocks keep changing "
+                "(TORCH_LOGS=recompiles shows how); raise train.compile.max_recompiles, or set train.compile to false"
             )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The blocks run as they are: for generation, whose inputs are of another kind.
+        """Run the blocks without compilation: for generation, whose inputs differ.
 
-        Attention and losses that are compiled for themselves stay so: as they are, they would need far more memory.
+        Attention and losses that are compiled separately stay compiled; they would need far more memory otherwise.
         """
         compiled = [block._compiled_call_impl for block in self._blocks]
         for block in self._blocks:
@@ -91,32 +91,32 @@ def compile_blocks(
 ) -> CompiledBlocks:
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
-    All sizes are dynamic, so lengths do not recompile. Attention is not in the graphs: its entry point asks torch to
-    stay out. So a block is two graphs, and blocks that are alike share them.
+    All sizes are dynamic, so another length does not recompile. The entry point of attention disables compilation, so a
+    block has two graphs, before and after attention. Equal blocks share them.
 
     Args:
-        model: on any device.
-        device: where it will compute.
-        max_recompiles: more of them are an error of :meth:`CompiledBlocks.check`.
-        backend: of ``torch.compile``.
+        model: the model, on any device.
+        device: device on which it will compute.
+        max_recompiles: more recompiles are an error of :meth:`CompiledBlocks.check`.
+        backend: backend of ``torch.compile``.
 
     Raises:
-        UserError: ``model`` has no such blocks, or this machine no C++ compiler.
+        UserError: ``model`` has no list of blocks, or the compiler for ``device`` is missing.
     """
     blocks = dict(blocks_in(model))
     if not blocks:
-        raise UserError(f"{type(model).__name__} has no list of blocks that torch.compile could take one by one")
+        raise UserError(f"{type(model).__name__} has no list of blocks, which torch.compile would compile one by one")
     if backend == "inductor" and (lack := compiler_missing(device)) is not None:
         raise UserError(f"train.compile: torch.compile {lack}; install it or set train.compile to false")
     keep_compilations()
-    torch._dynamo.config.nested_graph_breaks = True  # a break inside a call does not break its callers, too
+    torch._dynamo.config.nested_graph_breaks = True  # a graph break inside a call must not break its callers
     for block in blocks.values():
         block.compile(backend=_counting(backend), dynamic=True)
     return CompiledBlocks(blocks, max_recompiles)
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of all blocks of ``model``: the items of module lists that transformers can recompute."""
+    """Yield names and modules of all blocks: the items of module lists that transformers can recompute."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         is_listed = isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)
@@ -125,12 +125,12 @@ def blocks_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def compiler_missing(device: torch.device) -> str | None:
-    """What torch.compile lacks here to make kernels for ``device``; None: nothing."""
+    """Return the missing requirement of torch.compile for ``device``; None: nothing is missing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch.utils._triton import has_triton
 
     try:
         get_cpp_compiler()
-    except Exception as error:  # torch raises what the platform's search raises
+    except Exception as error:  # the type depends on the platform
         return f"needs a C++ compiler, and none was found ({str(error).splitlines()[0]})"
     return "needs triton (pip install triton)" if device.type == "cuda" and not has_triton() else None

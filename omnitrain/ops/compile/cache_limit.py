@@ -1,19 +1,19 @@
-"""How many compilations of one piece of code torch keeps."""
+"""The number of compilations of one piece of code that torch keeps."""
 
 from __future__ import annotations
 
 import torch
 
-# Past its own limit, 8, torch goes on eagerly without a word, or fails where a whole graph was asked for. Models share
-# code, and so do kinds of layers, lengths, forward and recomputation.
+# Past its default limit of 8, torch silently runs eagerly, or fails with fullgraph=True. Models, kinds of layers,
+# lengths, forward and recomputation share code, so they need more.
 _KEPT = 64
 
 
 def keep_compilations() -> None:
-    """Let this thread keep as many as there may be; to be called where compiled code is.
+    """Raise the limit for this thread; call it where compiled code runs.
 
-    From torch 2.13 on each thread has settings of its own, and on a GPU a backward, which computes blocks again, is
-    another thread than its forward.
+    Since torch 2.13 each thread has its own settings, and on a GPU the backward, which recomputes blocks, runs in
+    another thread than the forward.
     """
     config = torch._dynamo.config
     if config.recompile_limit < _KEPT:

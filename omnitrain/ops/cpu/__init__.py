@@ -1,1 +1,1 @@
-"""Kernels that are faster on a CPU alone."""
+"""Implementations that are faster only on a CPU."""

@@ -1,11 +1,11 @@
 """Causal attention over short segments on CPU: explicit scores, in few large calls.
 
-Torch's kernel works through one segment and head after the other, with small products and much in between; for some
-ten tokens that takes longer than to make all scores. And a row has one backward here, which gathers where autograd
-would cut, fill up, scatter and put together batch by batch.
+Torch's kernel processes one segment and head after the other, with small products and much overhead; for about ten
+tokens it is slower than computing all scores. A row also has only one backward here, which gathers once where autograd
+would slice, pad, scatter and concatenate batch by batch.
 
 Shapes: ``H`` heads, ``K`` key heads, ``G = H / K``; ``T`` tokens; of a batch: ``B`` segments, ``L`` its longest length,
-``Q`` queries of a segment (``L``, unless some are left out); ``D`` and ``E`` the widths of a query and of a value.
+``Q`` queries of a segment (``L``, unless some are skipped); ``D`` and ``E`` the widths of a query and of a value.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class ShortBatch:
-    """Segments that share a product, filled up behind their ends.
+    """Segments that share a matmul, padded at their ends.
 
     Attributes:
         length: ``L``.
-        num_queries: ``B * K * G * Q``, places of queries.
-        num_keys: ``B * K * L``, places of keys.
-        hidden: ``[1 or B * K, G * Q, L]`` fp32, 0 where a query sees a key, else ``-inf``.
-        is_real: ``[B * K, G * Q, 1]`` fp32, 0 at places that were filled up, else 1; None: there are none.
+        num_queries: ``B * K * G * Q``, number of padded queries.
+        num_keys: ``B * K * L``, number of padded keys.
+        hidden: ``[1 or B * K, G * Q, L]`` fp32, 0 if a query sees a key, else ``-inf``.
+        is_real: ``[B * K, G * Q, 1]`` fp32, 0 for padding, else 1; None: no padding.
     """
 
     length: int
@@ -40,9 +40,9 @@ class ShortBatch:
 
 @dataclass(frozen=True)
 class _Places:
-    """Places of a batch: the token at each, ``[B, n]``, its position in its segment, and whether it is not a filler.
+    """The padded positions of a batch: the token at each, ``[B, n]``, its position in its segment, and if it is real.
 
-    Made in numpy: for a handful of numbers a call of torch takes longer than its work.
+    These are numpy arrays: for a few numbers the overhead of a torch call exceeds its work.
     """
 
     tokens: np.ndarray
@@ -50,20 +50,20 @@ class _Places:
     is_real: np.ndarray
 
     def taken(self, order: np.ndarray, is_real: np.ndarray) -> _Places:
-        """Other places, by their index ``[B, m]``."""
+        """Select by index ``[B, m]``."""
         return _Places(*(np.take_along_axis(x, order, axis=1) for x in (self.tokens, self.positions, is_real)))
 
 
 @dataclass(frozen=True)
 class ShortKeys:
-    """Segments of a row in batches, and where their keys are: what layers share that ask for different queries.
+    """The batches of a row and the indices of their keys; layers with different queries share them.
 
     Attributes:
         tokens: ``T``.
         heads: ``K``.
-        batches: the tokens of each, in order of the row.
-        rows: of each place of a key, its row of ``[T * K, D]``.
-        places: ``[T * K]``, the place of each of these rows.
+        batches: the padded positions of each batch, in order of the row.
+        rows: for each padded key, its row of ``[T * K, D]``.
+        places: ``[T * K]``, the padded position of each of these rows.
     """
 
     tokens: int
@@ -75,14 +75,14 @@ class ShortKeys:
 
 @dataclass(frozen=True)
 class ShortRow:
-    """The batches of a row, and where its tokens are in them. Rows of a head lie together, as products want them.
+    """The batches of a row, and the indices of its tokens in them. The rows of a head are contiguous, as matmuls need.
 
     Attributes:
-        keys: of the row.
-        batches: in order of the row.
-        queries: of each place of a query, its row of ``[T * H, D]``.
-        query_places: of each row that is asked for, its place.
-        asked: which rows of ``[T * H, D]`` are asked for; None: all. The output of the others is zero.
+        keys: the keys of the row.
+        batches: the batches, in order of the row.
+        queries: for each padded query, its row of ``[T * H, D]``.
+        query_places: for each requested row, its padded position.
+        asked: the requested rows of ``[T * H, D]``; None: all. The output of the others is zero.
     """
 
     keys: ShortKeys
@@ -97,11 +97,11 @@ class ShortRow:
         return self.keys.tokens
 
     def of_queries(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Of each batch ``[B * K, G * Q, width]``, a view of ``x`` ``[places of queries, width]``."""
+        """Split padded queries ``[n, width]`` into views ``[B * K, G * Q, width]``, one per batch."""
         return self._of_batches(x, [batch.num_queries for batch in self.batches])
 
     def of_keys(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Of each batch ``[B * K, L, width]``, a view of ``x`` ``[places of keys, width]``."""
+        """Split padded keys ``[n, width]`` into views ``[B * K, L, width]``, one per batch."""
         return self._of_batches(x, [batch.num_keys for batch in self.batches])
 
     def _of_batches(self, x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ class ShortRow:
 
 
 def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
-    """Lay out a row.
+    """Compute the indices of a row's keys.
 
     Args:
         groups: lengths of the segments of each batch, in order of the row.
@@ -122,12 +122,12 @@ def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
 
 
 def short_row(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortRow:
-    """Lay out its queries.
+    """Compute the indices of a row's queries.
 
     Args:
-        keys: of the row.
+        keys: the keys of the row.
         heads: ``H``.
-        read: ``[T]`` bool, the tokens whose output is asked for; None: all.
+        read: ``[T]`` bool, the tokens whose output is used; None: all.
     """
     queries = keys.batches if read is None else [_places_of(places, read.numpy()) for places in keys.batches]
     batches = tuple(_batch(*pair, heads, keys.heads) for pair in zip(queries, keys.batches, strict=True))
@@ -138,7 +138,7 @@ def short_row(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortRo
 def attend_short(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: ShortRow, scale: float
 ) -> torch.Tensor:
-    """``[T, H, E]`` of ``query`` ``[T, H, D]``, ``key`` ``[T, K, D]`` and ``value`` ``[T, K, E]``, all fp32."""
+    """Attend: ``query`` ``[T, H, D]``, ``key`` ``[T, K, D]``, ``value`` ``[T, K, E]`` -> ``[T, H, E]``, all fp32."""
     return _AttendShort.apply(query, key, value, row, scale)
 
 

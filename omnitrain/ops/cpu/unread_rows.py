@@ -1,8 +1,8 @@
-"""Rows that nobody reads.
+"""Skip tokens that no loss reads.
 
-A loss reads the last hidden states of few rows: those whose successor is trained. What works row by row behind the last
-mixing of rows (the MLP of the last block, its query and output projections, the norms between) need not be computed for
-the others: it would change neither a loss nor a gradient.
+A loss reads the last hidden states only of tokens before a supervised token. Modules after the last mixing of tokens
+(the MLP of the last block, its query and output projections, the norms between) work token by token, so they need not
+compute the other tokens: losses and gradients do not change.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from omnitrain.ops.registry import Backend
 
 @dataclass(frozen=True, eq=False)
 class ReadRows:
-    """Which rows of the last hidden states are read.
+    """The tokens whose last hidden states are read.
 
     Attributes:
-        rows: ``[n]`` int64, each once.
-        length: ``T``, of the whole row.
+        rows: ``[n]`` int64, unique.
+        length: ``T``, number of tokens of the whole row.
     """
 
     rows: torch.Tensor
@@ -36,7 +36,7 @@ class ReadRows:
 
     @property
     def flags(self) -> torch.Tensor:
-        """``[T]`` bool: whether a row is read."""
+        """``[T]`` bool: whether a token is read."""
         return torch.zeros(self.length, dtype=torch.bool, device=self.rows.device).index_fill_(0, self.rows, True)
 
 
@@ -44,15 +44,15 @@ UNREAD_ROWS = (Backend("skip", lambda: True, automatic=("cpu",)), Backend("torch
 
 _read: ContextVar[ReadRows | None] = ContextVar("read_rows", default=None)
 
-# Whose own linear layers work behind the last mixing of rows: the mixing itself, if they attend.
+# Parents of the skipping linear layers; those that attend are the last attention.
 _last_to_mix: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
 def reading(read: ReadRows | None) -> Iterator[None]:
-    """Of the forward inside, only these rows of the last hidden states are read; None: all of them.
+    """Declare that only these tokens of the last hidden states of the forward inside are read; None: all tokens.
 
-    A recomputation of activations needs it again.
+    Activation recomputation needs this context again.
     """
     token = _read.set(read)
     try:
@@ -62,31 +62,31 @@ def reading(read: ReadRows | None) -> Iterator[None]:
 
 
 def rows_read() -> ReadRows | None:
-    """The rows that are read of the forward that is running; None: all."""
+    """Return the tokens that are read of the running forward; None: all."""
     return _read.get()
 
 
 def rows_read_of(module: nn.Module, length: int) -> ReadRows | None:
-    """The rows that are read of what ``module`` attends; None: all, as it is not the last to do so.
+    """Return the tokens that are read of an attention's output; None: all, because it is not the last attention.
 
     Args:
         module: an attention layer.
-        length: rows that it attends over; if these are not those of the forward, all are read.
+        length: number of its tokens; if it is not that of the forward, all are read.
     """
     read = _read.get() if module in _last_to_mix else None
     return read if read is not None and read.length == length else None
 
 
 def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
-    """Make modules compute the rows that are read, and put zeros in the place of the others, inside :func:`reading`.
+    """Let modules compute only the tokens that are read, and return zeros for the others, inside :func:`reading`.
 
-    Exact only for modules of which a row reaches the same row of the last hidden states and no other. Their parameters
-    and names stay. Rows are dim 1 of their input ``[1, T, ...]``; on any other input (a DTensor, too), outside of
-    :func:`reading` and in a compiled block, they do what they did before.
+    Exact only for modules in which each token reaches only the same token of the last hidden states. Parameters and
+    names stay. Tokens are dim 1 of the input ``[1, T, ...]``. On other inputs (DTensors, too), outside of
+    :func:`reading` and in a compiled block the modules run as before.
 
     Args:
-        model: in which they are; changed in place.
-        names: of the modules, with items of a module list by their place from its end: ``model.layers.-1.mlp``.
+        model: the model, changed in place.
+        names: names of the modules, with items of a module list by their index from its end: ``model.layers.-1.mlp``.
 
     Returns:
         Class name -> number of modules.
@@ -100,7 +100,7 @@ def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
 
 
 def name_from_end(model: nn.Module, name: str) -> str:
-    """``name`` of a module of ``model``, with items of a module list by their place from its end."""
+    """Return the name of a module with items of a module list by their index from its end."""
     parts, module = [], model
     for part in name.split("."):
         parts.append(str(int(part) - len(module)) if isinstance(module, nn.ModuleList) else part)
@@ -109,7 +109,7 @@ def name_from_end(model: nn.Module, name: str) -> str:
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module:
-    """The inverse of :func:`name_from_end`."""
+    """Return the module of a name from :func:`name_from_end`."""
     module = model
     for part in name.split("."):
         module = module[int(part)] if isinstance(module, nn.ModuleList) else module.get_submodule(part)

@@ -1,12 +1,12 @@
-"""The experts that omnitrain registers with transformers: sorted by expert, computed by grouped products.
+"""The experts that omnitrain registers with transformers: rows sorted by expert, grouped matmuls.
 
-A layer's forward dispatches one row for each (token, expert) pair to the experts, which compute them; the results
-return and are combined per token (``permute.py``). Over ranks a :class:`Dispatcher` of :mod:`omnitrain.parallel` moves
-the rows. Transformers' ``use_experts_implementation`` declares what the weights of a layer mean (``weights.py``). The
-routing of a forward is recorded for its recomputation (``routing_tape.py``).
+A layer's forward dispatches one row for each (token, expert) pair to the experts, computes them and combines the
+results per token (``permute.py``). Between ranks a :class:`Dispatcher` of :mod:`omnitrain.parallel` moves the rows.
+transformers' ``use_experts_implementation`` declares the format of a layer's weights (``weights.py``). The routing of a
+forward is recorded for its recomputation (``routing_tape.py``).
 """
 
-from omnitrain.ops.experts.choose import AUTO, EXPERTS, ExpertsRow, experts_report
+from omnitrain.ops.experts.choose import AUTO, EXPERTS
 from omnitrain.ops.experts.entry import Dispatcher, DispatchHandle, bytes_sent, settings_of
 from omnitrain.ops.experts.install import backend_of, set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.lora import add_expert_adapter, merge_expert_adapter, parameter_names
@@ -38,7 +38,6 @@ __all__ = [
     "Dispatcher",
     "ExpertRange",
     "ExpertWeights",
-    "ExpertsRow",
     "LayerSpans",
     "Recording",
     "Replayed",
@@ -50,7 +49,6 @@ __all__ = [
     "chunk_borders",
     "combine_rows",
     "experts_in",
-    "experts_report",
     "is_experts",
     "is_replaying",
     "matrix_names",

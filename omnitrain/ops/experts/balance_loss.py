@@ -1,4 +1,4 @@
-"""Losses that keep routers balanced and their scores small: sums over tokens, so that they add up over any layout.
+"""Losses that keep routers balanced and their scores small. They are sums over tokens, so ranks can add them.
 
 ``p_te`` is the softmax of token ``t``'s scores, of ``E`` experts, of which each token takes ``k``.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def counts_per_sample(index: Tensor, sample: Tensor, num_samples: int, num_experts: int) -> Tensor:
-    """``[samples, E]`` fp32: how often each sample's tokens chose each expert.
+    """Count how often the tokens of each sample chose each expert: ``[samples, E]`` fp32.
 
     Args:
-        index: ``[t, k]`` experts.
-        sample: ``[t]`` int64.
-        num_samples: in all.
+        index: ``[t, k]``, chosen experts.
+        sample: ``[t]`` int64, index of each token's sample.
+        num_samples: number of samples.
         num_experts: ``E``.
     """
     place = (sample.unsqueeze(-1) * num_experts + index).view(-1)
@@ -26,25 +26,25 @@ def counts_per_sample(index: Tensor, sample: Tensor, num_samples: int, num_exper
 def sample_balance(scores: Tensor, counts: Tensor, sample: Tensor) -> Tensor:
     """Sum over tokens of ``E * sum_e f_e p_te``, ``f_e`` the share of expert ``e`` in the choices of a token's sample.
 
-    Divided by the tokens it is 1 where each sample's experts are taken equally often (DeepSeek-V3, equation 17, each
-    sample weighted by its tokens).
+    Divided by the number of tokens it is 1 if each sample uses all experts equally often (DeepSeek-V3, equation 17,
+    each sample weighted by its tokens).
 
     Args:
         scores: ``[t, E]``, before the softmax.
-        counts: ``[samples, E]``: choices of whole samples.
-        sample: ``[t]`` int64, each token's.
+        counts: ``[samples, E]``, choices of whole samples.
+        sample: ``[t]`` int64, index of each token's sample.
     """
     fractions = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return scores.size(-1) * (scores.float().softmax(-1) * fractions[sample]).sum()
 
 
 def fraction_balance(scores: Tensor, fractions: Tensor) -> Tensor:
-    """Sum over tokens of ``E * sum_e f_e p_te`` for given shares ``f`` ``[E]``, such as those of the step before."""
+    """Sum over tokens of ``E * sum_e f_e p_te`` for given shares ``f`` ``[E]``, such as those of the previous step."""
     return scores.size(-1) * (scores.float().softmax(-1) @ fractions).sum()
 
 
 def micro_batch_balance(scores: list[Tensor], index: list[Tensor]) -> Tensor:
-    """Transformers' ``load_balancing_loss_func`` over all layers of one micro-batch: no sum over tokens.
+    """Compute transformers' ``load_balancing_loss_func`` over all layers of one micro-batch; no sum over tokens.
 
     Args:
         scores: per layer ``[t, E]``.

@@ -1,8 +1,7 @@
-"""Which backend computes the experts of a layer, and what was chosen so far."""
+"""Choose the backend that computes the experts of a layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,12 @@ AUTO = "auto"
 
 
 def _by_transformers(name: str, experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory) -> Tensor:
-    """Another function that transformers registers, over rows of one expert each with weight 1."""
+    """Run a function that transformers registers; each row has one expert with weight 1."""
     if experts.first_adapter or experts.down_adapter:
-        raise UserError(f"experts backend {name!r} knows no LoRA adapters; use torch")
+        raise UserError(f"experts backend {name!r} does not support LoRA adapters; use torch")
     if memory != ProductMemory():
-        raise UserError(f"experts backend {name!r} keeps what it keeps; use torch with a row budget or recompute")
-    if rows.size(0) == 0:  # not all of them take none
+        raise UserError(f"experts backend {name!r} does not support a row budget or recompute; use torch")
+    if rows.size(0) == 0:  # some backends fail without rows
         return grouped_experts(experts, rows, ends, memory)
     of_row = torch.repeat_interleave(counts_of(ends), output_size=rows.size(0)).unsqueeze(-1)
     function = ALL_EXPERTS_FUNCTIONS[name]
@@ -33,7 +32,7 @@ def _by_transformers(name: str, experts: ExpertWeights, rows: Tensor, ends: Tens
 
 
 def _cuda_only(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"runs on CUDA only, not on {device.type}"
+    return None if device.type == "cuda" else f"runs only on CUDA, not on {device.type}"
 
 
 EXPERTS = (
@@ -43,33 +42,13 @@ EXPERTS = (
     Backend("sonicmoe", partial(_by_transformers, "sonicmoe"), _cuda_only, automatic=()),
     Backend("deepgemm", partial(_by_transformers, "deepgemm"), _cuda_only, automatic=()),
 )
-"""``torch``: our own; the others are transformers'."""
-
-
-@dataclass(frozen=True)
-class ExpertsRow:
-    """What computes one kind of experts.
-
-    Attributes:
-        module: class of the experts.
-        backend: that computes them.
-        asked: backend that was asked for.
-        device: type.
-        dtype: of the rows.
-    """
-
-    module: str
-    backend: str
-    asked: str
-    device: str
-    dtype: str
-
+"""``torch`` is omnitrain's; the others are transformers'."""
 
 _chosen: dict[tuple[Any, ...], Backend] = {}
 
 
 def chosen(module: nn.Module, rows: Tensor, asked: str) -> Backend:
-    """The backend named ``asked`` for the experts ``module`` on ``rows``.
+    """Return the backend named ``asked`` for the experts ``module`` on ``rows``.
 
     Raises:
         UserError: it cannot run there; names those that can.
@@ -78,12 +57,3 @@ def chosen(module: nn.Module, rows: Tensor, asked: str) -> Backend:
     if key not in _chosen:
         _chosen[key] = choose("experts", EXPERTS, asked, rows.device)
     return _chosen[key]
-
-
-def experts_report() -> list[ExpertsRow]:
-    """What was chosen in this process, one row per class of experts, device and dtype."""
-    rows = [
-        ExpertsRow(module, backend.name, asked, device, str(dtype).removeprefix("torch."))
-        for (module, asked, device, dtype), backend in _chosen.items()
-    ]
-    return sorted(rows, key=lambda row: (row.module, row.device, row.dtype, row.asked))

@@ -1,4 +1,4 @@
-"""The one experts function that is registered with transformers."""
+"""The experts function that omnitrain registers with transformers."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ SETTINGS = "_expert_settings"
 
 
 class DispatchHandle(Protocol):
-    """The rows of one forward of a layer, and of its backward: to their experts, in chunks of these, and back.
+    """The rows of one forward of a layer, and of its backward: they go to their experts in chunks, and back.
 
     Attributes:
-        ranges: of the chunks in which this rank's experts are asked, in order; each once.
+        ranges: the experts and rows of each chunk on this rank, in the order of computation.
     """
 
     ranges: Sequence[Sequence[ExpertRange]]
 
     def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:
-        """Rows ``[R, H]`` sorted by the experts of the chunk, and ``[E]`` int32 ends of each expert's."""
+        """Wait for a chunk: rows ``[R, H]`` sorted by its experts, and ``[E]`` int32, the end of each expert's rows."""
         ...
 
     def return_chunk(self, chunk: int, results: Tensor) -> None:
-        """Results ``[R, H]`` of these rows."""
+        """Send back the results ``[R, H]`` of the chunk's rows."""
         ...
 
     def combine(self) -> Tensor:
-        """The weighted sums ``[T, H]`` of the results."""
+        """Return the weighted sums ``[T, H]`` of the results."""
         ...
 
 
 class Dispatcher(Protocol):
-    """Brings rows to the ranks of their experts, and results back.
+    """Sends rows to the ranks of their experts, and results back.
 
     Attributes:
-        bytes_sent: in forwards, to other ranks.
+        bytes_sent: bytes sent to other ranks in forwards.
     """
 
     bytes_sent: int
 
     def plan(self, top_k_index: Tensor, num_experts: int, spans: LayerSpans) -> Any:
-        """Who sends what to whom, from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
+        """Plan the exchange from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
         ...
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:
-        """Send a row of each of the tokens ``[T, H]`` to each of its experts. All of a journey is differentiable.
+        """Send a row of each token in ``[T, H]`` to each of its experts; the whole exchange is differentiable.
 
-        The weights ``[T, k]`` are for the sums that come back.
+        The weights ``[T, k]`` are those of :meth:`DispatchHandle.combine`.
         """
         ...
 
@@ -78,7 +78,7 @@ class _LocalDispatcher:
 
 
 class _LocalDispatch:
-    """Rows that are where their experts are."""
+    """The rows of a layer whose experts are all on this rank."""
 
     def __init__(self, tokens: Tensor, weights: Tensor, routes: TokenPermutation) -> None:
         self.ranges: Sequence[Sequence[ExpertRange]] = [[ExpertRange(0, len(routes.ends), 0, len(routes.token_of_row))]]
@@ -99,13 +99,13 @@ class ExpertSettings:
     """How the experts of a layer are computed.
 
     Attributes:
-        dispatcher: brings rows to them; where it does to other ranks, the weights are a part of them on each rank.
+        dispatcher: sends rows to the experts; with several ranks, each rank has the weights of some experts.
         row_budget: see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`.
-        recomputes_activation: see there.
-        saving: a context for the products of the rows it is given, such as one that offloads what they save of these.
-        delays_weight_gradients: compute those of the matrices last, while rows' gradients are on their way.
-        meanwhile: computes something else of the layer while its last results are on their way.
-        spans: told what happens when.
+        recomputes_activation: see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`.
+        saving: makes a context for the matmuls of the given rows, such as one that offloads their saved tensors.
+        delays_weight_gradients: compute the gradients of matrices last, during the communication of rows' gradients.
+        overlap_with: computes another part of the layer during the communication of the last results.
+        spans: records time spans.
     """
 
     dispatcher: Dispatcher
@@ -118,7 +118,7 @@ class ExpertSettings:
 
 
 def settings_of(module: nn.Module) -> ExpertSettings:
-    """How the experts ``module`` are computed."""
+    """Return how the experts ``module`` are computed."""
     return getattr(module, SETTINGS, _AS_THEY_ARE)
 
 
@@ -126,7 +126,7 @@ _AS_THEY_ARE = ExpertSettings(_LocalDispatcher())
 
 
 def bytes_sent(module: nn.Module) -> int:
-    """What the experts ``module`` has sent to other ranks in forwards since this was asked last."""
+    """Return the bytes that the experts ``module`` sent to other ranks in forwards since the last call."""
     dispatcher = settings_of(module).dispatcher
     sent = dispatcher.bytes_sent
     if sent:
@@ -134,18 +134,18 @@ def bytes_sent(module: nn.Module) -> int:
     return sent
 
 
-@torch.compiler.disable  # rows per expert are values: a traced call would be compiled again for each routing
+@torch.compiler.disable  # rows per expert are values: torch would recompile a traced call for each routing
 def omnitrain_experts(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, backend: str
 ) -> Tensor:
-    """In transformers' ``ExpertsInterface``: the weighted sum of each token's experts.
+    """Compute the weighted sum of each token's experts; for transformers' ``ExpertsInterface``.
 
     Args:
         module: the experts of a layer.
         hidden_states: ``[T, H]``.
-        top_k_index: ``[T, k]``, experts by their numbers in the whole layer.
+        top_k_index: ``[T, k]``, indices of experts in the whole layer.
         top_k_weights: ``[T, k]``.
-        backend: of the products, or ``auto``.
+        backend: backend of the matmuls, or ``auto``.
 
     Returns:
         ``[T, H]`` in the dtype of ``hidden_states``.
@@ -155,7 +155,7 @@ def omnitrain_experts(
     plan = cached_for_recompute(lambda: settings.dispatcher.plan(top_k_index, num_experts_of(module), spans))
     memory = ProductMemory(settings.row_budget, settings.recomputes_activation)
     compute = chosen(module, hidden_states, backend).run
-    # A backward does last what a forward did first: delayed gradients are computed before the first rows' are awaited.
+    # Dispatch's backward runs last, so delayed weight gradients overlap with it.
     handle = settings.dispatcher.dispatch(hidden_states, top_k_weights, plan, spans)
     work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
     for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(handle.ranges, work)):

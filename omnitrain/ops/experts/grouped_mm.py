@@ -1,4 +1,4 @@
-"""The reference: both products of all experts as grouped matrix products over rows that are sorted by expert."""
+"""The reference backend: grouped matmuls of all experts over rows that are sorted by expert."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _FIRST_THAT_LEAVES = 10  # major compute capability of Blackwell; Hopper writes 
 
 @dataclass(frozen=True)
 class ProductMemory:
-    """What of the products waits for the backward.
+    """The tensors that the matmuls save for the backward.
 
     Attributes:
-        row_budget: rows that are computed at a time; of more, only inputs and results wait, and the rest is computed
-            again. None: all at once.
-        recomputes_activation: what lies between both products is computed again.
+        row_budget: the most rows to compute at once; more rows are split, and the backward recomputes each part from
+            its input. None: no limit.
+        recomputes_activation: the backward recomputes the activation between both matmuls.
     """
 
     row_budget: int | None = None
@@ -39,16 +39,16 @@ class ProductMemory:
 
 
 def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory) -> Tensor:
-    """The experts' results for rows that are sorted by expert.
+    """Compute the experts' results for rows that are sorted by expert.
 
     Args:
-        experts: that are here, ``E`` of them.
+        experts: the ``E`` experts on this rank.
         rows: ``[S, H]``.
-        ends: ``[E]`` int32: the end of each expert's rows; the last one is ``S``.
-        memory: what waits for the backward.
+        ends: ``[E]`` int32, the end of each expert's rows; the last one is ``S``.
+        memory: the tensors to save for the backward.
 
     Returns:
-        ``[S, H]`` in the dtype of ``rows``. Experts without rows have a gradient, of zeros.
+        ``[S, H]`` in the dtype of ``rows``. Experts without rows get gradients of zeros.
     """
     budget, again = memory.row_budget, memory.recomputes_activation
     if budget is None or rows.size(0) <= budget:
@@ -57,7 +57,7 @@ def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: 
     chunks = [
         checkpoint(
             _products,
-            experts.without_delay(),  # what waits for a delayed gradient would wait for those of all rows
+            experts.without_delay(),  # delayed gradients would keep the operands of all rows
             rows[start:stop],
             (ends - start).clamp(0, stop - start),
             again,
@@ -99,7 +99,7 @@ def grouped_linear(
     later: DelayedByRange | None = None,
     before: Before | None = None,
 ) -> Tensor:
-    """Each row times its expert's matrix, plus its expert's bias.
+    """Multiply each row by its expert's matrix, and add the expert's bias.
 
     Args:
         rows: ``[S, in]``, sorted by expert.
@@ -107,8 +107,8 @@ def grouped_linear(
         bias: ``[E, out]`` or None.
         ends: ``[E]`` int32, the last one ``S``.
         transposed: see ``weight``.
-        later: takes the gradient of ``weight``, piece by piece, in the backward, which then returns none.
-        before: makes ``[S, in]`` of ``rows`` of any width; it has no parameters, and is computed again in the backward.
+        later: takes the gradient of ``weight`` in the backward, range by range; the backward then returns none.
+        before: computes ``[S, in]`` from ``rows`` of any width; it has no parameters, and the backward recomputes it.
 
     Returns:
         ``[S, out]``.
@@ -185,7 +185,7 @@ def _of_experts(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 @cache
 def _leaves_empty_sums(device: torch.device) -> bool:
-    """Whether torch's kernel there leaves what was in memory where an expert has no row (pytorch#172439)."""
+    """Whether torch's kernel leaves memory uninitialized for experts without rows (pytorch#172439)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _FIRST_THAT_LEAVES
 
 
@@ -196,7 +196,7 @@ def _of_range(left: Tensor, right: Tensor, ends: Tensor, span: ExpertRange) -> T
 
 
 def _missing(tensor: Tensor, dim: int) -> int:
-    """What a width lacks to be read by grouped products: torch has kernels for multiples of 16 bytes alone."""
+    """The padding of a width for grouped matmuls: torch has kernels only for multiples of 16 bytes."""
     return -tensor.size(dim) % (_ALIGNMENT // tensor.element_size())
 
 

@@ -1,4 +1,4 @@
-"""Puts models on the registered experts: the choice is in the name that their configs carry."""
+"""Make models use omnitrain's experts; the name in their configs holds the choice of backend."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _PREFIX = "omnitrain"
 
 
 def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]:
-    """Make all experts below ``model`` compute through :func:`omnitrain_experts`.
+    """Make all experts in ``model`` compute through :func:`omnitrain_experts`.
 
-    The choice is stored in their configs, so layers that share a config object share it.
+    The choice is stored in their configs, so layers that share a config object share the choice.
 
     Args:
         model: any module; a later call changes the backend.
-        backend: of the products: ``auto``, ``torch``, or one that transformers registers.
+        backend: backend of the matmuls: ``auto``, ``torch``, or one that transformers registers.
 
     Returns:
         Class of experts -> number of layers; empty for a dense model.
 
     Raises:
-        UserError: no such backend.
+        UserError: the backend is unknown.
     """
     if backend not in _NAMES.values():
         raise UserError(f"experts: no backend {backend!r}; expected {', '.join(_NAMES.values())}")
@@ -43,18 +43,18 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
 
 
 def set_experts(experts: nn.Module, **settings: Any) -> None:
-    """Make a layer's ``experts`` compute through :func:`omnitrain_experts`, by the backend that they have.
+    """Change settings of a layer's ``experts``, and make them compute through :func:`omnitrain_experts`.
 
     Args:
-        experts: of a layer.
-        settings: of :class:`~omnitrain.ops.experts.entry.ExpertSettings`; others stay.
+        experts: the experts of a layer; their backend does not change.
+        settings: fields of :class:`~omnitrain.ops.experts.entry.ExpertSettings`; other fields do not change.
     """
     setattr(experts, SETTINGS, replace(settings_of(experts), **settings))
     use_omnitrain_experts(experts, backend_of(experts))
 
 
 def backend_of(experts: nn.Module) -> str:
-    """The backend that :func:`use_omnitrain_experts` was given for a layer's experts; ``auto`` where it was not."""
+    """Return the backend that :func:`use_omnitrain_experts` set for a layer's experts; ``auto`` if none was set."""
     config: Any = experts.config
     return _NAMES.get(config._experts_implementation, AUTO)
 

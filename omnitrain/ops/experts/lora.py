@@ -1,4 +1,4 @@
-"""LoRA on fused experts: two thin grouped products beside each frozen one, on the rank that has the expert."""
+"""LoRA on fused experts: two low-rank grouped matmuls next to each frozen one, on the rank that has the expert."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SCALES = "_lora_scales"
 
 @dataclass(frozen=True)
 class ExpertAdapter:
-    """What is trained beside the matrices ``[out, in]`` of experts, in whatever order these are stored.
+    """The adapter of experts' matrices ``[out, in]``, whether these are stored transposed or not.
 
     Attributes:
         a: ``[E, r, in]``.
         b: ``[E, out, r]``.
-        scale: of the product ``b @ a``.
+        scale: factor on ``b @ a``.
     """
 
     a: Tensor
@@ -27,12 +27,12 @@ class ExpertAdapter:
 
 
 def parameter_names(weight: str) -> tuple[str, str]:
-    """Names of the ``A`` and ``B`` beside the parameter ``weight``."""
+    """Return the names of ``A`` and ``B`` of the parameter ``weight``."""
     return f"{weight}_lora_A", f"{weight}_lora_B"
 
 
 def add_expert_adapter(module: nn.Module, weight: str, rank: int, scale: float) -> None:
-    """Register fp32 adapters of zeros beside the parameter ``weight`` of the experts ``module``."""
+    """Register fp32 adapters of zeros for the parameter ``weight`` of the experts ``module``."""
     matrices = module.get_parameter(weight)
     num_experts, *sizes = matrices.shape
     out_size, in_size = reversed(sizes) if module.is_transposed else sizes
@@ -44,12 +44,12 @@ def add_expert_adapter(module: nn.Module, weight: str, rank: int, scale: float) 
 
 @torch.no_grad()
 def merge_expert_adapter(module: nn.Module, weight: str, dtype: torch.dtype | None = None) -> None:
-    """Add the adapters beside the parameter ``weight`` to it, in fp32, and remove them.
+    """Add the adapters of the parameter ``weight`` to it, in fp32, and remove them.
 
     Args:
-        module: experts that have them.
-        weight: name of the parameter, ``[E, out, in]`` (``[E, in, out]`` where ``module.is_transposed``).
-        dtype: that it gets; None: it keeps its own.
+        module: experts with adapters.
+        weight: name of the parameter, ``[E, out, in]`` (``[E, in, out]`` if ``module.is_transposed``).
+        dtype: dtype of the merged parameter; None: unchanged.
     """
     matrices = module.get_parameter(weight)
     scales = dict(adapter_scales(module))
@@ -66,10 +66,10 @@ def merge_expert_adapter(module: nn.Module, weight: str, dtype: torch.dtype | No
 
 
 def adapter_scales(module: nn.Module) -> dict[str, float]:
-    """Names of the parameters of experts that have adapters, and their scales."""
+    """Return the experts' parameters with adapters -> the adapters' scales."""
     return getattr(module, _SCALES, {})
 
 
 def adapter_names(module: nn.Module) -> Iterator[str]:
-    """Names of the adapters beside the parameters of experts; each has an expert per entry of its dim 0."""
+    """Return the names of the experts' adapters; dim 0 of each is the expert."""
     return (name for weight in adapter_scales(module) for name in parameter_names(weight))

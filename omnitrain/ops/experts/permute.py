@@ -1,7 +1,7 @@
-"""Which expert gets which token: tokens to rows that are sorted by expert, and rows back to tokens.
+"""Permute tokens to rows sorted by expert, and rows back to tokens.
 
-Sizes: ``T`` tokens, ``k`` experts of each, ``S = T * k`` rows, ``E`` experts, ``H`` the hidden width. Nothing here
-costs more with more experts but the ``[E]`` counts.
+Sizes: ``T`` tokens, ``k`` experts per token, ``S = T * k`` rows, ``E`` experts, ``H`` hidden width. Only the ``[E]``
+counts cost more with more experts.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class TokenPermutation:
 
 
 def counts_of(ends: Tensor) -> Tensor:
-    """Lengths of runs that end at ``ends``, the first of which begins at 0."""
+    """Return the lengths of consecutive runs that end at ``ends``; the first starts at 0."""
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
 def sort_by_expert(top_k_index: Tensor, num_experts: int) -> TokenPermutation:
     """Sort the pairs of ``top_k_index`` ``[T, k]`` by expert, in order of their tokens within an expert.
 
-    No value is read by the host.
+    The host reads no value.
     """
     num_slots = top_k_index.size(-1)
-    # Few bits sort in few passes. A stable sort: what a row's neighbours are does not depend on the sort's mood.
+    # Few bits sort in few passes. The sort is stable, so the order of rows is deterministic.
     narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
     experts, order = torch.sort(top_k_index.reshape(-1).to(narrow), stable=True)
     rows = torch.arange(order.numel(), device=order.device)
@@ -56,27 +56,27 @@ def sort_by_expert(top_k_index: Tensor, num_experts: int) -> TokenPermutation:
 
 
 def take_rows(tokens: Tensor, routes: TokenPermutation) -> Tensor:
-    """``tokens`` ``[T, H]`` -> rows ``[S, H]``, each token once per expert of its."""
+    """Permute ``tokens`` ``[T, H]`` to rows ``[S, H]``, each token once per chosen expert."""
     taken: Tensor = _TakeRows.apply(tokens, routes)
     return taken
 
 
 def combine_rows(rows: Tensor, weights: Tensor, routes: TokenPermutation) -> Tensor:
-    """``rows`` ``[S, H]`` -> ``[T, H]``: each token's rows times its ``weights`` ``[T, k]``, added.
+    """Sum each token's ``rows`` ``[S, H]`` weighted by ``weights`` ``[T, k]`` -> ``[T, H]``.
 
-    Products and sums are in the wider of both dtypes, or better; the result has the dtype of ``rows``.
+    Products and sums have at least the wider of both dtypes; the result has the dtype of ``rows``.
     """
     combined: Tensor = _CombineRows.apply(rows, weights, routes)
     return combined
 
 
 def token_gradients(gradient: Tensor, routes: TokenPermutation) -> Tensor:
-    """Of :func:`take_rows`: the sum over a token's own ``k`` rows: a gather, where autograd would scatter."""
+    """Return the gradient of :func:`take_rows`: the sum of a token's ``k`` rows, as a gather instead of a scatter."""
     return F.embedding_bag(routes.row_of_slot, gradient, mode="sum")
 
 
 def weighted_sums(rows: Tensor, weights: Tensor, routes: TokenPermutation) -> Tensor:
-    """:func:`combine_rows`; no ``[T, k, H]`` tensor where rows and weights have one dtype."""
+    """Compute :func:`combine_rows`, without a ``[T, k, H]`` tensor if rows and weights have the same dtype."""
     if rows.dtype == weights.dtype:
         return F.embedding_bag(routes.row_of_slot, rows, mode="sum", per_sample_weights=weights)
     per_slot = rows[routes.row_of_slot] * weights.unsqueeze(-1)
@@ -86,7 +86,7 @@ def weighted_sums(rows: Tensor, weights: Tensor, routes: TokenPermutation) -> Te
 def weighted_sum_gradients(
     gradient: Tensor, rows: Tensor, weights: Tensor, routes: TokenPermutation
 ) -> tuple[Tensor, Tensor]:
-    """Of :func:`combine_rows`: of ``rows`` and of ``weights``."""
+    """Return the gradients of :func:`combine_rows` for ``rows`` and ``weights``."""
     of_row = gradient.index_select(0, routes.token_of_row)
     products = torch.einsum("sh,sh->s", rows, of_row)
     weight_of_row = weights.new_empty(rows.size(0)).scatter_(0, routes.row_of_slot.view(-1), weights.reshape(-1))

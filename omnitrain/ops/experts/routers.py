@@ -10,7 +10,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 
 def find_router(model: nn.Module, parent: str) -> tuple[nn.Module, int] | None:
-    """The router inside ``parent`` and the index of the scores in its output, as the model declares to transformers."""
+    """Return the router in ``parent`` and the index of the scores in its output, as declared for transformers."""
     recorders = [
         recorder
         for module in model.modules()
@@ -26,7 +26,7 @@ def find_router(model: nn.Module, parent: str) -> tuple[nn.Module, int] | None:
 
 
 def choice_bias(layer: nn.Module, num_experts: int) -> Tensor | None:
-    """The bias in ``layer`` that is added to the scores to choose experts, ``[E]``, without a gradient; None: none."""
+    """Return the bias ``[E]``, without gradient, that ``layer`` adds to the scores to choose experts; None: no bias."""
     held: list[tuple[str, Any]] = [*layer.named_buffers(), *layer.named_parameters()]
     for name, tensor in held:
         if name.endswith("_bias") and tensor.numel() == num_experts and not tensor.requires_grad:

@@ -1,7 +1,7 @@
-"""The routers' decisions of one run, recorded per sample, and replayed in another run of the same samples.
+"""Record the routers' decisions of one run per sample, and replay them in another run of the same samples.
 
-Two runs that differ in rounding alone may route a token differently where two experts are nearly tied, and then nothing
-behind it is comparable. Replayed, both runs send every token to the same experts, with weights of their own.
+Two runs that differ only in rounding may route a token differently if two experts are nearly tied, and then later
+results are not comparable. With replay, both runs send every token to the same experts; each computes its weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from omnitrain.ops.experts.routing_tape import is_top_k, top_k_at
 from omnitrain.ops.experts.weights import experts_in
 
-NEAR = 1e-4  # of a token's largest score: what rounding can make of a difference of scores
+NEAR = 1e-4  # relative to a token's largest score: the most that rounding changes a difference of scores
 
 # (layer, number of the `topk` in it, sample) -> [tokens of the sample, k] experts, or groups of them
 Decisions = dict[tuple[str, int, str], Tensor]
@@ -26,11 +26,11 @@ Decisions = dict[tuple[str, int, str], Tensor]
 
 @dataclass
 class Replayed:
-    """What a replay changed. Numbers are tensors on the device until somebody asks for them.
+    """The decisions that a replay changed. The counts stay on the device until they are read.
 
     Attributes:
-        near_ties: tokens of a layer that would have gone elsewhere, to experts of nearly the same score.
-        others: those whose own choice had another score altogether: the runs do not compute the same.
+        near_ties: number of tokens of a layer whose choice had nearly the same score.
+        others: number of tokens whose choice had another score: the runs do not compute the same.
     """
 
     near_ties: Tensor | int = 0
@@ -47,7 +47,7 @@ class Recording:
     def recorded(
         self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], rows: Tensor | None = None
     ) -> Iterator[None]:
-        """Take down the decisions of the forward inside, on a row of these samples end to end; see :meth:`replayed`."""
+        """Record the decisions of the forward inside, on a row of these samples end to end; see :meth:`replayed`."""
         kept: list[tuple[tuple[str, int], Tensor]] = []
         here = _here(lengths, rows)
 
@@ -57,7 +57,7 @@ class Recording:
 
         with _LayersOf(model, len(here), keep):
             yield
-        for key, own in kept:  # behind the forward: the device is waited for once
+        for key, own in kept:  # after the forward, so it waits for the device only once
             row = _row(lengths, here, own.size(-1))
             row[here] = own.cpu()
             for sample, part in zip(ids, row.narrow(0, 0, sum(lengths)).split(list(lengths)), strict=True):
@@ -67,13 +67,13 @@ class Recording:
     def replayed(
         self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], rows: Tensor | None = None
     ) -> Iterator[Replayed]:
-        """Take the recorded decisions in the forward inside; samples that were not recorded decide by themselves.
+        """Replay the recorded decisions in the forward inside; samples without a recording are routed as usual.
 
         Args:
-            model: the same as was recorded, on any layout.
-            ids: of the samples of the row.
-            lengths: of the samples, tokens.
-            rows: ``[t]`` int64, the tokens of the row that are here; None: all.
+            model: the recorded model, on any layout.
+            ids: ids of the samples of the row.
+            lengths: numbers of tokens of the samples.
+            rows: ``[t]`` int64, the tokens of the row on this rank; None: all.
         """
         found = Replayed()
         here = _here(lengths, rows)

@@ -1,4 +1,4 @@
-"""What a router decided in a forward, replayed when its layer is recomputed: nothing is decided twice."""
+"""Record a router's decisions in a forward, and replay them when its layer is recomputed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 class RoutingTape:
-    """The decisions of one forward of one block: indices of every ``topk``, and what follows from them.
+    """The decisions of one forward of one block: the indices of every ``topk``, and values computed from them.
 
-    In the recomputation the values of a ``topk`` are those at the indices of the forward, with their gradients, so
-    rounding flips no expert; sorted routes and split sizes are those of the forward, so nothing is counted, exchanged
-    or read by the host again.
+    In the recomputation a ``topk`` returns the values at the forward's indices, with their gradients, so rounding
+    cannot change an expert. Permutations and split sizes are those of the forward, so nothing is counted, exchanged or
+    read by the host again.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,11 @@ class RoutingTape:
         self._made: list[Any] = []
 
     def recording(self) -> AbstractContextManager[None]:
-        """Of the forward."""
+        """Return the context of the forward."""
         return _open(self, _Record(self._indices), replays=False)
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Of a recomputation; as often as there are."""
+        """Return the context of a recomputation; it may be used several times."""
         return _open(self, _Replay(self._indices), replays=True)
 
 
@@ -62,17 +62,17 @@ class _Replay(TorchFunctionMode):
 
 
 def is_top_k(function: Any) -> bool:
-    """Whether ``function`` is ``topk``, in either spelling."""
+    """Whether ``function`` is ``torch.topk`` or ``Tensor.topk``."""
     return function in _TOP_K
 
 
 def top_k_at(indices: Tensor, input: Tensor, k: int, dim: int = -1, **kwargs: Any) -> Any:
-    """What ``torch.topk`` returns where ``indices`` are those of the largest."""
+    """Return the result of ``torch.topk`` for given ``indices``."""
     return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
 class _TapeReader:
-    """A tape in use, and how far it was read."""
+    """A tape in use, and its read position."""
 
     def __init__(self, made: list[Any], replays: bool) -> None:
         self._made, self._replays, self._next = made, replays, 0
@@ -99,12 +99,12 @@ def _open(tape: RoutingTape, mode: TorchFunctionMode, *, replays: bool) -> Itera
 
 
 def cached_for_recompute(make: Callable[[], Made]) -> Made:
-    """What ``make`` returns; in a recomputation, what it returned in the forward."""
+    """Return the result of ``make()``; in a recomputation, its result in the forward."""
     reel = _reel.get()
     return make() if reel is None else reel.made(make)
 
 
 def is_replaying() -> bool:
-    """Whether this is the recomputation of a forward that was taped."""
+    """Whether this is the recomputation of a recorded forward."""
     reel = _reel.get()
     return reel is not None and reel._replays

@@ -1,4 +1,4 @@
-"""Spans of one layer's experts: products, rows on their way, waiting for them."""
+"""Time spans of one layer's experts: matmuls, communication, waiting."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Wait = Callable[[], Any]
 
 
 class LayerSpans:
-    """Tells a recorder what happens in a layer, while it records.
+    """Records the time spans of one layer.
 
     Args:
-        recorder: of all layers.
+        recorder: the recorder of all layers.
         layer: name of the experts' module.
     """
 
@@ -26,7 +26,7 @@ class LayerSpans:
         self._recorder, self._layer = recorder, layer
 
     def travelling(self, name: str, chunk: int, wait: Wait, *, backward: bool = False) -> Wait:
-        """``wait`` for an exchange that starts now; its call ends the span on the link, and is one of waiting."""
+        """Wrap ``wait`` of an exchange that starts now: its call records the wait and ends the exchange's span."""
         if not self._recorder.is_on:
             return wait
         what, started = self._what("link", name, chunk, backward=backward), self._recorder.mark()
@@ -39,19 +39,19 @@ class LayerSpans:
         return measured
 
     def waiting(self, name: str) -> AbstractContextManager[None]:
-        """For an exchange that is made inside, in a forward."""
+        """Record waiting for an exchange inside the context, in a forward."""
         return self._during("wait", name)
 
     def weight_gradients(self) -> AbstractContextManager[None]:
-        """Those that a backward left for later are computed inside."""
+        """Record the computation of delayed weight gradients inside the context."""
         return self._during("compute", "weight gradients", backward=True)
 
     def experts(self, chunk: int, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What ``compute`` makes of ``rows``, which nothing else reads."""
+        """Return the result of ``compute`` for ``rows``, which nothing else reads, and record it."""
         return self._computed("experts", chunk, rows, compute) if self._recorder.is_on else compute()
 
     def shared_experts(self, hidden: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """What experts that every token has make of ``hidden``."""
+        """Return the result of the shared experts for ``hidden``, and record it."""
         if not self._recorder.is_on:
             return compute(hidden)
         own = hidden.view_as(hidden)  # others read the hidden states, too, whose gradient is there much later

@@ -1,4 +1,4 @@
-"""What transformers' ``use_experts_implementation`` declares of a class of experts, and the weights it speaks of."""
+"""The weights of experts, in the format that transformers' ``use_experts_implementation`` declares."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 class ExpertRange(NamedTuple):
-    """Some experts of a chunk, side by side.
+    """Consecutive experts of a chunk.
 
     Attributes:
-        start, stop: of these experts, among the chunk's.
-        first_row, end_row: of their rows, among the chunk's.
+        start, stop: range of the experts within the chunk.
+        first_row, end_row: range of their rows within the chunk.
     """
 
     start: int
@@ -37,17 +37,17 @@ DelayedByRange = Callable[[MakeRange], None]
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` is a layer's experts, which ask transformers' ``ExpertsInterface`` for their forward."""
+    """Whether ``module`` is a layer's experts, whose forward uses transformers' ``ExpertsInterface``."""
     return all(name in vars(module) for name in _DECLARED)
 
 
 def experts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules of all experts below ``model``, the experts of a layer together."""
+    """Return names and modules of all experts in ``model``; one module has all experts of a layer."""
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
 def weight_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the parameters of experts that have an expert per entry of their dim 0."""
+    """Return the names of the experts' parameters, whose dim 0 is the expert; without adapters."""
     layer: Any = module
     first = "gate_up_proj" if layer.has_gate else "up_proj"
     names = (first, "down_proj")
@@ -55,37 +55,37 @@ def weight_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def matrix_names(module: nn.Module) -> tuple[str, str]:
-    """Those of them that are matrices per expert."""
+    """Return the names of the experts' matrices."""
     first, second, *_ = weight_names(module)
     return first, second
 
 
 def names_by_expert(module: nn.Module) -> tuple[str, ...]:
-    """Names of all parameters of experts that have an expert per entry of their dim 0, adapters too."""
+    """Return the names of all parameters whose dim 0 is the expert, including adapters."""
     return (*weight_names(module), *adapter_names(module))
 
 
 def num_experts_of(module: nn.Module) -> int:
-    """All experts of the layer, on whatever rank they are."""
+    """Return the number of experts of the layer on all ranks."""
     return getattr(module, weight_names(module)[0]).size(0)
 
 
 class ExpertWeights:
-    """Experts that this rank has, in place of their module in a function that computes them.
+    """The experts on this rank; it replaces their module in functions that compute experts.
 
-    Weights are plain tensors. Everything else is the module's.
+    Weights are plain tensors. All other attributes are those of the module.
 
     Attributes:
         module: the experts of a layer.
-        num_experts: that are here.
-        first: ``[E, out, in]``, or ``[E, in, out]`` where the class is declared transposed.
-        down: the same of the second product.
+        num_experts: number of experts on this rank.
+        first: weight of the first matmul, ``[E, out, in]``, or ``[E, in, out]`` if the class is declared transposed.
+        down: weight of the second matmul, in the same format.
         first_bias: ``[E, out]``, or None.
-        down_bias: the same of the second product.
-        first_adapter: beside ``first``, or None.
-        down_adapter: beside ``down``, or None.
-        first_later: takes the gradient of ``first``, which autograd then gets from there; None: autograd gets it.
-        down_later: the same of the second product.
+        down_bias: ``[E, out]``, or None.
+        first_adapter: adapter of ``first``, or None.
+        down_adapter: adapter of ``down``, or None.
+        first_later: takes the gradient of ``first`` instead of autograd; None: autograd gets it.
+        down_later: takes the gradient of ``down`` instead of autograd; None: autograd gets it.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, DelayedByRange]) -> None:
@@ -101,17 +101,17 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, module: nn.Module) -> ExpertWeights:
-        """All experts of the layer, or this rank's where the module's weights are DTensors."""
+        """Return all experts of the layer, or this rank's experts if the module's weights are DTensors."""
         return cls(module, {name: _local(getattr(module, name)) for name in names_by_expert(module)}, {})
 
     def in_chunks(self, ranges: Sequence[Sequence[ExpertRange]], work: WeightGradients | None) -> list[ExpertWeights]:
-        """The same in nearly equal chunks of experts.
+        """Split into nearly equal chunks of experts.
 
         Args:
-            ranges: of each chunk, all of its experts and rows in order. Gradients of matrices are computed piece by
-                piece: before it is put into its place, a piece's is there twice.
-            work: computes the gradients of the matrices of all chunks, when nothing else of the backward of what was
-                called since is left to do; None: they are computed as the backward goes.
+            ranges: for each chunk, ranges that cover all its experts and rows in order. Gradients of matrices are
+                computed range by range and written into one buffer, so only one range's gradient exists twice.
+            work: computes the gradients of the matrices of all chunks after the rest of their backward; None: they are
+                computed during the backward.
         """
         chunks = len(ranges)
         if chunks == 1 and work is None:
@@ -126,7 +126,7 @@ class ExpertWeights:
         ]
 
     def without_delay(self) -> ExpertWeights:
-        """The same, whose gradients autograd computes as it goes."""
+        """Return the same experts without delayed gradients."""
         return ExpertWeights(self.module, self._tensors, {})
 
     def __getattr__(self, name: str) -> Any:
@@ -134,12 +134,12 @@ class ExpertWeights:
         return tensors[name] if name in tensors else getattr(self.__dict__["module"], name)
 
     def activate(self, rows: Tensor) -> Tensor:
-        """What lies between the two products: the class's own gate, or its activation."""
+        """Compute the activation between the two matmuls: the class's gate, or its activation function."""
         layer: Any = self.module
         return layer._apply_gate(rows) if layer.has_gate else layer.act_fn(rows)
 
     def finish(self, rows: Tensor) -> Tensor:
-        """What comes behind the second product of every row; often nothing."""
+        """Apply the norm after the second matmul, if the class has one."""
         layer: Any = self.module
         return layer.post_expert_norm(rows) if getattr(layer, "has_post_expert_norm", False) else rows
 
@@ -152,12 +152,12 @@ class ExpertWeights:
 
 
 def chunk_borders(num_experts: int, chunks: int) -> tuple[int, ...]:
-    """``chunks + 1`` borders of nearly equal chunks of experts."""
+    """Return the ``chunks + 1`` borders of nearly equal chunks of experts."""
     return tuple(num_experts * chunk // chunks for chunk in range(chunks + 1))
 
 
 class _InChunks(torch.autograd.Function):
-    """Tensors in chunks along dim 0. Gradients come from the chunks, or from what these gave away or left for later."""
+    """Splits tensors into chunks along dim 0. Gradients come from the chunks or from :class:`_Gradients`."""
 
     @staticmethod
     def forward(ctx: Any, gradients: _Gradients, names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -182,16 +182,16 @@ class _InChunks(torch.autograd.Function):
 
 
 class _Gradients:
-    """Those of matrices that chunks give away in a backward, so that none is there twice.
+    """Collects the gradients of chunks' matrices in one buffer, so that none exists twice.
 
-    They go by backwards: one that did not come as far as the weights has left nothing for another.
+    Gradients are kept per backward: an interrupted backward leaves nothing for the next one.
 
     Args:
-        borders: of the chunks.
-        ranges: of each chunk.
-        matrices: names of the matrices. In this order their gradients are computed that are left for later, the
-            largest first: operands of the others are fewer bytes.
-        work: computes them when :meth:`made` asks for them; None: they are computed at once.
+        borders: borders of the chunks.
+        ranges: ranges of each chunk.
+        matrices: names of the matrices, in the order in which delayed gradients are computed; the first have the
+            largest operands.
+        work: computes the gradients in :meth:`made`; None: they are computed at once.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class _Gradients:
         self._wholes: dict[int, _Wholes] = {}
 
     def taker(self, name: str, chunk: int) -> DelayedByRange:
-        """Takes the gradient of a chunk of the matrix ``name``."""
+        """Return a function that takes the gradient of a chunk of the matrix ``name``."""
 
         def take(make: MakeRange) -> None:
             backward = torch._C._current_graph_task_id()
@@ -220,7 +220,7 @@ class _Gradients:
         return take
 
     def made(self) -> _Wholes:
-        """All that were taken in this backward."""
+        """Return all gradients taken in this backward."""
         backward = torch._C._current_graph_task_id()
         whole = self._wholes.pop(backward, None) or self._none_yet()
         if self._work is None:
@@ -228,7 +228,7 @@ class _Gradients:
         for (of_backward, name, start, stop), gradient in self._work.made(lambda key: self._matrices.index(key[1])):
             if of_backward == backward:
                 whole.add(name, start, stop, gradient)
-            del gradient  # before the next one is computed
+            del gradient  # release it before computing the next one
         return whole
 
     def _none_yet(self) -> _Wholes:
@@ -236,15 +236,15 @@ class _Gradients:
 
 
 class _Wholes:
-    """Gradients of all experts, of which those of some are put into their place as they come."""
+    """Buffers for the gradients of all experts, filled range by range."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
         self._wholes: dict[str, Tensor] = {}
-        self._there: dict[str, dict[int, int]] = {}  # of each tensor, where some experts start -> where they stop
+        self._there: dict[str, dict[int, int]] = {}  # tensor -> {start: stop} of the ranges filled so far
 
     def add(self, name: str, start: int, stop: int, gradient: Tensor) -> None:
-        """Of these experts of the tensor ``name``; several of the same ones add up."""
+        """Write the gradient of a range of experts of the tensor ``name``, or add it to an earlier one."""
         there = self._there.setdefault(name, {})
         if start in there:
             self._wholes[name][start:stop] += gradient
@@ -257,7 +257,7 @@ class _Wholes:
         there[start] = stop
 
     def of(self, name: str) -> Tensor | None:
-        """None: no expert has one."""
+        """Return the gradient of the tensor ``name``; None: no expert has a gradient."""
         number = sum(stop - start for start, stop in self._there.get(name, {}).items())
         assert number in (0, self._num_experts), f"{name}: some experts have a gradient, others have none"
         return self._wholes.get(name)

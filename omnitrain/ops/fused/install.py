@@ -1,6 +1,6 @@
-"""Putting other implementations of an operation into a model, from outside.
+"""Replace operations of a model by other implementations.
 
-Modules are recognised by what they compute, never by their names.
+Modules are recognized by their results, never by their names.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from omnitrain.ops.registry import Backend, choose
 
 @dataclass(frozen=True)
 class FusedOp:
-    """What became of one operation.
+    """The implementation of one operation in a model.
 
     Attributes:
         backend: name of the implementation.
-        classes: class name -> number of modules that now use it; empty where ``backend`` is ``torch``, the model's own.
+        classes: class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code.
     """
 
     backend: str
@@ -81,26 +81,26 @@ def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device
     """Run operations of ``model`` by the named backends, in place.
 
     Args:
-        model: where it is built.
+        model: the model, on any device.
         backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
             own code) or another backend's name.
-        device: where the model will run; None: where it is.
+        device: device on which the model will run; None: its current device.
 
     Returns:
-        What was done, per operation asked for.
+        The result of each operation in ``backends``.
 
     Raises:
-        UserError: no such operation or backend, or the backend cannot run on the device.
+        UserError: an operation or backend is unknown, or the backend cannot run on the device.
     """
     device = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return {name: _fuse(model, name, wanted, device) for name, wanted in backends.items()}
 
 
 def backends_of(operation: str) -> Sequence[Backend]:
-    """The implementations of an operation, in the order in which ``auto`` tries them.
+    """Return the implementations of an operation, in the order in which ``auto`` tries them.
 
     Raises:
-        UserError: no such operation.
+        UserError: the operation is unknown.
     """
     if operation not in _OPERATIONS:
         raise UserError(f"no operation {operation!r}; expected one of {', '.join(_OPERATIONS)}")
@@ -108,7 +108,7 @@ def backends_of(operation: str) -> Sequence[Backend]:
 
 
 def has_operation(model: nn.Module, operation: str) -> bool:
-    """Whether a module of ``model``, as it is built, computes ``operation`` in a form that is known here."""
+    """Whether a module of ``model`` computes ``operation`` in a form that omnitrain recognizes."""
     forward_of, run = _OPERATIONS[operation].forward_of, backends_of(operation)[0].run
     return any(forward_of(module, run) is not None for module in model.modules())
 

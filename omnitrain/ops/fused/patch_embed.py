@@ -1,6 +1,6 @@
-"""A convolution whose kernel equals its stride is a linear map of patches: every pixel is used once.
+"""Compute a convolution whose kernel equals its stride as a linear map of patches: it uses every pixel once.
 
-As a convolution it has been seen to take 10 to 50,000 times longer, or 17 times the memory (pytorch#174051, #166643).
+As a convolution it can take 10 to 50,000 times longer, or 17 times the memory (pytorch#174051, #166643).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from omnitrain.ops.registry import Backend
 
 
 def patch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The convolution with ``stride = kernel`` and no padding, as one matrix product.
+    """Compute the convolution with ``stride = kernel`` and no padding as one matmul.
 
     Args:
-        x: ``[N, in, *sizes]`` or ``[in, *sizes]``; what is left over at the end of a size is cut off.
+        x: ``[N, in, *sizes]`` or ``[in, *sizes]``; an incomplete patch at the end of a size is ignored.
         weight: ``[out, in, *kernel]``.
         bias: ``[out]`` or None.
 
     Returns:
-        ``[N, out, *(size // kernel)]``, without ``N`` where ``x`` has none.
+        ``[N, out, *(size // kernel)]``, without ``N`` if ``x`` has none.
     """
     if x.dim() < weight.dim():
         return patch_linear(x[None], weight, bias)[0]

@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467): its forms in transformers, and backends for all of them."""
+"""RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467): its variants in transformers, and backends for all of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RMSNormForm:
 
     Attributes:
         eps: added to the mean square.
-        offset: 1.0 where the weight is stored around zero, else 0.0.
-        rounds_first: the normalised rows are rounded to the input's dtype before the weight multiplies them.
-        by_power: the root is ``pow(-0.5)``, not ``rsqrt``; the two differ in the last bit.
+        offset: 1.0 if the weight is stored around zero, else 0.0.
+        rounds_first: normalised rows are rounded to the input's dtype before the multiplication by the weight.
+        by_power: uses ``pow(-0.5)`` instead of ``rsqrt``; the two differ in the last bit.
     """
 
     eps: float
@@ -31,12 +31,12 @@ class RMSNormForm:
     by_power: bool
 
     def inverse_rms(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., 1]`` fp32 for ``x`` ``[..., hidden]`` fp32."""
+        """Return ``1 / rms`` ``[..., 1]`` fp32 of ``x`` ``[..., hidden]`` fp32."""
         mean_square = x.pow(2).mean(-1, keepdim=True) + self.eps
         return mean_square.pow(-0.5) if self.by_power else mean_square.rsqrt()
 
     def scaled(self, normalised: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """``normalised`` (fp32) times the weight, rounded as this form does; ``dtype`` is the input's."""
+        """Multiply ``normalised`` (fp32) by the weight, with this form's rounding; ``dtype`` is the input's dtype."""
         if weight is None:
             return normalised.to(dtype)
         if self.rounds_first:
@@ -45,21 +45,21 @@ class RMSNormForm:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
-    """The reference, in transformers' own order of operations.
+    """Compute the reference, in transformers' order of operations.
 
     Args:
         x: ``[..., hidden]``, any floating dtype.
-        weight: ``[hidden]``, or None: not scaled.
-        form: which one.
+        weight: ``[hidden]``, or None: no scaling.
+        form: the variant.
     """
     wide = x.float()
     return form.scaled(wide * form.inverse_rms(wide), weight, x.dtype)
 
 
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, form: RMSNormForm) -> torch.Tensor:
-    """:func:`rms_norm`, bit for bit, with a backward of its own.
+    """Compute :func:`rms_norm`, bit for bit, with a hand-written backward.
 
-    It keeps one tensor of rows and one number per row, and passes over the rows about half as often as autograd would.
+    It saves one tensor of rows and one number per row, and reads the rows about half as often as autograd would.
     """
     return _FusedRMSNorm.apply(x, weight, form)
 
@@ -112,9 +112,9 @@ RMS_NORM = (
 
 
 def rms_norm_form(module: nn.Module) -> RMSNormForm | None:
-    """The form whose outputs are bit for bit those of ``module``, in fp32, bf16 and both; None: it is no RMSNorm.
+    """Return the form whose outputs equal those of ``module`` bit for bit in fp32, bf16 and both; None: no RMSNorm.
 
-    Decided by behaviour, on random rows and weights; the module's own values and device do not matter.
+    We compare on random rows and weights; the module's values and device do not matter.
     """
     parameters = dict(module.named_parameters())
     arguments = list(inspect.signature(module.forward).parameters)
@@ -138,9 +138,9 @@ def _behaves_as(module: nn.Module, form: RMSNormForm, parameters: dict[str, nn.P
     for dtype, weight_dtype in product((torch.float32, torch.bfloat16), repeat=2):
         x, values = rows.to(dtype), {name: weight.to(weight_dtype) for name, weight in weights.items()}
         try:
-            with torch.random.fork_rng(devices=[]):  # a module tried in vain may draw numbers
+            with torch.random.fork_rng(devices=[]):  # the module may draw random numbers
                 theirs = functional_call(module, values, (x,))
-        except Exception:  # whatever it wants, it is not one tensor of rows
+        except Exception:  # it does not take one tensor of rows
             return False
         ours = rms_norm(x, next(iter(values.values()), None), form)
         if not (isinstance(theirs, torch.Tensor) and theirs.dtype == ours.dtype and torch.equal(theirs, ours)):

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and the function of a model's file that computes them."""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864), and the function in a model's file that computes them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Rotary = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference, in transformers' own order of operations: feature ``i`` is paired with ``i + R / 2``.
+    """Compute the reference, in transformers' order of operations: feature ``i`` is paired with ``i + R / 2``.
 
     Args:
         query: ``[B, H, T, D]``, any floating dtype.
         key: ``[B, K, T, D]``, same dtype.
-        cos: ``[B or 1, T, R]``, same dtype; ``R`` is even. Features behind the first ``R`` stay as they are.
-        sin: the same.
+        cos: ``[B or 1, T, R]``, same dtype; ``R`` is even. Features after the first ``R`` do not change.
+        sin: same shape and dtype as ``cos``.
     """
     return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
@@ -44,7 +44,7 @@ def _liger_rotary(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    if cos.size(-1) != query.size(-1):  # its kernel turns all features
+    if cos.size(-1) != query.size(-1):  # liger's kernel rotates all features
         return rotary(query, key, cos, sin)
     turned: tuple[torch.Tensor, torch.Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
     return turned
@@ -52,9 +52,9 @@ def _liger_rotary(
 
 @dataclass(frozen=True)
 class _Tables:
-    """Cosines and sines, once per head, so that a CPU multiplies whole rows; ``[B or 1, T, H, D]``.
+    """Cosines and sines, repeated per head so that a CPU multiplies whole rows; ``[B or 1, T, H, D]``.
 
-    Sines of the first half are negative: they turn the features of the second one.
+    Sines of the first half are negative: they multiply the features of the second half.
     """
 
     cos: torch.Tensor
@@ -79,16 +79,16 @@ class _Tables:
         return (x_BTHD * cos).add_(across)
 
 
-# Of the cosines of a forward, which all of its layers share; gone when these are.
+# The tables of a forward by its cosines, which all layers share; freed with them.
 _tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def fused_rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`rotary`, bit for bit, with a backward of its own.
+    """Compute :func:`rotary`, bit for bit, with a hand-written backward.
 
-    Tables that are trained, or that turn a part of the features, are left to autograd.
+    If the tables have gradients, or rotate only some features, it calls :func:`rotary` with autograd.
     """
     if cos.size(-1) != query.size(-1) or cos.requires_grad or sin.requires_grad:
         return rotary(query, key, cos, sin)
@@ -122,14 +122,14 @@ ROTARY = (
 
 
 def rotary_forward(module: nn.Module, run: Rotary) -> Callable[..., Any] | None:
-    """The forward of ``module``'s class with ``run`` in place of the rotary function of its file.
+    """Return the forward of ``module``'s class with ``run`` instead of the rotary function in its file.
 
-    A function that the forward names is taken for it if its outputs are bit for bit those of :func:`rotary`; where it
-    leaves features behind the first ``R`` alone, so does the new one. A call that is not of that kind (more arguments,
-    several dtypes) goes to the model's own function.
+    A function named in the forward is the rotary function if its outputs equal those of :func:`rotary` bit for bit. If
+    it rotates only the first ``R`` features, so does the new one. Other calls (more arguments, several dtypes) go to
+    the model's own function.
 
     Returns:
-        None where the forward names no such function.
+        The forward; None if it names no such function.
     """
     if "forward" in vars(module) or not isinstance(type(module).forward, FunctionType):
         return None
@@ -151,7 +151,7 @@ def _with_rotary(forward: FunctionType, run: Rotary) -> Callable[..., Any] | Non
 
 
 def _exchanged(plain: Rotary, run: Rotary) -> Rotary:
-    """``run`` for the calls that it was recognised by, ``plain`` for all others and in compiled blocks."""
+    """Call ``run`` for the recognized kind of call, ``plain`` for others and in compiled blocks."""
     partial = is_rotary(plain, partial=True)
 
     def apply(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,11 +171,11 @@ def _fits(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 @cache
 def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
-    """Whether ``function(query, key, cos, sin)`` is :func:`rotary` on random numbers in fp32 and bf16.
+    """Whether ``function(query, key, cos, sin)`` equals :func:`rotary` on random numbers in fp32 and bf16.
 
     Args:
-        function: any; one that fails is not.
-        partial: tried with fewer turning features than a head has.
+        function: any function; False if it raises.
+        partial: test with fewer rotated features than the head dimension.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 6, 5, 16), (2, 3, 5, 16), *[(2, 5, 8 if partial else 16)] * 2]
@@ -189,7 +189,7 @@ def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
 def _behaves_as_rotary(function: Callable[..., Any], values: list[torch.Tensor]) -> bool:
     try:
         theirs = function(*(x.clone() for x in values))
-    except Exception:  # whatever it wants, it is not these four
+    except Exception:  # it does not take these four arguments
         return False
     if not (isinstance(theirs, tuple) and len(theirs) == 2 and all(isinstance(x, torch.Tensor) for x in theirs)):
         return False

@@ -30,12 +30,12 @@ SWIGLU = (Backend("torch", silu_mul), Backend("liger", _liger_silu_mul, liger_mi
 
 
 def swiglu_forward(module: Any, x: torch.Tensor, silu_mul: Any = silu_mul) -> torch.Tensor:
-    """The forward of a gated MLP with the projections of ``module``; ``x``: ``[..., hidden]``."""
+    """Compute a gated MLP with the projections of ``module``; ``x``: ``[..., hidden]``."""
     return module.down_proj(silu_mul(module.gate_proj(x), module.up_proj(x)))
 
 
 def is_swiglu(module: nn.Module) -> bool:
-    """Whether ``module`` computes :func:`swiglu_forward`: tried on small random weights of the same names."""
+    """Whether ``module`` computes :func:`swiglu_forward`, tested with small random weights of the same names."""
     if not all(type(getattr(module, part, None)) is nn.Linear for part in _PARTS):
         return False
     if {name.partition(".")[0] for name, _ in module.named_parameters()} != set(_PARTS):
@@ -53,7 +53,7 @@ def _behaves_as_swiglu(module: nn.Module) -> bool:
     x = torch.randn(3, 4, generator=generator)
     try:
         theirs = functional_call(module, weights | biases, (x,))
-    except Exception:  # whatever it wants, it is not one tensor of rows
+    except Exception:  # it does not take one tensor of rows
         return False
     ours = functional_call(_Reference(module), {f"mlp.{k}": v for k, v in (weights | biases).items()}, (x,))
     return isinstance(theirs, torch.Tensor) and torch.equal(theirs, ours)

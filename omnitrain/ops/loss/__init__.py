@@ -1,1 +1,1 @@
-"""Cross entropy in chunks, and over a vocabulary that is sharded."""
+"""Cross entropy in chunks, and over a sharded vocabulary."""

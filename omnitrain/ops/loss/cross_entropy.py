@@ -1,4 +1,4 @@
-"""Cross entropy as a sum, a count and one detached loss per row; for a linear head without ever making all logits."""
+"""Cross entropy as a sum, a count and one detached loss per row; with a linear head without computing all logits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from omnitrain.ops.compile.cache_limit import keep_compilations
 from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
 from omnitrain.ops.registry import Backend, choose, liger_missing
 
-IGNORED = -100  # the label of a row that predicts nothing
+IGNORED = -100  # the label of a row without a loss
 
-# Memory for logits and their softmax, by device. Each chunk passes over the weight's gradient, some 12 bytes for every
-# 2 x rows operations. On CPU, 447 rows (150k classes, logits and softmax in fp32) make up for it. A GPU does 200 to 300
-# operations while it moves a byte, so it needs 1,800 rows (logits in bf16, softmax in fp32).
+# Memory for logits and their softmax, by device. Each chunk reads and writes the weight's gradient, about 12 bytes per
+# 2 x rows operations. On CPU, 447 rows (150k classes, logits and softmax in fp32) hide this cost. A GPU does 200 to 300
+# operations in the time of moving a byte, so it needs 1,800 rows (logits in bf16, softmax in fp32).
 CHUNK_BYTES = {"cpu": 2**29, "cuda": 3 * 2**29}
 
 # n -> a buffer ``[n, classes]`` in fp32, the same memory at each call.
@@ -35,12 +35,12 @@ Softmax = Callable[[torch.Tensor, torch.Tensor, Wide, bool], tuple[torch.Tensor,
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A loss before division: units sum, the trainer divides once by the count of the whole global batch.
+    """A loss before division: the trainer divides the sum once by the count of the whole global batch.
 
     Attributes:
-        sum: scalar fp32, nats, over the predicted tokens; the part that is differentiated.
+        sum: scalar fp32, nats, over the predicted tokens; only this field has a gradient.
         count: number of predicted tokens.
-        rows: ``[n]`` fp32 without gradient, the loss of each row; 0 where the label is ignored.
+        rows: ``[n]`` fp32 without gradient, the loss of each row; 0 if the label is ignored.
     """
 
     sum: torch.Tensor
@@ -49,12 +49,12 @@ class LossTerm:
 
 
 def cross_entropy_rows(logits: torch.Tensor, labels: torch.Tensor, *, count: int | None = None) -> LossTerm:
-    """The plain loss, for models that transform their logits after the head.
+    """Compute the plain loss of logits, for models that transform their logits after the head.
 
     Args:
         logits: ``[N, classes]``, any floating dtype.
         labels: ``[N]`` int64; -100 is ignored.
-        count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
+        count: number of labels that are not ignored; None: count them, which waits for the device.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
@@ -72,30 +72,30 @@ def linear_cross_entropy(
     backend: str = "auto",
     chunk_elements: int | None = None,
 ) -> LossTerm:
-    """``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
+    """Compute ``-log softmax(hidden @ weight.T + bias)[labels]``, chunk by chunk.
 
-    A chunk is as many rows as have ``chunk_elements`` logits (at least one row). Gradients are made with the loss,
-    those that are asked for and none under ``no_grad``: three matrix products per chunk, nothing twice. Therefore
-    ``sum`` can be differentiated once, not twice (``create_graph``) and not again (``retain_graph``).
+    A chunk has as many rows as fit ``chunk_elements`` logits (at least one row). The forward also computes the required
+    gradients, none under ``no_grad``: three matmuls per chunk, without recomputation. Therefore ``sum`` can be
+    differentiated only once: without ``create_graph`` and without a second backward (``retain_graph``).
 
     Args:
         hidden: ``[N, hidden]``.
-        weight: ``[classes, hidden]``, dtype of ``hidden``. Its gradient is added up in fp32. A DTensor has its classes
-            evenly on the ranks of its mesh, which call this with the same rows; so has ``bias``. All of them return
-            the loss; gradients are those of the sum of what they return (:mod:`omnitrain.ops.collectives`).
+        weight: ``[classes, hidden]``, dtype of ``hidden``. Its gradient is summed in fp32. The classes of a DTensor are
+            evenly sharded over the ranks of its mesh, and so are those of ``bias``; all ranks call this with the same
+            rows and get the loss. Gradients are those of the sum of their results (:mod:`omnitrain.ops.collectives`).
         labels: ``[N]`` int64, each in ``[0, classes)``, or -100: ignored, costs no logits.
         bias: ``[classes]`` or None.
-        count: labels that are not ignored, where the caller knows it; None: counted, which waits for the device.
-        backend: of the softmax of a chunk: ``auto``, ``torch``, ``compiled`` or ``liger``.
-        chunk_elements: logits that may exist at one time; None: what suits the device.
+        count: number of labels that are not ignored; None: count them, which waits for the device.
+        backend: backend of a chunk's softmax: ``auto``, ``torch``, ``compiled`` or ``liger``.
+        chunk_elements: the most logits in memory at once; None: a value for the device.
 
     Returns:
-        The loss. Without a single label it is 0, and its gradients are zeros.
+        The loss. Without labels it is 0, and its gradients are zeros.
 
     Raises:
         UserError: the backend cannot run here.
-        RuntimeError: shapes or dtypes do not fit, a label is out of range; in the backward: ``sum`` is differentiated
-            twice or again.
+        RuntimeError: shapes or dtypes do not fit, or a label is out of range; in the backward: ``sum`` was
+            differentiated before.
     """
     if count is None:
         count = int((labels != IGNORED).sum())
@@ -104,7 +104,7 @@ def linear_cross_entropy(
     group = _group_of(weight)
     if group is not None:
         if backend not in ("auto", "torch"):
-            raise UserError(f"cross_entropy: {backend} cannot share a vocabulary between ranks; use torch or auto")
+            raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
         weight, bias = _own(weight), _own(bias)
     if chunk_elements is None:
@@ -233,8 +233,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); use the plain loss")
         if ctx.spent:
-            raise RuntimeError("linear_cross_entropy gives its gradients once; compute the loss anew")
-        # In place: a second [classes, hidden] would be the largest tensor around.
+            raise RuntimeError("linear_cross_entropy can be differentiated only once; compute the loss again")
+        # In place: another [classes, hidden] would be the largest tensor in memory.
         scaled = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
         ctx.spent = True
         return (*scaled, None, None, None, None, None)

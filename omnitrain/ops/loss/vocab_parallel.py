@@ -1,4 +1,4 @@
-"""The softmax of logits of which each rank has the columns of its own classes."""
+"""The softmax over a vocabulary that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def sharded_softmax(
     *,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Losses of rows of logits, and the part of their gradient that belongs to this rank's classes.
+    """Compute the losses of rows, and this rank's columns of the gradient of the logits.
 
-    One collective, of two numbers per row and rank.
+    It needs one collective of two numbers per row and rank.
 
     Args:
-        logits: ``[n, classes of a rank]``; ranks have equally many classes, in their order.
-        labels: ``[n]`` int64, numbered over all ranks' classes, the same on every rank.
+        logits: ``[n, classes of a rank]``; all ranks have the same number of classes, in rank order.
+        labels: ``[n]`` int64, indices over all ranks' classes, the same on every rank.
         wide: n -> a buffer ``[n, classes of a rank]`` fp32.
-        with_gradient: whether it is asked for.
-        group: of the ranks that share the classes.
+        with_gradient: whether to compute the gradient.
+        group: the ranks that share the classes.
 
     Returns:
         ``[n]`` losses, the same on every rank, and softmax minus one-hot in the buffer.
@@ -49,5 +49,5 @@ def sharded_softmax(
 
 
 def require_labels(labels: torch.Tensor, classes: int) -> None:
-    """Every label is one of ``classes``, or the device raises a RuntimeError; the host does not wait for it."""
+    """Raise a RuntimeError on the device, without waiting on the host, if a label is not in ``[0, classes)``."""
     torch._assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.contract.harness import Failure, attempt
 from omnitrain.models.contract.samples import Probe, probe_samples
-from omnitrain.models.contract.tiny_model import build_twin, twin_configs
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
 from omnitrain.models.discovery import discover
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.hf.hub_kernels import torch_kernels
@@ -100,7 +100,7 @@ def _measured(
 
 def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
     """The smallest twin that plain transformers runs, and the samples that it takes."""
-    for config in twin_configs(foundation.config):
+    for config in tiny_configs(foundation.config):
         found = attempt(partial(_with_probes, type(foundation), config))
         if not isinstance(found, Failure) and found[1] and not found[1][0].modalities:
             return found
@@ -108,7 +108,7 @@ def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Pr
 
 
 def _with_probes(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, list[Probe]]:
-    twin = build_twin(kind, config).train()
+    twin = build_tiny_model(kind, config).train()
     with torch_kernels(twin):
         probes = probe_samples(twin, discover(twin))
         return twin, [probe for probe in probes if not isinstance(attempt(partial(_logits, twin, probe)), Failure)]

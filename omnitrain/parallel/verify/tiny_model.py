@@ -15,7 +15,7 @@ from omnitrain.data.pack import IGNORED
 from omnitrain.data.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, adapters_of, adapters_within, add_lora
-from omnitrain.models.contract.tiny_model import build_twin, moved_tokens, sizes, tower_config, twin_config
+from omnitrain.models.contract.tiny_model import build_tiny_model, moved_tokens, sizes, tiny_config, tower_config
 from omnitrain.models.discovery import refusing
 from omnitrain.models.hf.load import as_config, as_dict
 from omnitrain.models.omni.model import OmniModel
@@ -74,7 +74,7 @@ class TinyModel:
 
     def __call__(self) -> PreTrainedModel:
         """Build the model, fp32 on the CPU."""
-        model = build_twin(self.model_class, self.config)
+        model = build_tiny_model(self.model_class, self.config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and name not in self.frozen)
         if isinstance(model, OmniModel):
@@ -150,7 +150,7 @@ def _foundation(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _small(model: PreTrainedModel) -> PreTrainedConfig:
-    config = twin_config(_foundation(model), cut_mlps=False)
+    config = tiny_config(_foundation(model), cut_mlps=False)
     if not isinstance(model, OmniModel):
         return config
     encoders = {name: as_dict(encoder.config) for name, encoder in model.encoders.items()}

@@ -17,7 +17,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
-from omnitrain.models.contract.tiny_model import twin_config
+from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.discovery import MediaFeatures, discover, init_peaked_
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import foundation_class
@@ -71,7 +71,7 @@ def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.Mon
     monkeypatch.setattr("omnitrain.models.contract.check.row_local_modules", lambda trial: wrong)
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
     assert contract.row_local == () and not contract.without_tails
-    assert all("all are computed" in facts(contract, check) for check in ("last rows", "tails"))
+    assert all("all tokens are computed" in facts(contract, check) for check in ("last rows", "tails"))
     assert facts(contract, "gradients").startswith("passed")
 
 
@@ -85,7 +85,7 @@ def test_a_capped_head_gets_the_plain_loss() -> None:
 def test_attention_that_ignores_its_mask_is_named_and_runs_sample_by_sample() -> None:
     contract = checked(broken.MaskIgnored)
     assert contract.segmented == ("BlindAttention",) and contract.packs
-    assert "with BlindAttention run sample by sample" in facts(contract, "packing")
+    assert "BlindAttention run sample by sample" in facts(contract, "packing")
 
 
 def test_a_layer_that_leaks_is_named_and_runs_sample_by_sample() -> None:
@@ -98,9 +98,7 @@ def test_a_layer_that_leaks_is_named_and_runs_sample_by_sample() -> None:
 def test_a_leak_that_no_module_can_be_blamed_for_leaves_one_sample_per_pack(model_class: type) -> None:
     contract = checked(model_class)
     assert not contract.packs and contract.segmented == ()
-    assert (
-        "one sample per pack: packed, a sample of 11 tokens (text) differs from itself alone" in contract.why_unpacked
-    )
+    assert "one sample per pack: the loss of a sample of 11 tokens (text) differs by" in contract.why_unpacked
     assert facts(contract, "gradients").startswith("passed")
 
 
@@ -125,7 +123,7 @@ def test_side_features_that_the_model_does_not_read_are_refused() -> None:
 def test_a_tower_that_mixes_images_encodes_one_sample_at_a_time() -> None:
     contract = checked(broken.MixingImages, "llava")
     assert contract.by_sample == ("image",) and contract.packs
-    assert facts(contract, "packing") == "passed: packed samples equal each alone"
+    assert facts(contract, "packing") == "passed: packed samples give the same losses as single ones"
     assert facts(contract, "gradients").startswith("passed")
 
 
@@ -155,7 +153,7 @@ def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> Non
     model = RobertaForCausalLM(config)
     with torch.device("meta"):
         empty = RobertaForCausalLM(config)
-    assert [discover(each).positions.start for each in (model, empty)] == [2, 2]  # behind that of padding
+    assert [discover(each).positions.start for each in (model, empty)] == [2, 2]  # after that of padding
     contract = check_contract(RobertaForCausalLM, config)
     assert contract.packs and not contract.refusals
 
@@ -163,11 +161,12 @@ def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> Non
 def test_images_that_no_feature_method_makes_rows_of_are_read_by_the_models_own_forward() -> None:
     fact = facts(checked(broken.CrossAttending), "modality image")
     assert fact.startswith("fallback: read by the model's own forward, one sample per row: ")
-    assert fact.endswith("its forward takes pixel_values, but no get_image_features makes rows of it")
+    assert fact.endswith("its forward takes pixel_values, but it has no get_image_features to compute features")
 
 
 def test_parameters_that_never_get_a_gradient_are_listed_by_name() -> None:
-    assert checked(broken.WithSpareParts).without_gradient == ("spare.weight", "spare.bias")
+    fact = facts(checked(broken.WithSpareParts), "unused parameters")
+    assert fact == "passed: 2 of the tiny model never get a gradient: spare.weight, spare.bias"
 
 
 def test_a_model_whose_forward_fails_is_refused_with_its_own_words() -> None:
@@ -200,7 +199,7 @@ def test_a_model_that_ties_its_mlps_to_another_width_is_checked_with_wide_ones()
     contract = check_contract(broken.TiedWidths, config)
     assert contract.findings and {finding.outcome for finding in contract.findings} == {"passed"}
     with pytest.raises(ValueError, match="four times the hidden width"):
-        broken.TiedWidths(twin_config(config))
+        broken.TiedWidths(tiny_config(config))
 
 
 def _out_of_memory(*_: object) -> None:
@@ -242,7 +241,7 @@ def test_an_audio_row_too_many_or_too_few_names_the_sample(surplus: int) -> None
     cut = MediaSpan(span.component, span.start, item, is_target=False, scattered=torch.tensor(kept).numpy())
     pack = Pack.from_samples([dataclasses.replace(sample, id="clips.jsonl:7", spans=(cut,))])
     rows = len(span.positions)
-    message = rf"sample clips.jsonl:7: {rows - surplus} audio placeholders, {rows} rows"
+    message = rf"sample clips.jsonl:7: {rows - surplus} audio placeholders, {rows} features"
     with pytest.raises(UserError, match=message):
         both.ours(pack)
 

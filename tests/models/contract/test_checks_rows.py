@@ -1,4 +1,4 @@
-"""Modules that only some samples call are found, and called on nothing by the others."""
+"""Modules that only some samples call are found, and the others call them on empty inputs."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_sequences_of_sound_models_may_be_shared(family: str) -> None:
 @pytest.mark.parametrize("model_class", [broken.CountingPlaces, broken.Leaking, broken.MaskIgnored, broken.Undefined])
 def test_a_model_that_counts_its_tokens_or_mixes_them_outside_of_attention_is_found(model_class: type) -> None:
     found = check_sequence(model_class, FAMILIES["qwen3"](), Contract())
-    assert found.problem.startswith("logits of a part of a sequence differ by")
+    assert found.problem.startswith("logits of a slice differ by")
 
 
 def test_layers_that_run_sample_by_sample_see_the_whole_row() -> None:

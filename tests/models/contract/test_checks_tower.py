@@ -30,7 +30,7 @@ def test_towers_that_take_all_items_as_one_row_may_be_shared(family: str, compon
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral3"], ids=["images along the batch", "a row in a batch of one"])
 def test_other_towers_are_refused(family: str) -> None:
-    assert "do not take all items as one row" in found_of(family).problem
+    assert "do not take all items as one sequence" in found_of(family).problem
 
 
 def test_a_block_that_mixes_rows_outside_of_attention_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ def test_a_block_that_mixes_rows_outside_of_attention_is_found(monkeypatch: pyte
     monkeypatch.setattr(
         Qwen2_5_VLVisionBlock, "forward", lambda self, x, **known: own(self, x + x.mean(0), **known), raising=True
     )
-    assert found_of("qwen2_5_vl").problem.startswith("rows of a part of its sequence differ by")
+    assert found_of("qwen2_5_vl").problem.startswith("features of a slice of its sequence differ by")
 
 
 def test_code_between_blocks_that_reads_their_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,4 +53,4 @@ def test_code_between_blocks_that_reads_their_rows_is_found(monkeypatch: pytest.
         return output
 
     monkeypatch.setattr(Qwen3VLVisionModel, "forward", forward)
-    assert found_of("qwen3_vl").problem.startswith("rows of a part of its sequence differ by")
+    assert found_of("qwen3_vl").problem.startswith("features of a slice of its sequence differ by")

@@ -13,7 +13,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract import cache
 from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.check import contract_of
-from omnitrain.models.contract.tiny_model import build_twin, twin_config
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config
 from omnitrain.models.hf.load import foundation_class
 from tests.families import FAMILIES
 from tests.models.contract import broken
@@ -57,7 +57,7 @@ def num_parameters(config: PreTrainedConfig) -> int:
 
 def test_a_twin_keeps_hidden_widths_and_loses_depth_experts_vocabulary_and_what_is_inside_mlps() -> None:
     full = real_size()
-    small = twin_config(full)
+    small = tiny_config(full)
     text = small.text_config
     assert num_parameters(full) > 200e9 and num_parameters(small) < 0.6e9
     assert (text.num_hidden_layers, text.num_experts, text.num_experts_per_tok, text.vocab_size) == (4, 4, 2, 512)
@@ -67,7 +67,7 @@ def test_a_twin_keeps_hidden_widths_and_loses_depth_experts_vocabulary_and_what_
     # three levels of side features, and a layer without
     shallow = {"depth": 4, "deepstack_visual_indexes": [0, 1, 2], "intermediate_size": 256}
     assert small.vision_config.to_dict() == full.vision_config.to_dict() | shallow
-    assert twin_config(full, cut_towers=False).vision_config.to_dict() == full.vision_config.to_dict()
+    assert tiny_config(full, cut_towers=False).vision_config.to_dict() == full.vision_config.to_dict()
     tokens = {small.image_token_id, small.video_token_id, small.vision_start_token_id, small.vision_end_token_id}
     assert len(tokens) == 4 and max(tokens) < 512
     assert full.text_config.vocab_size == 151936
@@ -76,7 +76,7 @@ def test_a_twin_keeps_hidden_widths_and_loses_depth_experts_vocabulary_and_what_
 def test_a_twin_has_a_layer_of_each_kind_and_windows_of_a_few_tokens() -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=24, layer_types=kinds * 4, sliding_window=1024)
-    small = twin_config(config)
+    small = tiny_config(config)
     assert small.layer_types == kinds and small.num_hidden_layers == 6
     assert small.sliding_window == 8
 
@@ -86,7 +86,7 @@ def test_a_twin_keeps_layers_that_take_keys_from_others_and_the_values_of_each_l
     config = AutoConfig.for_model(
         "gemma4_text", num_hidden_layers=35, layer_types=kinds * 7, num_kv_shared_layers=20, hidden_size=64
     )
-    small = twin_config(config)
+    small = tiny_config(config)
     assert (small.num_hidden_layers, small.num_kv_shared_layers) == (10, 5)
     assert small.layer_types == kinds * 2
     assert small.kv_sharing_modes == [None] * 3 + ["store"] * 2 + ["reuse"] * 5
@@ -96,11 +96,11 @@ def test_a_twin_keeps_layers_that_take_keys_from_others_and_the_values_of_each_l
 
 
 def test_a_twin_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
-    config = twin_config(FAMILIES["qwen3"]())
+    config = tiny_config(FAMILIES["qwen3"]())
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    one, other = (build_twin(Qwen3ForCausalLM, config).state_dict() for _ in range(2))
+    one, other = (build_tiny_model(Qwen3ForCausalLM, config).state_dict() for _ in range(2))
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -133,7 +133,7 @@ def test_a_refusal_is_raised_each_time_and_never_cached(tmp_path: Path, monkeypa
     model = broken.Refusing(FAMILIES["qwen3"]())
     for _ in range(2):
         with pytest.raises(
-            UserError, match="Refusing cannot be trained with this config: modalities: text: ValueError"
+            UserError, match="omnitrain cannot train Refusing with this config: modalities: text: ValueError"
         ):
             contract_of(model)
     assert list(tmp_path.rglob("*.json")) == []
@@ -168,5 +168,5 @@ def test_what_other_code_of_omnitrain_found_is_not_read(monkeypatch: pytest.Monk
     """Neither of a contract nor of what lies beside it (sequences, towers), whose paths are made from its own."""
     config = FAMILIES["qwen3"]()
     before = contract_path(Qwen3ForCausalLM, config)
-    monkeypatch.setattr(cache, "_own_code", lambda: "other")
+    monkeypatch.setattr(cache, "_code_digest", lambda: "other")
     assert contract_path(Qwen3ForCausalLM, config) != before

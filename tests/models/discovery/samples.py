@@ -26,7 +26,7 @@ def built(family: str) -> tuple[PreTrainedModel, Discovery]:
     """A model of the family with peaked attention, in eval mode, and what was found in it."""
     config = FAMILIES[family]()
     model = foundation_class(config)(config)
-    init_peaked_(model, seed=1)
+    init_peaked_(model)
     return model.eval(), discover(model)
 
 

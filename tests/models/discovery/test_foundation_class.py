@@ -109,5 +109,5 @@ def test_a_config_file_without_a_part_is_refused_unless_the_language_model_is_wr
     require_sub_configs(str(tmp_path))
     for lacking in (values, {name: value for name, value in flat.items() if name != "vision_config"}):
         (tmp_path / "config.json").write_text(json.dumps(lacking))
-        with pytest.raises(UserError, match=r"lacks (text|vision)_config; write every part"):
+        with pytest.raises(UserError, match=r"lacks (text|vision)_config; write the config of every part"):
             build_foundation_model(str(tmp_path), init_device="meta")

@@ -137,7 +137,7 @@ def test_discovery_leaves_the_model_as_it_was() -> None:
 
 @pytest.mark.parametrize("surplus", [1, -1])
 def test_a_row_too_many_or_too_few_names_the_sample_and_both_numbers(surplus: int) -> None:
-    with pytest.raises(UserError, match=rf"sample web:17: 4 audio placeholders, {4 + surplus} rows"):
+    with pytest.raises(UserError, match=rf"sample web:17: 4 audio placeholders, {4 + surplus} features"):
         check_rows("audio", [6, 4], [6, 4 + surplus], ["web:3", "web:17"])
 
 

@@ -48,7 +48,9 @@ def test_a_model_that_counts_from_one_is_followed() -> None:
 def test_media_that_the_model_cannot_place_are_a_clear_error() -> None:
     sample = media_sample("qwen3_vl", "image")
     grid = sample.features["image_grid_thw"][:1]
-    with pytest.raises(UserError, match="Qwen3VLForConditionalGeneration cannot place this sample's media"):
+    with pytest.raises(
+        UserError, match="Qwen3VLForConditionalGeneration cannot compute positions for this sample's media"
+    ):
         sample.found.positions(sample.ids, {"image_grid_thw": grid}, sample.found.extras(sample.ids))
 
 
@@ -72,7 +74,7 @@ def test_images_and_videos_of_one_token_are_told_apart_by_their_marks() -> None:
     _, found = built("glm4v")
     spans = {s.component: s.positions.tolist() for s in from_hf(found, mixed([194, 190, 190, 190, 190, 195])).spans}
     assert spans == {"foundation.image": [2, 3, 4, 5], "foundation.video": [8, 9, 10, 11]}
-    with pytest.raises(UserError, match=r"video features .* and no token 190 for their rows"):
+    with pytest.raises(UserError, match=r"video features .* but no placeholder for them \(token 190\)"):
         from_hf(found, mixed([]))
-    with pytest.raises(UserError, match="sample 0 has features of image and video, whose rows have the same token"):
+    with pytest.raises(UserError, match="sample 0 has features of image and video, which share a placeholder token"):
         from_hf(replace(found, extras=replace(found.extras, video_marks=None)), mixed([]))

@@ -52,7 +52,7 @@ def test_a_model_whose_kernel_runs_on_no_cpu_passes_the_check_and_the_kernel_is_
     facts = {finding.check: finding.fact for finding in contract.findings}
     assert not contract.refusals and contract.packs and contract.segmented
     assert "chunk_gated_delta_rule: fla" in facts["kernels"]
-    assert facts["kernels"].endswith("the check ran torch code in its place")
+    assert facts["kernels"].endswith("the check ran torch code instead")
 
 
 def test_a_model_without_such_kernels_has_none() -> None:

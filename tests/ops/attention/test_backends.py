@@ -334,9 +334,9 @@ def test_auto_takes_the_fastest_that_honours_the_call_and_says_so(mask: str, fea
         ("sdpa", "window", "softcap", SOFTCAP),
         ("varlen", "image blocks", "plain", GENERAL),
         ("flash", "causal", "sinks", SINKS),
-        ("varlen", "causal", "plain", "CUDA only"),
+        ("varlen", "causal", "plain", "only on CUDA"),
         ("flash", "causal", "plain", "not installed"),
-        ("flex", "floats", "plain", "mask of floats"),
+        ("flex", "floats", "plain", "no float mask"),
     ],
 )
 def test_a_named_backend_that_cannot_is_refused_with_layer_and_feature(
@@ -348,7 +348,7 @@ def test_a_named_backend_that_cannot_is_refused_with_layer_and_feature(
 
 def test_what_was_chosen_for_one_mask_is_not_taken_for_one_that_it_cannot_compute() -> None:
     assert choose(TinyLayer(), make_call("tensor", "scale"), "flex") is FLEX
-    with pytest.raises(UserError, match="a mask of floats is not a function of indices"):
+    with pytest.raises(UserError, match="it takes no float mask, only a function of indices"):
         choose(TinyLayer(), make_call("floats", "scale"), "flex")
 
 

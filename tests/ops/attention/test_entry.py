@@ -82,7 +82,7 @@ def test_a_window_in_arguments_holds_where_the_model_makes_no_mask() -> None:
     assert torch.equal(plain, wide)
     values = draw()[2].repeat_interleave(2, 1).transpose(1, 2)
     assert close(narrow, values)  # each token sees itself alone
-    with pytest.raises(UserError, match="window of 2 that is not causal"):
+    with pytest.raises(UserError, match="window of 2 without a causal mask"):
         attend(TowerLayer(), *draw(), None, cu_seq_lens_q=cu_seqlens, sliding_window=2)
 
 
@@ -104,9 +104,9 @@ def test_a_mask_that_a_model_makes_itself_is_cut_at_the_borders(dtype: torch.dty
 
 def test_a_padding_mask_is_not_taken_for_a_mask_of_queries_and_keys() -> None:
     padding = torch.ones(1, 13, dtype=torch.bool)
-    with pytest.raises(UserError, match=r"TowerLayer hands a padding mask of shape \(1, 13\)"):
+    with pytest.raises(UserError, match=r"TowerLayer passes a padding mask of shape \(1, 13\)"):
         attend(TowerLayer(), *draw(), padding)
-    with packed(BORDERS), pytest.raises(UserError, match=r"shape \(1, 13\) says nothing of a packed row"):
+    with packed(BORDERS), pytest.raises(UserError, match=r"shape \(1, 13\) does not fit a packed row"):
         attend(TowerLayer(), *draw(), padding)
 
 
@@ -124,7 +124,7 @@ def test_without_borders_it_is_sdpa_bit_for_bit() -> None:
 @pytest.mark.parametrize("name", ["sinks", "head_mask", "attention_bias", "indices", "output_attentions", "anything"])
 def test_an_argument_that_is_not_known_is_refused_by_name(name: str) -> None:
     spec = MaskSpec(BORDERS, causal=True)
-    with pytest.raises(UserError, match=f"CausalLayer hands {name} to its attention"):
+    with pytest.raises(UserError, match=f"CausalLayer passes {name} to its attention"):
         attend(CausalLayer(), *draw(), spec, **{name: torch.ones(1)})
     attend(CausalLayer(), *draw(), spec, **{name: None})
     attend(CausalLayer(), *draw(), spec, **{name: False})
@@ -146,12 +146,12 @@ def test_keys_that_a_model_leaves_to_attention_are_the_only_ones_seen(dtype: tor
     chosen = torch.zeros(1, 1, 13, 13, dtype=torch.bool).scatter(-1, indices[:, None], True)
     expected, _ = attend(CausalLayer(), *draw(), chosen)
     assert close(found, expected)
-    with pytest.raises(UserError, match="leaves indices to its attention, but makes no mask"):
+    with pytest.raises(UserError, match="passes indices to its attention, but makes no mask"):
         attend(CausalLayer(), *draw(), None, indices=indices)
 
 
 def test_blocks_of_keys_left_to_attention_are_refused_without_packing_too() -> None:
-    with pytest.raises(UserError, match="CausalLayer leaves block_indices to its attention"):
+    with pytest.raises(UserError, match="CausalLayer passes block_indices to its attention"):
         attend(CausalLayer(), *draw(), None, block_indices=torch.zeros(1))
 
 
@@ -168,9 +168,9 @@ def test_sinks_and_soft_cap_reach_the_backend() -> None:
 
 
 def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
-    with pytest.raises(UserError, match=r"TowerLayer: the mask of the model is causal.*is_causal=False"):
+    with pytest.raises(UserError, match=r"TowerLayer: the model's mask is causal.*is_causal=False"):
         attend(TowerLayer(), *draw(), MaskSpec(BORDERS, causal=True))
-    with pytest.raises(UserError, match=r"the mask of the model is full.*is_causal=True"):
+    with pytest.raises(UserError, match=r"the model's mask is full.*is_causal=True"):
         attend(CausalLayer(), *draw(), MaskSpec(BORDERS))
     attend(CausalLayer(), *draw(), MaskSpec(BORDERS), is_causal=False)
 
@@ -218,7 +218,7 @@ def test_contexts_nest_and_can_be_entered_again() -> None:
 
 @pytest.mark.parametrize("borders", [(), (1, 4), (0, 5, 3)])
 def test_borders_that_are_none_are_refused(borders: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="borders of samples begin at 0"):
+    with pytest.raises(ValueError, match="cu_seqlens must start at 0"):
         packed(borders)
 
 

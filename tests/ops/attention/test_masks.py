@@ -233,9 +233,9 @@ def test_a_tower_with_another_number_of_tokens_gets_its_own_mask() -> None:
 
 def test_code_that_computes_on_a_mask_is_told_what_it_is() -> None:
     spec = MaskSpec(BORDERS)
-    with pytest.raises(UserError, match="asks its attention mask for 'dtype', so it cannot be packed"):
+    with pytest.raises(UserError, match="reads 'dtype' of its attention mask, so it cannot be packed"):
         _ = spec.dtype
-    with pytest.raises(UserError, match="cuts its attention mask, so it cannot be packed"):
+    with pytest.raises(UserError, match="slices its attention mask, so it cannot be packed"):
         _ = spec[:, :, :4]
     assert not hasattr(spec, "to")
 

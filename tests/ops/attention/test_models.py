@@ -314,7 +314,7 @@ def test_two_models_keep_their_own_backends() -> None:
 def test_a_named_backend_that_cannot_honour_the_model_is_refused() -> None:
     model = TEXT_MODELS["gpt_oss: sinks, window"]()
     use_omnitrain_attention(model, "sdpa")
-    with pytest.raises(UserError, match="'sdpa' cannot compute GptOssAttention: it does not honour sinks"):
+    with pytest.raises(UserError, match="'sdpa' cannot compute GptOssAttention: it does not support sinks"):
         in_one_row(model, draw_ids(1, BORDERS[-1]))
     with pytest.raises(UserError, match="no attention backend 'fast'"):
         use_omnitrain_attention(model, "fast")

@@ -196,7 +196,7 @@ def test_other_convolutions_stay(conv):
 
 def test_what_cannot_run_is_refused_by_name():
     model = nn.Sequential(Norm())
-    with pytest.raises(UserError, match="rms_norm: backend 'liger' runs on CUDA only, not on cpu"):
+    with pytest.raises(UserError, match="rms_norm: backend 'liger' runs only on CUDA, not on cpu"):
         fuse_ops(model, {"rms_norm": "liger"})
     with pytest.raises(UserError, match="no backend 'fast'; expected auto, fused, torch, liger"):
         fuse_ops(model, {"rms_norm": "fast"})

@@ -175,7 +175,7 @@ def test_differentiating_twice_or_again_is_refused():
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(total, hidden, create_graph=True)
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="compute the loss anew"):
+    with pytest.raises(RuntimeError, match="compute the loss again"):
         total.backward()
 
 

@@ -340,8 +340,8 @@ def test_a_tower_is_shared_by_the_ranks_that_share_its_row_or_not_at_all(
 @pytest.mark.parametrize(
     ("component", "why"),
     [
-        ("image_encoder", "do not take all items as one row"),
-        ("audio_encoder", "do not take all items as one row"),
+        ("image_encoder", "do not take all items as one sequence"),
+        ("audio_encoder", "do not take all items as one sequence"),
         ("image_decoder", "is a decoder"),
     ],
 )

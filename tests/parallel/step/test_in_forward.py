@@ -30,7 +30,9 @@ def test_a_text_only_rank_gives_the_gradients_of_one_process(ranks: RankPool) ->
     data, tensor, sequence = report.rows
     assert (data.status, tensor.status) == ("equal", "equal"), report
     assert sequence.status == "refused"
-    assert "own forward of Qwen2AudioForConditionalGeneration reads its media, over the whole row" in sequence.reason
+    assert (
+        "the forward of Qwen2AudioForConditionalGeneration reads its media and needs the whole row" in sequence.reason
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The ``flash_attn`` package, where it is installed, on CUDA."""
+"""The ``flash_attn`` package on CUDA, if it is installed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attend(call: Call) -> torch.Tensor:
 
 
 def obstacle(call: Call) -> str | None:
-    """Why it cannot run ``call``; None: it can."""
+    """Return why the backend cannot run ``call``; None: it can."""
     return ragged.obstacle(call) if _is_installed() else "the package flash_attn is not installed"
 
 

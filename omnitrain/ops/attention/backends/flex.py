@@ -1,4 +1,4 @@
-"""torch's flex attention: one kernel for the row, with its mask as a function; compiled on CUDA, eager elsewhere."""
+"""torch's flex attention: one kernel for the row, with the mask as a function; compiled on CUDA, eager elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from omnitrain.ops.attention.spec import DROPOUT, EVERYTHING, Backend, Call
 from omnitrain.ops.compile.cache_limit import keep_compilations
 
-_MIN_HEAD_DIM = 16  # of its CUDA kernel
+_MIN_HEAD_DIM = 16  # the least that the CUDA kernel takes
 
 
 def attend(call: Call) -> torch.Tensor:
@@ -30,7 +30,7 @@ def attend(call: Call) -> torch.Tensor:
         return_aux=AuxRequest(lse=call.sinks is not None),
     )
     if call.sinks is not None:
-        # A key with logit s and value 0 beside keys of log-sum-exp l leaves them exp(l) / (exp(l) + exp(s)).
+        # An additional key with logit s and value 0 scales the output by exp(l) / (exp(l) + exp(s)); l is the lse.
         share = torch.sigmoid(auxiliary.lse - call.sinks.float().view(1, -1, 1))
         output = output * share.unsqueeze(-1).to(output.dtype)
     return output.transpose(1, 2)
@@ -66,7 +66,7 @@ def _block_mask(call: Call) -> Any:
 def _function(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A whole graph or an error: past its limit of compilations torch would go on eagerly, with all scores in memory.
+    # fullgraph: past the recompile limit torch would otherwise run eagerly, with all scores in memory.
     return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
 
 
@@ -81,9 +81,9 @@ def _obstacle(call: Call) -> str | None:
     if call.query.device.type == "cpu" and call.has_gradients:
         return "it has no backward on CPU"
     if isinstance(call.mask.general, torch.Tensor) and call.mask.general.dtype != torch.bool:
-        return "a mask of floats is not a function of indices"
+        return "it takes no float mask, only a function of indices"
     if call.query.is_cuda and min(call.query.size(-1), call.value.size(-1)) < _MIN_HEAD_DIM:
-        return f"its CUDA kernel takes head dimensions from {_MIN_HEAD_DIM} on"
+        return f"its CUDA kernel needs a head dimension of at least {_MIN_HEAD_DIM}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The formula, written out, with the softmax in fp32: honours everything, and is what the others are compared with."""
+"""The reference: the formula in plain torch with the softmax in fp32. It supports every feature."""
 
 from __future__ import annotations
 

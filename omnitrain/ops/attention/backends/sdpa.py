@@ -1,4 +1,4 @@
-"""torch's scaled dot-product attention, one call per batch of segments; on every device."""
+"""torch's scaled dot-product attention, one call per batch of segments, on every device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from omnitrain.ops.attention.spec import (
     repeat_heads,
 )
 
-SHORT = 64  # tokens of a segment; torch's kernel on CPU is the faster one from about here
+SHORT = 64  # tokens of a segment; above about this length torch's CPU kernel is faster
 
 
 def attend(call: Call) -> torch.Tensor:
@@ -44,9 +44,9 @@ def attend(call: Call) -> torch.Tensor:
 
 
 def takes_grouped_heads(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether torch has a kernel for fewer key heads than queries; without one it would make all scores.
+    """Whether torch has a kernel for fewer key heads than query heads; else it would compute all scores in memory.
 
-    On CUDA that is flash attention, which takes no mask, no fp32 and no values of another width.
+    On CUDA this is flash attention, which takes no mask, no fp32 and no values of another width.
     """
     if not query.is_cuda:
         return True
@@ -55,7 +55,7 @@ def takes_grouped_heads(query: torch.Tensor, value: torch.Tensor, mask: torch.Te
 
 
 def _may_be_short(call: Call) -> bool:
-    """Whether short segments may have explicit scores; those of towers keep the bits of plain transformers."""
+    """Whether short segments may use explicit scores; towers stay bit-identical to plain transformers."""
     dtypes = {x.dtype for x in (call.query, call.key, call.value)}
     plain = call.dropout == 0 and call.mask.kind == CAUSAL
     return plain and call.query.device.type == "cpu" and dtypes == {torch.float32}

@@ -1,4 +1,4 @@
-"""Attention segment by segment: the row is cut at its borders, so nothing can reach another segment, not even as zero.
+"""Attention segment by segment: the row is cut at its borders, so segments cannot influence each other.
 
 Neighbouring segments of about equal length (packs are sorted by length) share one call.
 """
@@ -18,9 +18,9 @@ from omnitrain.ops.cpu.short_attention import ShortKeys, ShortRow, attend_short,
 from omnitrain.ops.cpu.unread_rows import ReadRows
 from omnitrain.ops.device import to_device
 
-# A causal segment may be filled up behind its end to this multiple of its length, to share a call with longer ones.
+# A causal segment may be padded at its end to this multiple of its length, to share a call with longer ones.
 CAUSAL_SLACK = 1.25
-SHORT_SLACK = 1.5  # of segments whose scores are explicit: filling up costs less there, a call more
+SHORT_SLACK = 1.5  # for segments with explicit scores: there padding costs less, and a call more
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Segment:
 
     Attributes:
         start: its first token.
-        length: in tokens.
-        causal: whether its mask is the causal one.
-        mask: ``[1, 1 or heads, length, length]`` where it is neither causal nor full.
+        length: number of tokens.
+        causal: whether its mask is causal.
+        mask: ``[1, 1 or heads, length, length]``; None: the mask is causal or full.
     """
 
     start: int
@@ -40,7 +40,7 @@ class Segment:
     mask: torch.Tensor | None = None
 
     def is_alike(self, other: Segment) -> bool:
-        """Whether both are masked in the same way."""
+        """Whether both have the same kind of mask."""
         return self.causal == other.causal and (self.mask is None) == (other.mask is None)
 
 
@@ -49,12 +49,12 @@ class Batch:
     """Neighbouring segments that share one call.
 
     Attributes:
-        segments: in order of the row.
-        length: of the longest; the others are filled up behind their ends.
-        causal: no token sees one after it.
-        mask: ``[1 or segments, 1 or heads, length, length]``; None: ``causal`` says it all.
-        padded_rows: ``[segments * length]``, which of the batch's tokens stands at each place; None: as they are.
-        real_places: ``[tokens]``, the place of each token; None: as they are.
+        segments: the segments, in order of the row.
+        length: length of the longest segment; the others are padded at their ends.
+        causal: whether no token sees a later one.
+        mask: ``[1 or segments, 1 or heads, length, length]``; None: the mask is causal or full.
+        padded_rows: ``[segments * length]``, the token at each padded position; None: no padding.
+        real_places: ``[tokens]``, the padded position of each token; None: no padding.
     """
 
     segments: tuple[Segment, ...]
@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Of all its segments."""
+        """Number of tokens of all segments."""
         return sum(segment.length for segment in self.segments)
 
     def fold(self, x_THD: torch.Tensor) -> torch.Tensor:
@@ -80,15 +80,15 @@ class Batch:
         return x_THD if self.real_places is None else _Real.apply(x_THD, self.real_places)
 
     def cut(self, bias: torch.Tensor) -> torch.Tensor:
-        """``[1, heads, T, T] -> [segments, heads, length, length]``; only where all segments have one length."""
+        """``[1, heads, T, T] -> [segments, heads, length, length]``; all segments must have the same length."""
         spans = [slice(segment.start, segment.start + segment.length) for segment in self.segments]
         return torch.cat([bias[:, :, span, span] for span in spans])
 
 
 class _FillUp(torch.autograd.Function):
-    """Rows by index, with a backward that only picks, where autograd's would add row by row.
+    """Pads by ``index_select``; its backward selects rows, where autograd would add row by row.
 
-    What was filled up has no gradient: its output is dropped, and no real token attends to it.
+    Padding has no gradient: its output is dropped, and no real token attends to it.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ class _FillUp(torch.autograd.Function):
 
 
 class _Real(torch.autograd.Function):
-    """The inverse of :class:`_FillUp`: the real rows."""
+    """The inverse of :class:`_FillUp`: selects the real tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
@@ -122,19 +122,22 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tenso
 
 
 def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Tensor:
-    """``[1, T, heads, value width]``: ``kernel`` over one batch of segments after the other.
+    """Run ``kernel`` for each batch of segments.
 
     Args:
         call: the attention.
-        kernel: of a batch.
-        short: on CPU: neighbours of so many tokens at most, masked causally, have explicit scores
-            (:mod:`omnitrain.ops.cpu.short_attention`); ``call`` has none but grouped heads then.
+        kernel: computes the attention of a batch.
+        short: causal neighbours with at most this many tokens get explicit scores
+            (:mod:`omnitrain.ops.cpu.short_attention`), only on CPU and if ``call`` has no feature but grouped heads.
+
+    Returns:
+        ``[1, T, heads, value width]``.
     """
     slack = CAUSAL_SLACK if call.position_bias is None else 1.0
     parts = _parts_of(call, slack, short)
-    # Tokens first, as projections lay them out: gradients of the parts are then put together in that layout, too.
+    # Tokens first, as projections lay them out, so gradients of the parts are concatenated in that layout, too.
     query, key, value = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
-    if len(parts) == 1 and isinstance(parts[0], ShortRow):  # nothing to cut or to put together
+    if len(parts) == 1 and isinstance(parts[0], ShortRow):  # nothing to split or concatenate
         return attend_short(query, key, value, parts[0], call.scaling)[None]
     rows = (states.split([part.tokens for part in parts]) for states in (query, key, value))
     outputs = [
@@ -147,13 +150,13 @@ def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Te
 
 
 def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
-    """The batches of a row, made once per mask.
+    """Return the batches of a row, computed once per mask.
 
     Args:
-        mask: of the row.
-        slack: in a batch of causal segments, the longest is at most this many times the shortest; others are of one
-            length.
-        device: of the index tensors and masks.
+        mask: mask of the row.
+        slack: in a batch of causal segments, the longest is at most this many times the shortest; other batches have
+            segments of equal length.
+        device: device of the index tensors and masks.
     """
     return mask.remember((slack, device), lambda: _make_batches(mask, slack, device))
 
@@ -174,7 +177,7 @@ def _make_runs(
     segments = [_segment(mask, start, stop, device) for start, stop in pairwise(mask.borders)]
     for is_short, run in groupby(segments, lambda segment: segment.causal and segment.length <= short):
         neighbours = list(run)
-        if is_short and len(neighbours) > 1:  # one alone is as in plain transformers, bit for bit
+        if is_short and len(neighbours) > 1:  # a single segment stays bit-identical to plain transformers
             groups = _grouped(neighbours, SHORT_SLACK)
             yield short_keys([[segment.length for segment in group] for group in groups], key_heads)
         else:
@@ -216,7 +219,7 @@ def _segment(mask: MaskSpec, start: int, stop: int, device: torch.device) -> Seg
     if mask.general is None:
         return Segment(start, length, mask.causal)
     seen = mask.block_mask((start, stop), (start, stop), device)
-    if seen.dtype == torch.bool and seen.size(1) == 1:  # text without images in a model that has image blocks
+    if seen.dtype == torch.bool and seen.size(1) == 1:  # such as text without images in a model with image blocks
         if bool(seen.all()):
             return Segment(start, length, causal=False)
         if torch.equal(seen[0, 0], _window(length, length, device)):
@@ -235,7 +238,7 @@ def _batch(segments: tuple[Segment, ...], window: int | None, device: torch.devi
     sizes = torch.tensor(lengths)[:, None]
     starts = sizes.cumsum(0) - sizes
     place = torch.arange(longest)[None]
-    rows = starts + place.minimum(sizes - 1)  # behind its end a segment repeats its last token, which nobody attends to
+    rows = starts + place.minimum(sizes - 1)  # padding repeats the last token; no real token attends to it
     real = (place < sizes).flatten().nonzero().flatten()
     return Batch(segments, longest, causal, mask, to_device(rows.flatten(), device), to_device(real, device))
 

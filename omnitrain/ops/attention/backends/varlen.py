@@ -1,4 +1,4 @@
-"""torch's own attention over ragged rows, on CUDA."""
+"""torch's attention over ragged rows, on CUDA."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _function() -> Any:
 
 @lru_cache(maxsize=1)
 def _takes_grouped_heads(function: Callable[..., Any]) -> bool:
-    """Whether keys may have fewer heads than queries: since torch 2.12."""
+    """Whether keys may have fewer heads than queries; since torch 2.12."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 
