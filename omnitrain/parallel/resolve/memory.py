@@ -25,12 +25,9 @@ def memory_fields(request: Request, mode: str | None) -> dict[str, Any]:
 
 def _recompute(request: Request) -> dict[str, Any]:
     """The fields on recompute."""
-    planned = request.merged.recompute
-    if request.flags.recompute and planned == "none":
-        request.problem("recompute", "found none, but enable_gradient_checkpointing is True; set only one of the two")
-    if request.flags.recompute and planned is None:
+    if request.flags.recompute and request.planned.recompute is None:
         _require_no_other_use_of_blocks(request)
-    wanted = planned or ("full" if request.flags.recompute else "none")
+    wanted = request.merged.recompute or "none"
     if wanted == "none" or not _only_blocks(request, "recompute", True):
         return {"recompute": "none"}
     if wanted == "selective":
@@ -89,14 +86,11 @@ def _only_blocks(request: Request, field: str, wanted: bool) -> bool:
 
 
 def _parameter_offload(request: Request, mode: str | None) -> bool:
-    planned = request.merged.parameter_offload
-    if request.flags.parameter_offload and planned is False:
-        request.problem("parameter_offload", "found false, but enable_fsdp_offload is True; set only one of the two")
-    if planned and mode == "replicate":
+    if request.planned.parameter_offload and mode == "replicate":
         request.problem(
             "parameter_offload", "found true, but the component is replicated, and only shards can be offloaded"
         )
-    return bool(planned or (planned is None and request.flags.parameter_offload)) and mode != "replicate"
+    return bool(request.merged.parameter_offload) and mode != "replicate"
 
 
 def _compile(request: Request, offload: bool) -> bool:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.state import ParallelState
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 STATE_AXIS = {"ulysses": "sp"}  # plan field -> axis of the state, where the names differ
+
+# Plan field that a flag of the call can set -> argument of `build_parallelize_model`, value if on, value if off.
+FLAG_FIELDS: dict[str, tuple[str, Any, Any]] = {
+    "recompute": ("enable_gradient_checkpointing", "full", "none"),
+    "parameter_offload": ("enable_fsdp_offload", True, False),
+}
 
 
 @dataclass(frozen=True)
@@ -63,9 +71,25 @@ class Request:
         return self.plans.components.get(self.name, ComponentPlan())
 
     @property
-    def merged(self) -> ComponentPlan:
+    def planned(self) -> ComponentPlan:
         """The plan of this component, with the default plan for fields that it leaves unset."""
         return self.plans.of(self.name)
+
+    @cached_property
+    def merged(self) -> ComponentPlan:
+        """The one rule of precedence: this component's plan, then the default plan, then the flags of the call.
+
+        A plan that switches off what a flag switches on is a problem.
+        """
+        planned, of_flags = self.planned, {}
+        for name, (argument, on, off) in FLAG_FIELDS.items():
+            value = getattr(planned, name)
+            if getattr(self.flags, name) and value is None:
+                of_flags[name] = on
+            elif getattr(self.flags, name) and value == off:
+                found = str(off).lower()
+                self.problem(name, f"found {found}, but {argument} is True; set only one of the two")
+        return planned.model_copy(update=of_flags)
 
     @property
     def is_foundation(self) -> bool:
