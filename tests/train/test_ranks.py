@@ -147,14 +147,14 @@ def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, 
 
 def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
     """Each rank has a folder of its own."""
-    with patch("omnitrain.checkpoint.shared._SEEN_WITHIN_S", 0.0):
+    with patch("omnitrain.checkpoint.shared._TIMEOUT_S", 0.0):
         fit(recipe, [*overrides, f"output_dir={folder / str(dist.get_rank())}"])
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankError, match=r"output_dir: .*name a folder that all machines share"):
+    with pytest.raises(RankError, match=r"output_dir: .*use a folder that all machines share"):
         ranks.run(fit_elsewhere, recipe, tmp_path, TWO_SLOTS, timeout_s=60, world=2)
     assert sorted(file.name for file in (tmp_path / "0").iterdir()) == [".lock", "metrics.jsonl", "recipe.yaml"]
 
