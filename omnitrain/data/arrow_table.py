@@ -65,12 +65,12 @@ class ArrowTable:
         problems = []
         if isinstance(_inner(features[messages]), datasets.Value):
             problems.append(
-                f"column {messages!r} (columns.messages) has type {_type_name(features[messages])}; expected messages"
+                f"column {messages!r} (columns.messages) has type {_type_name(features[messages])}, expected messages"
             )
         for field, name in self._columns.of_media().items():
             if name in features and not _holds_files(_inner(features[name])):
                 problems.append(
-                    f"column {name!r} (columns.{field}) has type {_type_name(features[name])}; expected files: "
+                    f"column {name!r} (columns.{field}) has type {_type_name(features[name])}, expected files: "
                     "{bytes, path}, bytes or paths"
                 )
         return problems

@@ -116,17 +116,17 @@ def _record(line: bytes, columns: Columns) -> dict[str, Any]:
         where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise ValueError(f"invalid JSON: {where}; each line of the file must be one object") from None
     if not isinstance(record, dict):
-        raise ValueError(f"found {_kind_of(record)}; expected an object with the columns of a row")
+        raise ValueError(f"found {_kind_of(record)}, expected an object with the columns of a row")
     messages = record.get(columns.messages, [])
     if not isinstance(messages, list):
         raise ValueError(
-            f"`{columns.messages}` (columns.messages) is {_kind_of(messages)}; expected a list of messages"
+            f"`{columns.messages}` (columns.messages) is {_kind_of(messages)}, expected a list of messages"
         )
     for field, name in columns.of_media().items():
         value = record.get(name)
         for file in value if isinstance(value, list) else [value]:
             if not (file is None or isinstance(file, (str, dict))):
-                raise ValueError(f"`{name}` (columns.{field}) has {_kind_of(file)}; expected paths of files")
+                raise ValueError(f"`{name}` (columns.{field}) has {_kind_of(file)}, expected paths of files")
     return record
 
 

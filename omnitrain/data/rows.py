@@ -312,7 +312,7 @@ def _missing_columns(found: list[str], source: DataSource) -> list[str]:
             if field == "messages":  # LLaVA and ShareGPT call this column `conversations`
                 close = next((column for column in found if column.startswith("conversation")), close)
             hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
-            problems.append(f"column {name!r} (columns.{field}) is missing; found {found}{hint}")
+            problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
     names = [getattr(source.columns, field) for field in Columns.model_fields]
     return problems + [
         f"column {name!r} has two roles in `columns`" for name in sorted({n for n in names if names.count(n) > 1})

@@ -53,7 +53,7 @@ class Ranks:
         return self.peers.rank == 0
 
     def first(self, make: Callable[[], T]) -> T | None:
-        """Call ``make`` on the first rank and return its result, or None on the others. If it raises, all ranks raise."""
+        """Call ``make`` on the first rank and return its result there, else None. If it raises, all ranks raise."""
         return all_or_raise(self.peers, lambda: make() if self.is_first else None)
 
     def rank_by_rank(self, make: Callable[[], T]) -> T:

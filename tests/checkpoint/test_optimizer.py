@@ -252,7 +252,9 @@ def test_the_state_of_other_parameters_is_refused_with_their_names(tmp_path: Pat
     optimizer = optimizer_of(model)
     train(model, torch.randn(4, 5), optimizer, 1)
     save_optimizer(model, optimizer, tmp_path)
-    with pytest.raises(UserError, match=r"state of 4 parameters .*, such as down.bias, down.weight, up.bias; make the optimizer"):
+    with pytest.raises(
+        UserError, match=r"state of 4 parameters .*, such as down.bias, down.weight, up.bias; make the optimizer"
+    ):
         load_optimizer(nn.ModuleDict({"inner": model}), optimizer, tmp_path)
 
 

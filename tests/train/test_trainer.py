@@ -316,14 +316,14 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_an_output_folder_that_the_system_refuses_is_a_message(tmp_path: Path) -> None:
     trainer = Trainer(load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'taken' / 'run'}"))
     (tmp_path / "taken").touch()
-    with pytest.raises(UserError, match=r"output_dir: .* cannot be written: .*; name another folder"):
+    with pytest.raises(UserError, match=r"output_dir: .* cannot be written: .*; use another folder"):
         trainer.fit()
 
 
 def test_a_folder_that_holds_no_run_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
-    with pytest.raises(UserError, match="holds files and no run"):
+    with pytest.raises(UserError, match="has files but no run"):
         Trainer(load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'thesis'}"))
     assert (tmp_path / "thesis" / "chapter.txt").is_file()
 

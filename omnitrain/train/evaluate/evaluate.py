@@ -66,8 +66,8 @@ class Evaluation:
 class Evaluator:
     """A recipe's evaluation: the held-out loss during training, and everything at the end.
 
-    Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... For the scorer, rank 0 reads all
-    rows again, without decoding. Packs are made at the first use and kept, because decoding media is slow.
+    Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... For the scorer, rank 0 reads
+    all rows again, without decoding. Packs are made at the first use and kept, because decoding media is slow.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ def heldout_loss(
 
 
 def exact_match(answers: Sequence[Answered]) -> dict[str, float]:
-    """Return source -> share of answers whose text equals the reference. Sources without text references are skipped."""
+    """Return source -> share of answers whose text equals the reference, for sources with text references."""
     hits: dict[str, list[bool]] = {}
     for answered in answers:
         reference = reference_text(answered.row)

@@ -59,8 +59,8 @@ def name_to_launcher(rank: int) -> None:
 def own_words(message: str) -> str | None:
     """Return the text that this rank prints when it ends with ``message``, or None.
 
-    All ranks find an error in a recipe, but it should be printed once. Rank 0 prints it; another rank prints its message
-    only if rank 0 has none within a few seconds, or a different one.
+    All ranks find an error in a recipe, but it should be printed once. Rank 0 prints it; another rank prints its
+    message only if rank 0 has none within a few seconds, or a different one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return message

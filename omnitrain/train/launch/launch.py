@@ -1,7 +1,8 @@
 """Run one command in several ranks on this machine.
 
 Torch's elastic launcher starts the processes, redirects their output, and ends them. The agent of ``torchrun`` is not
-used: after a signal it does not report how the ranks ended, and when a rank fails it waits half a minute for the others.
+used: after a signal it does not report how the ranks ended, and when a rank fails it waits half a minute for
+the others.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _HURRY_SECONDS = 10.0  # time for the ranks to end after the second signal
 def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float) -> int:
     """Run ``python ARGUMENTS`` in ``nproc`` processes with the environment of ranks, and wait for them.
 
-    Rank 0 prints to this terminal. Of the other ranks only stderr is shown, with the rank before each line. The launcher
-    forwards signals to the ranks. When a rank fails, it ends the others within seconds.
+    Rank 0 prints to this terminal. Of the other ranks only stderr is shown, with the rank before each line. The
+    launcher forwards signals to the ranks. When a rank fails, it ends the others within seconds.
 
     Args:
         arguments: arguments of the python interpreter, such as ``["-m", "omnitrain", "run", "recipe.yaml"]``.

@@ -26,8 +26,10 @@ def write_chrome_trace(recorded: Recorded, file: Path, rank: int) -> None:
 def trace_events(recorded: Recorded, rank: int) -> list[dict[str, Any]]:
     """Return track names and spans in Chrome's Trace Event Format, with times in microseconds since 1970."""
     names = [_named("process_name", rank, _COMPUTE, f"rank {rank}")]
-    for track in sorted({_track(span.what) for span in recorded.spans}):
-        names.append(_named("thread_name", rank, track, "compute" if track == _COMPUTE else f"link, chunk {track - 1}"))
+    names += [
+        _named("thread_name", rank, track, "compute" if track == _COMPUTE else f"link, chunk {track - 1}")
+        for track in sorted({_track(span.what) for span in recorded.spans})
+    ]
     return [*names, *(_event(span, recorded.began, rank) for span in recorded.spans)]
 
 

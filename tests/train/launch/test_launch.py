@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(capfd: pytest.CaptureFix
         raise ValueError("no such thing")
     time.sleep(600)
     """)
-    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the others were ended$"):
+    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the other ranks were ended$"):
         launch(script, 3, stop_seconds=60)
     assert_gone(process_ids(3), within_s=0)
     shown = capfd.readouterr()
@@ -141,7 +141,7 @@ def test_the_rank_that_failed_first_is_named_and_heard_though_another_ends_befor
         time.sleep(0.02)
     sys.exit(1)
     """)
-    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the others were ended$"):
+    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the other ranks were ended$"):
         launch(script, 2, stop_seconds=60)
     assert capfd.readouterr().err.splitlines()[-1] == "[rank 1] ValueError: no such thing"
 
@@ -150,7 +150,9 @@ def test_a_killed_rank_is_named_and_no_process_is_left() -> None:
     script = program("announce()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     sender = send_when_up(3, rank=2, number=signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(TrainingError, match=r"^rank 2 was killed by SIGKILL \(exit code -9\); the others were ended$"):
+    with pytest.raises(
+        TrainingError, match=r"^rank 2 was killed by SIGKILL \(exit code -9\); the other ranks were ended$"
+    ):
         launch(script, 3, stop_seconds=60)
     assert time.monotonic() - began < 20
     sender.join()

@@ -71,7 +71,7 @@ def test_an_earlier_run_is_not_moved_from_under_the_command(tmp_path: Path, monk
     recipe = tiny_recipe(tmp_path)
     run_folder(recipe, tmp_path / "run").open(False, 0)
     monkeypatch.chdir(tmp_path / "run")
-    with pytest.raises(UserError, match=r"'\.' holds an earlier run, and this command was started inside of it"):
+    with pytest.raises(UserError, match=r"'\.' has an earlier run, and this command was started inside of it"):
         run_folder(recipe, Path()).open(False, 0)
 
 
