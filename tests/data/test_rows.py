@@ -52,7 +52,8 @@ def test_columns_of_another_type_are_refused_when_the_data_are_opened(tmp_path: 
         open_sources([DataSource(path=str(tmp_path / "rows.parquet"))])
     found, *problems = str(caught.value).split("; ")
     assert (
-        "column 'images' (columns.images) has type lists of int64, expected files: {bytes, path}, bytes or paths" in found
+        "column 'images' (columns.images) has type lists of int64, expected files: {bytes, path}, bytes or paths"
+        in found
     )
     assert [problem[:40] for problem in problems] == ["column 'audios' (columns.audios) has typ"]
 

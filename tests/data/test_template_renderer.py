@@ -427,7 +427,7 @@ def test_a_processor_without_template_or_media_token_is_refused() -> None:
     with pytest.raises(UserError, match=r"LlavaProcessor has no token for \['audio'\]"):
         TemplateRenderer(made, type(native)({"audio": 2}))
     made.chat_template = None
-    with pytest.raises(UserError, match="has no chat template; set data.processor to a processor that has one"):
+    with pytest.raises(UserError, match=r"has no chat template; set data\.processor to a processor that has one"):
         TemplateRenderer(made, native)
 
 

@@ -35,7 +35,7 @@ def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_e
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        told = rf"output_dir: a run \(process {other.pid} on .*\) writes into '{path}'"
+        told = rf"output_dir: a run \(process {other.pid} on .*\) writes to '{path}'"
         for resumed in (False, True):
             with pytest.raises(UserError, match=told):
                 run_folder(recipe, path).open(resumed, 0)
