@@ -309,7 +309,7 @@ def of_parts_and_behind_an_evaluation(folder: Path) -> str:
 def test_state_that_does_not_lie_as_its_parameter_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     first, second = ranks.run(of_parts_and_behind_an_evaluation, tmp_path, timeout_s=60, world=2)
     assert "found up.weight.part, a Tensor of (3, 5) for a DTensor; " in first
-    assert "down.weight.part, a Tensor of (3, 6) for a DTensor (4 in all); expected numbers, and" in second
+    assert "down.weight.part, a Tensor of (3, 6) for a DTensor (4 in total); expected numbers, and" in second
 
 
 def test_a_folder_without_state_is_named(tmp_path: Path) -> None:

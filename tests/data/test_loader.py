@@ -256,7 +256,7 @@ def test_missing_file_and_wrong_column_name_what_is_there(processor: OmniProcess
     with pytest.raises(DataError, match=r"did you mean .*rows\.parquet"):
         build_dataloader(Data.model_validate({"train": [{"path": path.replace("rows", "row")}]}), processor)
     wrong = {"train": [{"path": path, "columns": {"messages": "mesages"}}]}
-    with pytest.raises(DataError, match=r"column 'mesages'.*is missing; found .*`columns.messages: messages`"):
+    with pytest.raises(DataError, match=r"column 'mesages'.*is missing, found .*`columns.messages: messages`"):
         build_dataloader(Data.model_validate(wrong), processor)
 
 
