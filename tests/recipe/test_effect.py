@@ -78,14 +78,16 @@ STANDS: dict[str, Always | Idle] = {
     "Decoder.image_size": idle("MelVQ has no use for it", "model.decoders.audio_decoder.image_size=8"),
     "Decoder.num_codebooks": idle("JanusVQVAE has no use for it", "model.decoders.image_decoder.num_codebooks=2"),
     "Decoder.max_tokens": idle("JanusVQVAE has no use for it", "model.decoders.image_decoder.max_tokens=9"),
-    "Ops.attention": idle("attends by code of its own", "model.ops.attention=sdpa", base="gpt2"),
+    "Ops.attention": idle("uses its own attention code", "model.ops.attention=sdpa", base="gpt2"),
     "Ops.rms_norm": idle("no module of the model computes", "model.ops.rms_norm=torch", base="gpt2"),
     "Ops.swiglu": idle("no module of the model computes", "model.ops.swiglu=torch", base="gpt2"),
     "Ops.rotary": idle("no module of the model computes", "model.ops.rotary=torch", base="gpt2"),
     "Ops.patch_embed": idle("no module of the model computes", "model.ops.patch_embed=linear", base="gpt2"),
-    "Ops.unread_rows": idle("nothing of the model works row by row", "model.ops.unread_rows=torch", base="gpt2"),
+    "Ops.unread_rows": idle(
+        "no module after the model's last attention works token by token", "model.ops.unread_rows=torch", base="gpt2"
+    ),
     "Ops.experts": idle("the model has none", "model.ops.experts=torch", base="gpt2"),
-    "Ops.cross_entropy": idle("makes its loss from logits", "model.ops.cross_entropy=torch", base="gpt2"),
+    "Ops.cross_entropy": idle("computes its loss from logits", "model.ops.cross_entropy=torch", base="gpt2"),
     "Data.processor": idle(
         "`model.checkpoint` brings its HF processor",
         "data.chat=null",
@@ -142,10 +144,10 @@ STANDS: dict[str, Always | Idle] = {
     "Train.stop_seconds": DEVICE,
     "Train.stall_seconds": DEVICE,
     "Optimizer.learning_rate": idle(
-        "names all that trains", TEXT_RATES, "train.optimizer.learning_rate=0.01", base="text"
+        "covers all trained parameters", TEXT_RATES, "train.optimizer.learning_rate=0.01", base="text"
     ),
     "Optimizer.learning_rates": idle(
-        "longer names take all that trains of 'foundation'",
+        "longer names cover all trained parameters of 'foundation'",
         "train.optimizer.learning_rates={foundation: 0.1, foundation.model: 0.2}",
         base="text",
     ),

@@ -140,7 +140,7 @@ def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Pat
 
 def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS]
-    with pytest.raises(RankError, match=r"train.micro_batches: found 2 with 3 ranks"):
+    with pytest.raises(RankError, match=r"train.micro_batches is 2, and 3 ranks draw data"):
         ranks.run(fit, recipe, arguments, timeout_s=60, world=3)
     assert not (tmp_path / "run").exists()
 
@@ -180,7 +180,7 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
     arguments += ["model.encoders={}", "model.decoders={}", "data.heldout=[]", "evaluation=null"]
     with pytest.raises(RankError, match=r"failed on 4 of 4 ranks") as failure:
         ranks.run(fit, recipe, [*arguments, f"data.workers={workers}", "train.steps=40"], timeout_s=60, world=4)
-    assert "at most 96 fit" in str(failure.value)
+    assert "a pack holds at most 96" in str(failure.value)
     assert "TrainingError: the data failed on another rank" in str(failure.value)
 
 
