@@ -1,1 +1,1 @@
-"""State in and out of a run folder."""
+"""Save and load the state of a run."""

@@ -1,7 +1,7 @@
-"""The state of an optimizer in a folder, of which each rank writes and reads the parts that it has.
+"""Save and load the state of an optimizer. Each rank writes and reads its shards.
 
-The files are those of ``torch.distributed.checkpoint``. In them, tensors are called ``PARAMETER.KEY``
-(``head.weight.exp_avg``) and have the shape of the whole parameter, so a run goes on under any layout. Nothing is
+The files are those of ``torch.distributed.checkpoint``. Tensors in them are named ``PARAMETER.KEY``
+(``head.weight.exp_avg``) and have the shape of the whole parameter, so a run can continue under any layout. Nothing is
 gathered.
 """
 
@@ -24,29 +24,31 @@ from omnitrain.errors import UserError
 from omnitrain.peers import Peers, all_or_raise, parameters_at_rest, ranks_of
 
 _MASTER = "master"
-_INDEX = ".metadata"  # written last, by torch; without it no other file is read
-_SHOWN = 3
+_INDEX = ".metadata"  # torch writes this last; without it no other file is read
+_SHOWN = 3  # examples in an error message
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Write what ``optimizer`` knows of each parameter: nothing of one that never had a gradient.
+    """Save the state of ``optimizer``. Parameters that never had a gradient have none.
+
+    All ranks of the model call this.
 
     Args:
-        model: whose parameters have the names; sharded or not.
-        optimizer: of some of them. It may keep numbers, text and tensors of each, but of a sharded one no other tensors
-            than its parts have. Options of its groups are not written.
-        folder: the same on all ranks of the model, which all call this; it need not be there. An earlier state in it
-            is replaced, and none is there before the new one is complete.
+        model: the model, sharded or not, whose parameter names are used.
+        optimizer: an optimizer of some of its parameters. Its state may hold numbers, text and tensors; tensors of a
+            sharded parameter must be sharded like it, except scalars. Options of its groups are not saved.
+        folder: the same on all ranks; created if missing. An earlier state in it is removed first and replaced.
 
     Raises:
-        UserError: the optimizer keeps something else, or has parameters that are not the model's.
-        OSError: and what else writing raises, on all ranks.
+        UserError: the state holds something else, or the optimizer has parameters that are not the model's.
+        OSError: writing failed. This and any other error of writing is raised on all ranks.
     """
     parameters = parameters_at_rest(model)
     names = _names(parameters, optimizer)
     state = optimizer.state_dict()
-    _require_storable(state["state"], names, parameters, optimizer)
-    tensors = {f"{names[index]}.{key}": value for index, own in state["state"].items() for key, value in own.items()}
+    states = state["state"]
+    _require_storable(states, names, parameters, optimizer)
+    tensors = {f"{names[index]}.{key}": value for index, values in states.items() for key, value in values.items()}
     tensors |= {f"{names[index]}.{_MASTER}": value for index, value in state.get("masters", {}).items()}
     with _ranks_of(model) as peers:
         all_or_raise(peers, lambda: (Path(folder) / _INDEX).unlink(missing_ok=True) if peers.rank == 0 else None)
@@ -59,24 +61,26 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Continue from what :func:`save_optimizer` wrote, under any layout and precision.
+    """Load the state that :func:`save_optimizer` saved, under any layout and precision.
+
+    All ranks of the model call this.
 
     Args:
-        model: with the parameters of the model of then, by name and shape. Those that had an fp32 copy, and are fp32
-            now, get the values of the copy: their own were rounded when they were saved.
-        optimizer: of the same class, with or without offload.
-        folder: the same on all ranks of the model, which all call this.
+        model: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and
+            are now fp32 get the values of that copy, because their saved weights were rounded.
+        optimizer: an optimizer of the same class, with or without offload.
+        folder: the same on all ranks.
 
     Raises:
-        UserError: on all ranks: no state there, or that of parameters that are not the optimizer's, or had another
-            shape.
+        UserError: raised on all ranks if the folder has no state, or has state of parameters that are not the
+            optimizer's or have another shape.
     """
     reader = dcp.FileSystemReader(folder)
     parameters = parameters_at_rest(model)
     names = _names(parameters, optimizer)
     with _ranks_of(model) as peers:
         stored = all_or_raise(peers, lambda: _stored(reader, folder, {name: parameters[name] for name in names}))
-        values: dict[str, Any] = {key: _empty(parameters[_owner(key)], about) for key, about in stored.items()}
+        values: dict[str, Any] = {key: _empty(parameters[_owner(key)], metadata) for key, metadata in stored.items()}
         dcp.load(values, storage_reader=reader, process_group=peers.group, no_dist=peers.group is None)
     states: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
@@ -94,19 +98,19 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 
 def _owner(key: str) -> str:
-    """The parameter of a stored tensor."""
+    """Return the parameter name of a stored key."""
     return key.rpartition(".")[0]
 
 
 def _names(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of the optimizer's parameters, in the order of its state dict."""
+    """Return the names of the optimizer's parameters, in the order of its state dict."""
     names = {parameter: name for name, parameter in parameters.items()}
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := [parameter for parameter in trained if parameter not in names]:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:_SHOWN])
         raise UserError(
-            f"the optimizer has {len(foreign)} parameters that are not the model's, of shapes such as {shapes}; make "
-            "it of model.parameters(), and behind the layout of the model (build_parallelize_model, fully_shard)"
+            f"the optimizer has {len(foreign)} parameters that are not the model's, with shapes such as {shapes}; make "
+            "it from model.parameters(), after the model is sharded (build_parallelize_model, fully_shard)"
         )
     return [names[parameter] for parameter in trained]
 
@@ -117,71 +121,72 @@ def _require_storable(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """What could not be read again is refused before it is written."""
-    problems = [f"{index} beside the parameters" for index in states if not isinstance(index, int)]
-    for index, own in states.items():
+    """Raise, before anything is written, if the state could not be loaded again."""
+    problems = [f"{index}, which is not a parameter" for index in states if not isinstance(index, int)]
+    for index, values in states.items():
         if isinstance(index, int):
             name = names[index]
-            found = {key: _problem(key, value, parameters[name]) for key, value in own.items()}
-            problems += [f"{name}.{key}, {problem}" for key, problem in found.items() if problem]
+            by_key = {key: _problem(key, value, parameters[name]) for key, value in values.items()}
+            problems += [f"{name}.{key}, {problem}" for key, problem in by_key.items() if problem]
     if problems:
         raise UserError(
             f"the state of {type(optimizer).__name__} cannot be saved: found {'; '.join(problems[:_SHOWN])} "
-            f"({len(problems)} in all); expected numbers, and tensors that lie on the ranks as their parameter does; "
-            "use another optimizer, or write its state_dict() with torch.save, a file per rank, for the same layout"
+            f"({len(problems)} in total); expected numbers, and tensors that are sharded like their parameter; use "
+            "another optimizer, or save its state_dict() with torch.save, one file per rank, and load it under the "
+            "same layout"
         )
 
 
 def _problem(key: str, value: Any, parameter: nn.Parameter) -> str | None:
-    """Why a value of a parameter's state would be lost or mistaken; None: it would not."""
+    """Return why a value of a parameter's state cannot be stored, or None."""
     if "." in key or key == _MASTER:
-        return "a name that stands for something else in the files"
+        return "a name that is reserved in the files"
     if not isinstance(value, Tensor):
         return None if isinstance(value, int | float | str | None) else f"a {type(value).__name__}"
     if isinstance(value, DTensor) != isinstance(parameter, DTensor) and value.numel() > 1:
         return f"a {type(value).__name__} of {tuple(value.shape)} for a {type(parameter.data).__name__}"
     if isinstance(value, DTensor) and value.shape != parameter.shape:
-        return f"a tensor of {tuple(value.shape)} for one of {tuple(parameter.shape)} that is sharded"
+        return f"a tensor of {tuple(value.shape)} for a sharded parameter of {tuple(parameter.shape)}"
     return None
 
 
 def _stored(
     reader: dcp.FileSystemReader, folder: str | Path, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, STORAGE_TYPES]:
-    """Key -> what is stored there; all of it is of ``parameters``."""
+    """Return key -> metadata of the stored values. Raise if a value does not fit ``parameters``."""
     try:
         stored = reader.read_metadata().state_dict_metadata
     except FileNotFoundError:
-        raise UserError(f"no state of an optimizer in {folder}; name the folder that save_optimizer wrote") from None
+        raise UserError(f"no optimizer state in {folder}; expected a folder that save_optimizer wrote") from None
     if unknown := sorted({_owner(key) for key in stored}.difference(parameters)):
         raise UserError(
             f"{folder} has the state of {len(unknown)} parameters that the optimizer does not have, such as "
-            f"{', '.join(unknown[:_SHOWN])}; give it those that it had when it was saved"
+            f"{', '.join(unknown[:_SHOWN])}; make the optimizer from the same parameters as when it was saved"
         )
-    other = {key: about for key, about in stored.items() if not _fits(about, parameters[_owner(key)])}
-    if other:
+    misfits = {key: metadata for key, metadata in stored.items() if not _fits(metadata, parameters[_owner(key)])}
+    if misfits:
         shown = [
-            f"{key} {tuple(about.size)} for {tuple(parameters[_owner(key)].shape)}"
-            for key, about in list(other.items())[:_SHOWN]
-            if isinstance(about, TensorStorageMetadata)
+            f"{key} {tuple(metadata.size)} for {tuple(parameters[_owner(key)].shape)}"
+            for key, metadata in list(misfits.items())[:_SHOWN]
+            if isinstance(metadata, TensorStorageMetadata)
         ]
         raise UserError(
-            f"{folder} has {len(other)} tensors that do not fit their parameters, such as {', '.join(shown)}; load it "
-            "for a model of the shapes of then, and factors of a parameter where that is not sharded"
+            f"{folder} has {len(misfits)} tensors that do not fit their parameters, such as {', '.join(shown)}; load "
+            "it for a model with the same shapes; factored state (Adafactor) loads only for unsharded parameters"
         )
     return stored
 
 
 def _fits(stored: STORAGE_TYPES, parameter: nn.Parameter) -> bool:
-    """Whether it may be of the parameter: a number, a tensor of its shape, or of some of its dims (Adafactor's)."""
+    """Whether it is a number, a tensor of the parameter's shape, or of some of its dims (Adafactor's factors)."""
     if not isinstance(stored, TensorStorageMetadata) or stored.size.numel() == 1 or stored.size == parameter.shape:
         return True
     return not isinstance(parameter, DTensor) and set(stored.size) <= {*parameter.shape, 1}
 
 
 def _empty(parameter: nn.Parameter, stored: STORAGE_TYPES) -> Any:
-    """In host memory: the optimizer moves it to where its state is."""
-    if not isinstance(stored, TensorStorageMetadata):  # a number; it has no place before it is read
+    """Return an empty tensor in host memory; the optimizer moves it to the device of its state."""
+    if not isinstance(stored, TensorStorageMetadata):  # a number, which needs no buffer
         return None
     if stored.size != parameter.shape:
         return torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -190,7 +195,7 @@ def _empty(parameter: nn.Parameter, stored: STORAGE_TYPES) -> Any:
 
 @contextlib.contextmanager
 def _ranks_of(model: nn.Module) -> Iterator[Peers]:
-    """What a rank's part raises, all raise; a process alone is no reason to warn."""
+    """Raise an error of one rank on all ranks, and silence torch's warning about a single process."""
     try:
         with ranks_of(model) as peers, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

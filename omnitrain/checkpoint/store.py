@@ -1,4 +1,4 @@
-"""Checkpoints that a crash cannot half-write: temporary folder, checksums, fsync, rename."""
+"""Write checkpoints atomically: temporary folder, checksums, fsync, rename."""
 
 from __future__ import annotations
 
@@ -20,47 +20,48 @@ from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 T = TypeVar("T")
 
 _MANIFEST = "manifest.json"
-_OF_A_DISK = (OSError, SafetensorError, RuntimeError)  # of a full one, torch.save makes the last
+_DISK_ERRORS = (OSError, SafetensorError, RuntimeError)  # torch.save raises RuntimeError if the disk is full
 _STEP = re.compile(r"step-\d{8}")
 
 
 class CheckpointStore:
     """The checkpoints of one run, ``FOLDER/step-00000100`` and so on.
 
-    A folder of that name is complete: it appears by one rename, after its files and their checksums were written.
+    A folder of that name is always complete: a rename creates it after all files and their checksums are written.
     """
 
     def __init__(self, folder: str | Path, keep: int) -> None:
-        """``keep``: newest checkpoints that stay."""
+        """Use ``folder``, and keep only the newest ``keep`` checkpoints in it."""
         self.folder, self.keep = Path(folder), keep
 
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
-        """Commit what ``write(temporary_folder)`` writes as the checkpoint of ``step``.
+        """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``.
 
         Args:
             step: optimizer steps done.
-            write: writes this rank's files, perhaps together with the others. What it raises on one rank alone is
-                raised at once: nobody asks the others, who may be waiting for that rank inside of ``write``.
+            write: writes this rank's files; it may use collectives. An error that it raises on one rank is raised
+                there at once, without asking the other ranks, which may be waiting for that rank inside ``write``.
             peers: the ranks of the run, which all call this.
 
         Returns:
             The committed folder.
 
         Raises:
-            TrainingError: the disk is full, or cannot be written; checkpoints saved before stay as they are.
+            TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
         """
         final = self.folder_of(step)
-        temporary = self._unfinished(final)
+        temporary = self.folder / f".{final.name}.partial"
         is_first = peers.rank == 0
 
         def on_all(work: Callable[[], T]) -> T:
-            return all_or_raise(peers, lambda: self._told(work, final))
+            return all_or_raise(peers, lambda: self._with_disk_errors(work, final))
 
         try:
             on_all(lambda: _make_empty(temporary) if is_first else None)
-            self._told(lambda: write(temporary), final)
-            names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))  # a share may be slow to list some
-            checksums = peers.gather(on_all(lambda: _settled(_share(sorted(names), peers), temporary)))
+            self._with_disk_errors(lambda: write(temporary), final)
+            # Ranks on a network file system may not list all files yet, so all their listings are merged.
+            names = set().union(*peers.gather(on_all(lambda: _files_in(temporary))))
+            checksums = peers.gather(on_all(lambda: _synced_checksums(_names_of_rank(sorted(names), peers), temporary)))
             on_all(lambda: self._commit(temporary, final, checksums) if is_first else None)
         except Exception:
             if is_first:
@@ -68,48 +69,48 @@ class CheckpointStore:
             raise
         return final
 
-    def _told(self, work: Callable[[], T], final: Path) -> T:
+    def _with_disk_errors(self, work: Callable[[], T], final: Path) -> T:
+        """Call ``work`` and turn errors of the disk into a TrainingError with the free space."""
         try:
             return work()
         except Exception as error:
-            if not isinstance(error, _OF_A_DISK) and type(error) is not Exception:  # tokenizers have none of their own
+            if (
+                not isinstance(error, _DISK_ERRORS) and type(error) is not Exception
+            ):  # tokenizers raises plain Exception
                 raise
-            told = (str(error).splitlines() or [type(error).__name__])[0]
-            reason = f"{told}; {_free_mib(self.folder):,} MiB are free there"
-            raise TrainingError(f"{final} cannot be written ({reason}); checkpoints saved before are intact") from error
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = f"{first_line}; {_free_mib(self.folder):,} MiB are free there"
+            raise TrainingError(f"{final} cannot be written ({reason}); earlier checkpoints are intact") from error
 
     def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:
-        manifest = dict(sorted(entry for part in checksums for entry in part.items()))
+        manifest = dict(sorted(entry for of_rank in checksums for entry in of_rank.items()))
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         folders = [path for path in temporary.rglob("*") if path.is_dir()]
-        for path in (temporary / _MANIFEST, *folders, temporary):  # a folder holds the names of its files
+        for path in (temporary / _MANIFEST, *folders, temporary):  # fsync of a folder makes its file names durable
             _sync(path)
         replaced = [_put_aside(final)] if final.exists() else []
         temporary.rename(final)
         _sync(self.folder)
-        for leaving in (*replaced, *(_put_aside(old) for old in self._steps()[: -self.keep])):
-            shutil.rmtree(leaving, ignore_errors=True)
-
-    def _unfinished(self, final: Path) -> Path:
-        return self.folder / f".{final.name}.partial"
+        for removed in (*replaced, *(_put_aside(old) for old in self._steps()[: -self.keep])):
+            shutil.rmtree(removed, ignore_errors=True)
 
     def clear_unfinished(self) -> None:
-        """Remove what unfinished saves and removals left behind. Only the run that owns the folder may call it."""
+        """Remove the files of interrupted saves and removals. Only the run that owns the folder may call this."""
         for unfinished in self.folder.glob(".step-*.partial"):
-            if unfinished.is_symlink():  # to a checkpoint that a user has moved: it stays where it is
+            if unfinished.is_symlink():  # it points to a checkpoint that a user has moved, which stays
                 unfinished.unlink()
             else:
                 shutil.rmtree(unfinished)
 
     def folder_of(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` lies once it is committed."""
+        """Return the folder of the committed checkpoint of ``step``."""
         return self.folder / f"step-{step:08d}"
 
     def latest(self, peers: Peers = SINGLE_PROCESS) -> Path:
-        """The newest checkpoint that rank 0 sees, checked against its checksums by ``peers``, which all call this.
+        """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this.
 
         Raises:
-            UserError: there is none, a file of it was damaged, or the ranks do not share the folder.
+            UserError: no checkpoint exists, one of its files is damaged, or the ranks do not share the folder.
         """
         names = peers.gather(all_or_raise(peers, lambda: self.newest().name if peers.rank == 0 else ""))
         newest = self.folder / names[0]
@@ -118,17 +119,17 @@ class CheckpointStore:
         return newest
 
     def newest(self) -> Path:
-        """The checkpoint of the most steps.
+        """Return the checkpoint with the most steps.
 
         Raises:
-            UserError: there is none.
+            UserError: no checkpoint exists.
         """
         if not (steps := self._steps()):
             raise UserError(f"nothing to resume: no checkpoint in {self.folder}")
         return steps[-1]
 
     def _steps(self) -> list[Path]:
-        """Not what a user has put beside them, such as a copy of one under another name."""
+        """Return all checkpoints, but no folders that a user added, such as a copy under another name."""
         return sorted(path for path in self.folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
 
 
@@ -136,25 +137,25 @@ def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None =
     """Compare a checkpoint's files with its manifest.
 
     Args:
-        checkpoint: its folder.
-        peers: ranks that share the work; all of them call this.
-        unread: a folder in it, of which nothing will be read: its files are not compared.
+        checkpoint: folder of the checkpoint.
+        peers: ranks that divide the files among themselves; all of them call this.
+        unread: a folder in the checkpoint that nobody will read; its files are skipped.
 
     Raises:
-        UserError: names every file that is missing or differs.
+        UserError: files are missing or differ; the message lists them.
     """
     damaged = peers.gather(all_or_raise(peers, lambda: _damaged(checkpoint, peers, unread)))
-    if names := sorted(name for part in damaged for name in part):
+    if names := sorted(name for of_rank in damaged for name in of_rank):
         if not checkpoint.is_dir():
             raise UserError(
-                f"checkpoint {checkpoint} was removed while it was read: its run goes on, and keeps as many as "
-                "train.keep_checkpoints says; read the newest one again, or a copy"
+                f"checkpoint {checkpoint} was removed while it was read: its run is still training and keeps only the "
+                "newest train.keep_checkpoints; read the newest one, or a copy"
             )
         raise UserError(f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; remove the folder")
 
 
 def require_as_saved(checkpoint: Path, unread: str | None = None) -> None:
-    """:func:`verify`, if the checkpoint has a manifest: a model that was saved by itself has none."""
+    """Call :func:`verify` if the checkpoint has a manifest. A model saved outside of a run has none."""
     if (checkpoint / _MANIFEST).is_file():
         verify(checkpoint, unread=unread)
 
@@ -167,16 +168,16 @@ def _damaged(checkpoint: Path, peers: Peers, unread: str | None) -> list[str]:
     names = sorted(name for name in manifest if Path(name).parts[0] != unread)
     return [
         name
-        for name in _share(names, peers)
+        for name in _names_of_rank(names, peers)
         if not (checkpoint / name).is_file() or _checksum(checkpoint / name) != manifest[name]
     ]
 
 
 def newest_checkpoint(path: str | Path) -> Path:
-    """``path`` itself if it is a checkpoint, else the newest one of the run in it. Its files are not compared.
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint of the run in it, without verifying it.
 
     Raises:
-        UserError: neither.
+        UserError: ``path`` is neither.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
@@ -187,7 +188,7 @@ def newest_checkpoint(path: str | Path) -> Path:
 
 
 def _put_aside(checkpoint: Path) -> Path:
-    """What interrupts its removal leaves no half of a checkpoint."""
+    """Rename it first, so that an interrupted removal leaves no incomplete checkpoint."""
     return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.leaving.partial"))
 
 
@@ -200,13 +201,12 @@ def _files_in(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
-def _share(names: Sequence[str], peers: Peers) -> Sequence[str]:
-    """Those that this rank is to look after."""
+def _names_of_rank(names: Sequence[str], peers: Peers) -> Sequence[str]:
     return names[peers.rank :: peers.size]
 
 
-def _settled(names: Sequence[str], folder: Path) -> dict[str, str]:
-    """File -> checksum of what is on the disk for good."""
+def _synced_checksums(names: Sequence[str], folder: Path) -> dict[str, str]:
+    """Flush the files to disk and return file -> checksum."""
     for name in names:
         _sync(folder / name)
     return {name: _checksum(folder / name) for name in names}
@@ -218,7 +218,7 @@ def _checksum(file: Path) -> str:
 
 
 def _free_mib(folder: Path) -> int:
-    """Space left; what torch raises does not tell that a disk is full."""
+    """Return the free space, because torch's error does not say that a disk is full."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free // 2**20
 

@@ -1,4 +1,4 @@
-"""Weights of a sharded model as whole tensors by name: the same for every layout, and for one process."""
+"""Gather the weights of a sharded model as whole tensors by name, for any layout."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch.distributed.tensor import DTensor
 
 
 def whole_tensors(values: Mapping[str, Tensor], *, keep: bool = True) -> dict[str, Tensor]:
-    """Whole tensors on the CPU. Every rank that holds a part must call it.
+    """Return whole tensors on the CPU. Every rank that holds a shard must call this.
 
     Args:
         values: name -> parameter or buffer, sharded or not; the same names in the same order on all ranks.
-        keep: False: only take part; what comes back is empty, and this rank never has more than one whole tensor.
+        keep: False: only take part in the collectives. The result is empty, and this rank never holds more than one
+            whole tensor.
 
     Returns:
-        Name -> tensor; names of tied parameters share one.
+        Name -> tensor. Names of tied parameters share one tensor.
     """
     whole: dict[int, Tensor] = {}
     kept = {}

@@ -1,4 +1,4 @@
-"""A generator that runs ahead of its consumer, in a process of its own."""
+"""Run a generator ahead of its consumer, in a separate process."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from omnitrain.errors import TrainingError, UserError
 Item = TypeVar("Item")
 
 _POLL_SECONDS = 0.1
-_PATIENCE_SECONDS = 10.0  # for what a closed stream's process still has in hand
-_SOCKET_BYTES = 1 << 20  # asked for, the system may give less: an item that fits waits there, in full
+_PATIENCE_SECONDS = 10.0  # time for the process of a closed stream to finish its item
+_SOCKET_BYTES = 1 << 20  # requested buffer size, which the system may reduce; smaller items wait in it completely
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """The last message: the generator's end, or what it raised."""
+    """The last message: the generator ended, perhaps with an error."""
 
     error: Exception | None = None
 
 
 def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int) -> Generator[Item, None, None]:
-    """The items of a generator, made up to ``depth`` ahead in a background process while the consumer works.
+    """Yield the items of a generator that runs up to ``depth`` items ahead in a background process.
 
-    Of the work, nothing but copying finished items is left to the consumer's process. Closing the result closes the
-    generator; an error in it arrives in its place; the process never outlives this one.
+    The consumer's process only copies finished items. Closing the result closes the generator. An error of the
+    generator is raised after the items before it. The process never outlives this one.
 
     Args:
-        make_items: called in the process; it and the items can be pickled.
-        depth: finished items that wait at the most.
+        make_items: called in the background process; it and the items must be picklable.
+        depth: maximum number of finished items that wait.
 
     Raises:
-        TrainingError: the process was killed, or stopped by an exception that is not the user's mistake.
+        TrainingError: the process was killed, or stopped by an error that is not a UserError.
     """
     ours, theirs = socket.socketpair()
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     process = multiprocessing.Process(target=_produce, args=(make_items, depth, theirs), name="run_ahead", daemon=False)
     process.start()
     theirs.close()
-    # At exit, too: multiprocessing would wait there for a process that waits for its reader.
+    # Also at exit, where multiprocessing would otherwise wait for a process that waits for its reader.
     hang_up = Finalize(None, _hang_up, args=(ours,), exitpriority=0)
     try:
         while True:
@@ -72,33 +72,33 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
     finally:
         hang_up()
         process.join(_PATIENCE_SECONDS)
-        process.kill()  # it hangs, or is long gone
+        process.kill()  # it hangs, or has already ended
         process.join()
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Closing alone is not enough: processes forked since hold the same socket."""
-    with contextlib.suppress(OSError):  # the other side is gone
+    """Shut the socket down and close it; closing alone has no effect while forked processes hold it."""
+    with contextlib.suppress(OSError):  # the other side has already ended
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends (on Linux), however that ends."""
+    """Let the system kill this process when its parent ends for any reason (on Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def follow_main_process() -> None:
-    """Leave signals to the process that started this one, take one thread, and end when that process ends.
+    """Ignore signals, use one thread, and end when the parent process ends.
 
-    Ctrl-C, a hang-up and a scheduler's SIGTERM reach the whole group: the main process answers them.
+    Ctrl-C, a hang-up and a scheduler's SIGTERM reach the whole process group; only the main process handles them.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it ended before the line above
+    if parent is not None and not parent.is_alive():  # the parent ended before the call above
         os._exit(1)
     torch.set_num_threads(1)
 
@@ -113,45 +113,45 @@ def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, o
                 try:
                     is_read = sender.put(item)
                 except RuntimeError as interruption:
-                    # torch tells of a dead worker process wherever the main thread is; the generator knows what of.
+                    # torch raises anywhere in the main thread if a worker died; the generator knows the cause.
                     items.throw(interruption)
                     raise
                 if not is_read:
                     return
     except (UserError, TrainingError) as caught:
         error = caught
-    except Exception:  # it must reach the training process, not only this one's stderr
+    except Exception:  # the training process must get the error, not only this process's stderr
         error = TrainingError(f"in the data process:\n{traceback.format_exc()}")
     sender.finish(error)
     if error is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # multiprocessing would wait for workers that are stuck behind a dead one; they follow this process
+        os._exit(1)  # multiprocessing would wait for workers that a dead one blocks; they end with this process
 
 
 class _Sender:
-    """A thread that sends items; the main thread makes them. A signal handler that raises must not cut a message."""
+    """A thread that sends items of the main thread, where a signal handler that raises could cut a message."""
 
     def __init__(self, out: socket.socket, depth: int) -> None:
-        """``depth``: items that wait at the most."""
+        """Send to ``out``, with at most ``depth`` waiting items."""
         self._out = out
         self._waiting: queue.Queue[Message | None] = queue.Queue(maxsize=depth)
-        self._nobody_reads = threading.Event()
+        self._reader_gone = threading.Event()
         self._thread = threading.Thread(target=self._send, name="run_ahead", daemon=True)
 
     def put(self, item: Any) -> bool:
-        """Hand over an item, as soon as there is room; False: nobody reads any more."""
+        """Queue an item as soon as the queue has room. Return False if the reader is gone."""
         return self._put(encode(item))
 
     def finish(self, error: Exception | None) -> None:
-        """Send the end, and wait until all is sent."""
+        """Send the end, and wait until everything is sent."""
         if self.put(_Ended(error)) and self._put(None):
             self._thread.join()
 
     def _put(self, message: Message | None) -> bool:
-        if self._thread.ident is None:  # started late: no other thread can hold a lock while workers are forked
+        if self._thread.ident is None:  # start late, so that no other thread holds a lock while workers are forked
             self._thread.start()
-        while not self._nobody_reads.is_set():
+        while not self._reader_gone.is_set():
             with contextlib.suppress(queue.Full):
                 self._waiting.put(message, timeout=_POLL_SECONDS)
                 return True
@@ -162,4 +162,4 @@ class _Sender:
             while (message := self._waiting.get()) is not None:
                 send(self._out, message)
         except OSError:
-            self._nobody_reads.set()
+            self._reader_gone.set()

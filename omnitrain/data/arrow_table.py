@@ -1,4 +1,4 @@
-"""A parquet or Hub data set as a table whose media stay encoded."""
+"""Read a parquet or Hub data set as a table whose media stay encoded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ArrowTable:
     """A data set of HF ``datasets``; see :class:`omnitrain.data.rows.Table`."""
 
     def __init__(self, data: datasets.Dataset, columns: Columns, *, marked: Collection[str]) -> None:
-        """Take the data set.
+        """Wrap a data set.
 
         Args:
-            data: whose media will not be decoded.
-            columns: which of them hold messages and media.
+            data: the data set; its media will not be decoded.
+            columns: names of the columns of messages and media.
             marked: see :func:`omnitrain.data.turns.as_messages`.
         """
         self._columns, self._marked = columns, marked
@@ -35,18 +35,18 @@ class ArrowTable:
         return len(self._data)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """A row. Fields that other rows have and this one lacks are null in parquet, and absent here."""
+        """Return a row without null fields, which parquet adds for fields of other rows."""
         record = dict(self._data[position])
         nested = {self._columns.messages, self._columns.tools} & record.keys()
         return record | {name: _without_nulls(record[name]) for name in nested}
 
     def sources(self) -> list[Any]:
-        """The value of each row in the column of sources."""
+        """Return each row's value in the source column."""
         return list(self._data[self._columns.source])
 
     @cached_property
     def kinds(self) -> dict[tuple[Any, Any], int]:
-        """See :class:`omnitrain.data.rows.Table`; texts and media are not read."""
+        """See :class:`omnitrain.data.rows.Table`. Does not read texts or media."""
         firsts: dict[tuple[Any, Any], int] = {}
         start = 0
         for chunk in self._data.data.column(self._columns.messages).chunks:
@@ -54,26 +54,26 @@ class ArrowTable:
                 firsts.setdefault(kind, start + position)
             start += len(chunk)
         if self._columns.tools in self.column_names:
-            given = _is_filled(self._data.data.column(self._columns.tools))
-            for position in pc.indices_nonzero(given)[:1].to_pylist():
+            has_tools = _is_filled(self._data.data.column(self._columns.tools))
+            for position in pc.indices_nonzero(has_tools)[:1].to_pylist():
                 firsts["tools", None] = position
         return firsts
 
     def problems(self) -> list[str]:
-        """Columns of which no row can be made: messages that are plain values, media that are no files."""
+        """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
         features, messages = self._data.features, self._columns.messages
-        found = []
+        problems = []
         if isinstance(_inner(features[messages]), datasets.Value):
-            found.append(
-                f"column {messages!r} (columns.messages) holds {_type_name(features[messages])}, expected messages"
+            problems.append(
+                f"column {messages!r} (columns.messages) has type {_type_name(features[messages])}, expected messages"
             )
         for field, name in self._columns.of_media().items():
             if name in features and not _holds_files(_inner(features[name])):
-                found.append(
-                    f"column {name!r} (columns.{field}) holds {_type_name(features[name])}, expected files: "
+                problems.append(
+                    f"column {name!r} (columns.{field}) has type {_type_name(features[name])}, expected files: "
                     "{bytes, path}, bytes or paths"
                 )
-        return found
+        return problems
 
 
 def _without_nulls(value: Any) -> Any:
@@ -83,7 +83,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _is_filled(values: pa.Array | pa.ChunkedArray) -> Any:
-    """``[n]`` bool: neither null nor an empty list."""
+    """Return ``[n]`` bool: False for null and for empty lists."""
     is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
     filled = pc.greater(pc.list_value_length(values), 0) if is_list else pc.is_valid(values)
     return pc.fill_null(filled, False)
@@ -106,7 +106,7 @@ def _type_name(feature: Any) -> str:
 
 
 def _first_of_each_kind(rows: pa.Array, marked: Collection[str]) -> list[tuple[tuple[Any, Any], int]]:
-    """``(role, type of part)`` and its first position; rows: lists of turns, see :mod:`omnitrain.data.turns`."""
+    """Return each ``(role, type of part)`` and its first position in ``rows``, which are lists of turns."""
     kinds = [
         table
         for role, content in TURN_FIELDS
@@ -121,7 +121,7 @@ def _first_of_each_kind(rows: pa.Array, marked: Collection[str]) -> list[tuple[t
 
 
 def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: Collection[str]) -> list[pa.Table]:
-    """Role, type of part and row of each turn and of each of its parts; ``role`` and ``content`` are their fields."""
+    """Return tables of role, type of part and row for each turn and part; ``role`` and ``content`` are field names."""
     row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
     roles, contents = pc.struct_field(messages, role), pc.struct_field(messages, content)
     kinds = [pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})]
@@ -150,7 +150,7 @@ def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
 
 
 def _keep_encoded(data: datasets.Dataset, columns: Columns) -> datasets.Dataset:
-    """Switch off decoding in the data set: a damaged file must cost one row, not the run."""
+    """Disable decoding in the data set, so that a damaged file costs one row and not the run."""
     features = data.features.copy()
     for name in columns.of_media().values():
         if name in features:

@@ -1,4 +1,4 @@
-"""Media of the encoders and decoders that are attached to a foundation: decoded and prepared, one span per item."""
+"""Decode and prepare media for the encoders and decoders that are attached to a foundation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from omnitrain.errors import UserError
 
 
 class MediaAdapter(Protocol):
-    """What a component offers to the data side: media in, its forward's arguments out; no weights."""
+    """Prepares media for a component, without its weights."""
 
     modalities: tuple[str, ...]
     max_frames: int
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Features of one item (arrays that concatenate along axis 0) and the rows the component makes of it."""
+        """Return the arguments of one item (arrays that concatenate along axis 0) and its number of tokens."""
         ...
 
 
 class AttachedMedia:
-    """Encoders and decoders by what they read and write.
+    """The attached encoders and decoders by modality.
 
     Attributes:
         readers: modality -> name and adapter of its encoder.
@@ -32,17 +32,17 @@ class AttachedMedia:
     """
 
     def __init__(self, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]) -> None:
-        """Take adapters by component name.
+        """Index adapters, given by component name.
 
         Raises:
-            UserError: two components for one modality.
+            UserError: two components handle the same modality.
         """
         self.readers = _by_modality("encoders", readers)
         self.writers = _by_modality("decoders", writers)
 
     @property
     def modalities(self) -> list[str]:
-        """Everything that some component reads or writes."""
+        """All modalities that a component reads or writes."""
         return [m for m in MODALITIES if m in self.readers or m in self.writers]
 
     def handles(self, part: MediaPart) -> bool:
@@ -50,10 +50,10 @@ class AttachedMedia:
         return part.modality in (self.writers if part.is_target else self.readers)
 
     def prepare(self, row: Row, part: MediaPart) -> tuple[str, MediaItem]:
-        """The component's name and the item of a part that is handled.
+        """Return the component's name and the item of a part that :meth:`handles` accepts.
 
         Raises:
-            ValueError: the medium is missing, damaged or of no use to the component.
+            ValueError: the medium is missing or damaged, or the component cannot use it.
         """
         name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
         media = _decode(part.modality, row.media_bytes(part.modality, part.position), adapter.max_frames)

@@ -1,4 +1,4 @@
-"""The recipe's own chat format: openings, ends and start tokens around texts and media."""
+"""Encode conversations in a recipe's chat format: openings, ends and start tokens around texts and media."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from omnitrain.recipe import ChatFormat
 class _Text:
     text: str
     is_trained: bool
-    is_format: bool = True  # of the chat format, which alone may write control tokens
+    is_format: bool = True  # only texts of the chat format may contain control tokens
 
 
 class ChatRenderer:
-    """Conversations in a :class:`ChatFormat`. Every piece is tokenised alone, so that short ones can be remembered.
+    """Renders conversations in a :class:`ChatFormat`. Each text is tokenized separately, so short ones are cached.
 
     Attributes:
         tokenizer: the text tokenizer.
         chat: the format.
         end_token: id of ``chat.end``.
-        native_modalities: none.
-        refused_modalities: what the foundation would read with another format -> why not with this.
+        native_modalities: always empty.
+        refused_modalities: modality that the foundation could read with another format -> why not with this one.
     """
 
     native_modalities: frozenset[str] = frozenset()
@@ -53,15 +53,15 @@ class ChatRenderer:
         """Check the end token.
 
         Args:
-            tokenizer: of the foundation.
+            tokenizer: tokenizer of the foundation.
             chat: the format.
             refused: see :attr:`refused_modalities`.
 
         Raises:
-            UserError: it is not one token of the tokenizer.
+            UserError: the end is not one token of the tokenizer.
         """
         self.tokenizer, self.chat = tokenizer, chat
-        self.refused_modalities: Mapping[str, str] = dict(refused)  # can be pickled
+        self.refused_modalities: Mapping[str, str] = dict(refused)  # a copy that can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[tuple[str, bool], list[int]] = {}
         texts = (getattr(chat, name) for name in type(chat).model_fields if name != "separator")
@@ -75,8 +75,8 @@ class ChatRenderer:
         """See :meth:`Renderer.encode`."""
         if tools_of(row.tools):
             raise UserError(
-                "the row has `tools`, for which a chat format of one's own has no place; name a processor whose chat "
-                "template writes them (data.processor), or a column that does not exist (`columns.tools`)"
+                "the row has `tools`, which a data.chat format cannot write; set data.processor to a processor whose "
+                "chat template writes them, or set `columns.tools` to a column that does not exist"
             )
         pieces = _render(messages, self.chat)
         if for_generation:
@@ -103,15 +103,14 @@ class ChatRenderer:
         )
 
     def _token_ids(self, piece: _Text) -> list[int]:
-        known = self._ids.get((piece.text, piece.is_format))
-        if known is None:
-            known = self._encode_format(piece.text) if piece.is_format else self._encode_text(piece.text)
+        ids: list[int] | None = self._ids.get((piece.text, piece.is_format))
+        if ids is None:
+            if piece.is_format:
+                ids = list(self.tokenizer(piece.text, add_special_tokens=False)["input_ids"])
+            else:
+                ids = self._encode_text(piece.text)
             if len(piece.text) <= 64 and len(self._ids) < 10_000:
-                self._ids[piece.text, piece.is_format] = known
-        return known
-
-    def _encode_format(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+                self._ids[piece.text, piece.is_format] = ids
         return ids
 
     def save_pretrained(self, folder: Path) -> dict[str, Any]:
@@ -121,11 +120,11 @@ class ChatRenderer:
 
 
 def _render(messages: list[Message], chat: ChatFormat) -> list[_Text | MediaPart]:
-    """Messages as an alternation of text and media; assistant content and its ``end`` are trained on.
+    """Return messages as a sequence of texts and media. Assistant content and its ``end`` are trained.
 
     Raises:
-        UserError: what the format has no place for.
-        ValueError: a weight that cannot be honoured.
+        UserError: a message has a role or field that the format cannot write.
+        ValueError: a message has an invalid weight.
     """
     pieces: list[_Text | MediaPart] = []
     media = iter(media_parts(messages))
@@ -133,13 +132,13 @@ def _render(messages: list[Message], chat: ChatFormat) -> list[_Text | MediaPart
         opening = getattr(chat, message["role"], None) if message["role"] in ("system", "user", "assistant") else None
         if opening is None:
             raise UserError(
-                f"message role {message['role']!r}: expected system, user or assistant; other roles need a processor "
-                "whose chat template writes them (data.processor)"
+                f"message role {message['role']!r}: expected system, user or assistant; for other roles set "
+                "data.processor to a processor whose chat template writes them"
             )
-        if said := [name for name in MORE_FIELDS if message.get(name)]:
+        if fields := [name for name in MORE_FIELDS if message.get(name)]:
             raise UserError(
-                f"a message has {said}, for which a chat format of one's own has no place; name a processor whose chat "
-                "template writes them (data.processor), or drop these rows"
+                f"a message has {fields}, which a data.chat format cannot write; set data.processor to a processor "
+                "whose chat template writes them, or drop these rows"
             )
         trained = is_trained(message)
         pieces.append(_Text(opening, is_trained=False))

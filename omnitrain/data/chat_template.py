@@ -1,8 +1,8 @@
-"""A HF chat template as it is: conversations -> text, and where in it the assistant speaks.
+"""Render conversations with a HF chat template, and find the text that the assistant writes.
 
-What the assistant writes in a turn is what the template writes while it is at this message
-(:mod:`omnitrain.data.template_marks`), without what generation is given in front of it, up to and with the last special
-token: content, reasoning and tool calls alike. Of a template with ``{% generation %}`` it is what stands inside these.
+The assistant's text of a message is the text that the template writes for this message
+(:mod:`omnitrain.data.template_marks`), from the end of the generation prompt to the last special token, which is
+included: content, reasoning and tool calls. In a template with ``{% generation %}`` it is the text inside these blocks.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class ChatTemplate:
     """The chat template of a HF processor or tokenizer.
 
     Attributes:
-        generation_prompt: the text that opens an assistant's message.
-        end: the special token after an assistant's last content; None: the template writes none.
+        generation_prompt: the text before an assistant's message.
+        end: the special token after an assistant's last content. None: the template writes none.
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Find out by rendering short conversations what the template expects and writes.
+        """Render short conversations to learn what the template expects and writes.
 
         Args:
             owner: a HF processor or tokenizer with a chat template.
             tokenizer: its tokenizer.
 
         Raises:
-            UserError: no chat template, or one that renders no plain question and answer.
+            UserError: there is no chat template, or it cannot render a plain question and answer.
         """
         if not getattr(owner, "chat_template", None):
             raise UserError(
-                f"{type(owner).__name__} has no chat template; name a processor that has one (data.processor), or "
-                "describe the format (data.chat)"
+                f"{type(owner).__name__} has no chat template; set data.processor to a processor that has one, or "
+                "describe the format in data.chat"
             )
         self._owner = owner
         self._special = tuple(
@@ -63,35 +63,35 @@ class ChatTemplate:
         self.end = self._end()
 
     def render(self, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False) -> str:
-        """The text of ``messages``.
+        """Render ``messages`` as text.
 
         Args:
-            messages: contents are texts or parts.
-            tools: that the assistant may call; see :func:`omnitrain.data.tool_calls.tools_of`.
-            add_generation_prompt: what opens an assistant's message follows.
+            messages: messages whose contents are texts or parts.
+            tools: tools that the assistant may call; see :func:`omnitrain.data.tool_calls.tools_of`.
+            add_generation_prompt: append the text that opens an assistant's message.
 
         Raises:
-            ValueError: the template refuses them.
-            UserError: the template has no place for tools, or for calls of them.
+            ValueError: the template refuses the messages.
+            UserError: the template does not write tools, or tool calls.
         """
         if tools and not self._takes_tools:
             raise UserError(
-                "the chat template does not write `tools`; name a processor whose template does (data.processor), or a "
-                "column that does not exist (`columns.tools`)"
+                "the chat template does not write `tools`; set data.processor to a processor whose template does, or "
+                "set `columns.tools` to a column that does not exist"
             )
         shaped = [self._shaped(message) for message in messages]
         return self._apply(self._source(tools), shaped, tools, add_generation_prompt)
 
     def assistant_spans(self, text: str, messages: list[Message], tools: Tools = ()) -> list[Span]:
-        """Characters ``[start, stop)`` of ``text`` that the assistant writes, its end token included; in order.
+        """Return the characters ``[start, stop)`` of ``text`` that the assistant writes, end tokens included, in order.
 
         Args:
-            text: of :meth:`render`.
-            messages: what was rendered; those with a ``weight`` of 0 are left out.
-            tools: what was rendered.
+            text: result of :meth:`render`.
+            messages: the rendered messages; those with a ``weight`` of 0 are skipped.
+            tools: the rendered tools.
 
         Raises:
-            ValueError: they cannot be told.
+            ValueError: the characters cannot be found.
         """
         trained = [index for index, message in enumerate(messages) if is_trained(message)]
         if not trained:
@@ -101,12 +101,12 @@ class ChatTemplate:
 
     def _marked(self, text: str, messages: list[Message], tools: Tools) -> MarkedText:
         if has_marks(text):
-            raise ValueError("the messages hold characters U+F0010 to U+F0016, which omnitrain uses itself")
+            raise ValueError("the messages contain characters U+F0010 to U+F0016, which omnitrain reserves")
         shown = self._render_marked(messages, tools, texts=True)
         _require_shown(shown, messages)
         marked = shown if shown.text == text else self._render_marked(messages, tools, texts=False)
         if marked.text != text:
-            raise ValueError("the chat template writes another text where it tells which message it is at")
+            raise ValueError("the chat template writes a different text when omnitrain marks its messages")
         return marked
 
     def _render_marked(
@@ -117,12 +117,12 @@ class ChatTemplate:
         return MarkedText.of(self._apply(source, shaped, tools, add_generation_prompt))
 
     def _written(self, marked: MarkedText, messages: list[Message], tools: Tools, index: int) -> list[Span]:
-        """What the assistant writes of one message: a single span, but for templates with ``{% generation %}``."""
+        """Return the assistant's spans of one message: one span, or several with ``{% generation %}``."""
         pieces = marked.pieces.get(index, [])
         if len(pieces) != 1:
             raise ValueError(
-                f"the chat template writes message {index + 1} in {len(pieces)} places, so what the "
-                "assistant writes cannot be found; it can where a `for` loop over the messages writes each in one place"
+                f"the chat template writes message {index + 1} in {len(pieces)} places, so the assistant's text cannot "
+                "be found; the template must write each message in one place, in a `for` loop over the messages"
             )
         ((start, stop),) = pieces
         if "endgeneration" not in self._source(tools):
@@ -134,22 +134,22 @@ class ChatTemplate:
         return inside
 
     def _start(self, text: str, start: int, before: list[Message], tools: Tools) -> int:
-        """Where generation begins in what the template writes from ``start`` on."""
+        """Return where generation begins in the message that starts at ``start``."""
         for opening in self._openings:
             if text.startswith(opening, start):
                 return start + len(opening)
-        prompts = self._prompts(before, tools) if before else []  # it may depend on what is before
+        prompts = self._prompts(before, tools) if before else []  # the prompt may depend on earlier messages
         if found := [prompt for prompt in prompts if text.startswith(prompt, start)]:
             return start + len(found[0])
         if prompts and not text[:start].endswith(tuple(prompts)):
             raise ValueError(
-                f"the chat template opens message {len(before) + 1} with {text[start : start + 40]!r}, and gives "
-                f"generation {prompts[0]!r} there"
+                f"the chat template opens message {len(before) + 1} with {text[start : start + 40]!r}, but its "
+                f"generation prompt is {prompts[0]!r}"
             )
         return start
 
     def _stop(self, text: str, start: int, stop: int) -> int:
-        """The end of the last special token before ``stop``, or of one that follows at once, or ``stop``."""
+        """Return the end of the last special token before ``stop``, or of one directly after it, or ``stop``."""
         written = text[start:stop].rstrip()
         if written.endswith(self._special):
             return start + len(written)
@@ -162,40 +162,40 @@ class ChatTemplate:
 
     def _shaped(self, message: Message) -> Message:
         parts = [{k: v for k, v in part.items() if v is not None} for part in content_parts(message)]
-        own = {"content", "tool_calls", "weight"}
-        others = {key: value for key, value in message.items() if value is not None and key not in own}
-        nothing: Message = {}
+        handled = {"content", "tool_calls", "weight"}
+        others = {key: value for key, value in message.items() if value is not None and key not in handled}
+        no_content: Message = {}
         if calls := calls_of(message):
             if self._call_form is None:
                 raise UserError(
-                    "the chat template does not write `tool_calls`; name a processor whose template does "
-                    "(data.processor), or drop these rows"
+                    "the chat template does not write `tool_calls`; set data.processor to a processor whose template "
+                    "does, or drop these rows"
                 )
-            nothing, as_text = self._call_form
+            no_content, as_text = self._call_form
             others["tool_calls"] = [with_text_arguments(call) for call in calls] if as_text else calls
         content = message.get("content")
-        return others | (nothing if content is None else {"content": self._content(content, parts)})
+        return others | (no_content if content is None else {"content": self._content(content, parts)})
 
     def _content(self, content: Any, parts: list[Message]) -> str | list[Message]:
-        """The content as it is written, if the template takes it so."""
+        """Return the content as text or parts, whichever the template takes."""
         if self._takes_parts and not (self._takes_text and isinstance(content, str)):
             return parts
         media = [part["type"] for part in parts if part["type"] != "text"]
         if media:
-            raise ValueError(f"the chat template takes text alone, and the messages show {media}")
+            raise ValueError(f"the chat template takes only text, but the messages show {media}")
         return "".join(part["text"] for part in parts)
 
     @cached_property
     def _call_form(self) -> tuple[Message, bool] | None:
-        """What stands for no content, and whether arguments are JSON text; None: no call is written."""
+        """Return the fields for empty content, and whether arguments are JSON text; None if no call is written."""
         for as_text in (False, True):
-            for nothing in ({}, {"content": ""}):
+            for no_content in ({}, {"content": ""}):
                 call = with_text_arguments(_CALL) if as_text else _CALL
-                turn = {"role": "assistant", **nothing, "tool_calls": [call]}
+                turn = {"role": "assistant", **no_content, "tool_calls": [call]}
                 text = self._try([self._shaped(_asks("a")), turn], _TOOLS)
                 parts = text.rpartition(_TOOL)
                 if "omnitrain_argument" in parts[2] and "{'omnitrain_argument'" not in text:
-                    return nothing, as_text
+                    return no_content, as_text
         return None
 
     @cached_property
@@ -209,7 +209,7 @@ class ChatTemplate:
             return ""
 
     def _source(self, tools: Tools) -> str:
-        """The template for a conversation with these tools, of several ones under names."""
+        """Return the template for a conversation with these tools; an owner may have several named templates."""
         if hasattr(self._owner, "get_chat_template"):
             return str(self._owner.get_chat_template(tools=list(tools) or None))
         named = self._owner.chat_template
@@ -228,27 +228,27 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def _prompts(self, messages: list[Message], tools: Tools = ()) -> list[str]:
-        """What generation may be given after ``messages`` alone, longest first; empty: nothing.
+        """Return the possible generation prompts after ``messages``, longest first.
 
-        It is what the template adds for it, and what it writes after the last message in any case.
+        They are the text that ``add_generation_prompt`` adds, and all text after the last message.
         """
-        without, ready = (
-            self._render_marked(messages, tools, texts=False, add_generation_prompt=is_ready)
-            for is_ready in (False, True)
+        without, prompted = (
+            self._render_marked(messages, tools, texts=False, add_generation_prompt=is_prompted)
+            for is_prompted in (False, True)
         )
-        added = ready.text.removeprefix(without.text) if ready.text.startswith(without.text) else ""
-        after = ready.text[ready.last_stop :] if ready.pieces else ""
+        added = prompted.text.removeprefix(without.text) if prompted.text.startswith(without.text) else ""
+        after = prompted.text[prompted.last_stop :] if prompted.pieces else ""
         return sorted({added, after} - {""}, key=len, reverse=True)
 
     def _headers(self) -> list[str]:
-        """What the template writes of an assistant's message before the content: of the last one, and of another."""
+        """Return the texts before the content of an assistant's message, if it is the last one and if it is not."""
         conversation = [_asks("a"), {"role": "assistant", "content": _PROBE}]
-        found = []
+        headers = []
         for more in ([], [_asks("b")]):
             marked = self._render_marked(conversation + more, (), texts=False)
             for start, stop in marked.pieces.get(1, []):
-                found.append(marked.text[start:stop].partition(_PROBE)[0])
-        return [header for header in found if header]
+                headers.append(marked.text[start:stop].partition(_PROBE)[0])
+        return [header for header in headers if header]
 
     def _end(self) -> str | None:
         conversation = [_asks("a"), {"role": "assistant", "content": _PROBE}]
@@ -261,7 +261,7 @@ class ChatTemplate:
         except ValueError as error:
             if self._takes_parts:
                 return ""
-            raise UserError(f"the chat template of {type(self._owner).__name__} is of no use: {error}") from error
+            raise UserError(f"the chat template of {type(self._owner).__name__} cannot be used: {error}") from error
 
 
 def _asks(content: str | list[Message]) -> Message:
@@ -269,16 +269,16 @@ def _asks(content: str | list[Message]) -> Message:
 
 
 def _require_shown(shown: MarkedText, messages: list[Message]) -> None:
-    """Refuse a text in which a turn of the assistant lacks what it says, or has what another message says."""
+    """Raise if the text of an assistant message lacks its content, or has the content of another message."""
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index not in shown.pieces:
             continue
         text = "".join(shown.text[start:stop] for start, stop in shown.pieces[index])
         seen, calls = shown.seen.get(index, set()), calls_of(message)
         if OTHERS in seen:
-            raise ValueError(f"the chat template writes what others say within message {index + 1}, of the assistant")
+            raise ValueError(f"the chat template writes other messages inside the assistant's message {index + 1}")
         if missing := [name_of(call) for call in calls if name_of(call) not in text]:
             raise ValueError(f"the chat template does not write these calls of message {index + 1}: {missing}")
         says = any(part.get("text", "").strip() for part in content_parts(message))
         if says and not calls and OWN not in seen:
-            raise ValueError(f"the chat template does not write what the assistant says in message {index + 1}")
+            raise ValueError(f"the chat template does not write the text of the assistant's message {index + 1}")

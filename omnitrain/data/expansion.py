@@ -1,4 +1,4 @@
-"""One medium through a HF processor: the text that it becomes, and its features."""
+"""Run a HF processor on one medium: it gives the text with placeholders, and the features."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from omnitrain.data.rows import Row
 from omnitrain.data.sample import Features
 from omnitrain.errors import UserError
 
-# What processors call the per-token arguments of a forward, beside whatever their tokenizer returns.
+# Names of per-token arguments that processors make, in addition to the outputs of their tokenizer.
 _PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
-_UNHEARD_SECONDS = 0.1  # at most this much of a clip's end fills no whole frame
+_MAX_DROPPED_SECONDS = 0.1  # the end of a clip that fills no whole frame is at most this long
 _ARGUMENT = {"image": "images", "audio": "audio", "video": "videos"}
 
 
 @dataclass(frozen=True)
 class Medium:
-    """A decoded part, as a HF processor takes it.
+    """A decoded image, sound or video, as a HF processor takes it.
 
     Attributes:
         modality: ``image``, ``audio`` or ``video``.
-        value: RGB ``PIL.Image``; ``[samples]`` float32; ``[frames, height, width, 3]`` uint8.
-        frame_rate: of a video, where known.
-        sound: ``[samples]`` float32 of a video that is read with its sound.
+        value: an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8.
+        frame_rate: frames per second of a video, if known.
+        sound: ``[samples]`` float32, the sound of a video that is read with its sound.
     """
 
     modality: str
@@ -41,10 +41,10 @@ class Medium:
 
 @dataclass(frozen=True)
 class Expansion:
-    """What a processor makes of one medium.
+    """The output of a processor for one medium.
 
     Attributes:
-        text: stands in the conversation's text where the template shows the medium.
+        text: text with placeholders that replaces the template's text for the medium.
         features: modality -> arguments of the forward; two modalities for a video with sound.
         token_inputs: names of the per-token types that the processor returns.
     """
@@ -55,11 +55,11 @@ class Expansion:
 
 
 class MediaExpander:
-    """A HF processor, called for one medium at a time.
+    """Calls a HF processor for one medium at a time.
 
     Attributes:
-        name: of the processor's class.
-        tokens: modality -> the text by which the chat template shows a medium.
+        name: name of the processor's class.
+        tokens: modality -> the text that the chat template writes for a medium.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class MediaExpander:
         """Check that the processor knows the modalities.
 
         Args:
-            processor: of the foundation.
-            modalities: what the foundation reads.
+            processor: processor of the foundation.
+            modalities: modalities that the foundation reads.
             arguments: further arguments of every call of ``processor``.
             audio_in_video: read videos together with their sound.
-            max_frames: frames decoded from a video at most.
+            max_frames: maximum number of frames decoded from a video.
 
         Raises:
             UserError: the processor has no token for a modality, or cannot read videos with their sound.
@@ -89,17 +89,17 @@ class MediaExpander:
         self.tokens = shown_by(processor, modalities)
         if missing := sorted(modalities - self.tokens.keys()):
             raise UserError(
-                f"{self.name} names no token for {missing}, which the foundation reads; name the "
-                "processor that belongs to the foundation (data.processor)"
+                f"{self.name} has no token for {missing}, which the foundation reads; set data.processor to the "
+                "processor of the foundation"
             )
         if audio_in_video and _sound_arguments(processor) is None:
-            raise UserError(f"data.audio_in_video: {self.name} reads videos without their sound; remove it")
+            raise UserError(f"data.audio_in_video: {self.name} cannot read videos with their sound; remove the setting")
 
     def decode(self, row: Row, part: MediaPart) -> Medium:
-        """The medium of ``part``.
+        """Decode the medium of ``part``.
 
         Raises:
-            ValueError: it is missing or damaged.
+            ValueError: the medium is missing or damaged.
         """
         data = row.media_bytes(part.modality, part.position)
         if part.modality == "image":
@@ -115,12 +115,12 @@ class MediaExpander:
         """Run the processor on ``medium`` alone.
 
         Raises:
-            ValueError: the processor refuses it, or would cut it.
+            ValueError: the processor refuses the medium, or would cut it.
         """
         with costing_one_row(f"{self.name} cannot prepare this {medium.modality}"):
             output, text, per_token = self._call(self.tokens[medium.modality], [medium])
         if not text:
-            raise ValueError(f"{self.name} makes no token of this {medium.modality}: it is too short or too small")
+            raise ValueError(f"{self.name} makes no tokens for this {medium.modality}: it is too short or too small")
         features = {name: np.asarray(value) for name, value in output.items() if name not in per_token}
         by_modality = {medium.modality: features}
         if medium.sound is not None:
@@ -135,39 +135,39 @@ class MediaExpander:
         """Run the processor on a whole conversation, as transformers does.
 
         Returns:
-            Its output, and the text that it gave to its tokenizer.
+            The processor's output, and the text that it gave to its tokenizer.
         """
         output, whole, _ = self._call(text, media)
         return output, whole
 
     def require_uncut(self, media: Sequence[Medium], output: Mapping[str, Any]) -> None:
-        """Refuse a conversation whose clips the processor would cut. ``output``: what it made of all ``media``.
+        """Check that the processor did not cut any sound. ``output`` is its output for all ``media``.
 
         Raises:
-            ValueError: it would.
+            ValueError: it did.
         """
         clips = [medium.value for medium in media if medium.modality == "audio"]
         if clips:
-            heard = getattr(self._listener, "model_input_names", ())
-            self._check_uncut(clips, {name: np.asarray(output[name]) for name in heard if name in output})
+            names = getattr(self._audio_extractor, "model_input_names", ())
+            self._check_uncut(clips, {name: np.asarray(output[name]) for name in names if name in output})
 
     def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
-        """The processor's output, the text that it gave to its tokenizer, and the names of per-token outputs."""
-        given: dict[str, Any] = {}
+        """Return the processor's output, the text that it gave to its tokenizer, and the names of per-token outputs."""
+        arguments: dict[str, Any] = {}
         for medium in media:
-            given.setdefault(_ARGUMENT[medium.modality], []).append(medium.value)
-        for visual in {"images", "videos"} & given.keys():
-            given[visual] = [given[visual]]
+            arguments.setdefault(_ARGUMENT[medium.modality], []).append(medium.value)
+        for visual in {"images", "videos"} & arguments.keys():
+            arguments[visual] = [arguments[visual]]
         rates = [(len(medium.value), medium.frame_rate) for medium in media if medium.modality == "video"]
         if any(rate is not None for _, rate in rates):
-            given["video_metadata"] = [[_metadata(count, rate) for count, rate in rates]]
-        given |= self._with_sound(media)
-        if "audio" in given:
-            given["sampling_rate"] = self._sampling_rate
+            arguments["video_metadata"] = [[_metadata(count, rate) for count, rate in rates]]
+        arguments |= self._with_sound(media)
+        if "audio" in arguments:
+            arguments["sampling_rate"] = self._sampling_rate
         bos = self._processor.tokenizer.bos_token
         with _recorded(self._processor) as recorder:
             output = self._processor(
-                text=[text], **given, **self._arguments, add_special_tokens=not (bos and text.startswith(bos))
+                text=[text], **arguments, **self._arguments, add_special_tokens=not (bos and text.startswith(bos))
             )
         return output, recorder.text, recorder.returned | _PER_TOKEN
 
@@ -188,20 +188,20 @@ class MediaExpander:
         return {"audio": sounds, **arguments(sources)}
 
     @property
-    def _listener(self) -> Any:
+    def _audio_extractor(self) -> Any:
         return getattr(self._processor, "audio_processor", None) or self._processor.feature_extractor
 
     @property
     def _sampling_rate(self) -> int:
-        return int(getattr(self._listener, "sampling_rate", 16_000))
+        return int(getattr(self._audio_extractor, "sampling_rate", 16_000))
 
     def _check_uncut(self, clips: Sequence[np.ndarray], features: Features) -> None:
-        """Many extractors cut long clips in silence (Whisper's after 30 s): count the frames that they kept.
+        """Count the frames that the extractor kept, because many cut long clips silently (Whisper's after 30 s).
 
-        Of several clips it is as many frames of each, where they are stacked, and all frames together else.
+        Stacked clips all have the same number of frames; otherwise the frames of all clips are counted together.
         """
-        listener = self._listener
-        hop, bins = getattr(listener, "hop_length", None), getattr(listener, "feature_size", None)
+        extractor = self._audio_extractor
+        hop, bins = getattr(extractor, "hop_length", None), getattr(extractor, "feature_size", None)
         if hop is None or bins is None:
             return
         rate = self._sampling_rate
@@ -210,21 +210,21 @@ class MediaExpander:
         is_stacked = len(largest) == len(clips)
         kept = largest.size // bins // (len(clips) if is_stacked else 1)
         needed = max(map(len, clips)) if is_stacked else sum(map(len, clips))
-        if kept * hop < needed - _UNHEARD_SECONDS * rate:
+        if kept * hop < needed - _MAX_DROPPED_SECONDS * rate:
             raise ValueError(
-                f"audio of {needed / rate:.1f} s, of which {type(listener).__name__} keeps {kept * hop / rate:.1f} s; "
-                "split it"
+                f"{type(extractor).__name__} keeps only {kept * hop / rate:.1f} s of an audio of "
+                f"{needed / rate:.1f} s; split it"
             )
 
 
 def shown_by(processor: Any, modalities: Collection[str]) -> dict[str, str]:
-    """Modality -> the text by which the chat template of a HF processor shows a medium, as far as it names one."""
-    named = {modality: getattr(processor, f"{modality}_token", None) for modality in sorted(modalities)}
-    return {modality: str(token) for modality, token in named.items() if token is not None}
+    """Return modality -> the text that a HF processor's chat template writes for a medium, if it has one."""
+    tokens = {modality: getattr(processor, f"{modality}_token", None) for modality in sorted(modalities)}
+    return {modality: str(token) for modality, token in tokens.items() if token is not None}
 
 
 class _Recorder:
-    """A tokenizer that remembers what it was given: the text with every medium expanded."""
+    """A tokenizer that records its input: the text with every medium expanded."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -262,9 +262,9 @@ def _metadata(num_frames: int, rate: float | None) -> dict[str, Any]:
 
 
 def _sound_arguments(processor: ProcessorMixin) -> Callable[[list[int | None]], dict[str, Any]] | None:
-    """By which arguments the processor mixes videos with their sound; None: it cannot.
+    """Return a function that makes the arguments for videos with sound, or None if the processor has none.
 
-    They are made from the source of each sound: the index of its video, or None for a clip of its own.
+    The function takes the source of each sound: the index of its video, or None for a separate audio item.
     """
     mixes = getattr(processing_utils, "OmniModalProcessorMixin", None)
     if mixes is not None and isinstance(processor, mixes):

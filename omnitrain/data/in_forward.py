@@ -1,13 +1,14 @@
-"""A conversation for the foundation's own forward: one call of its HF processor, whose outputs are taken as they come.
+"""Encode a conversation for the foundation's own forward, with one call of its HF processor.
 
-What the processor wrote in the place of each medium follows from the text that it gave to its tokenizer. So the tokens
-that are trained on are found as in any other conversation.
+The text that the processor gives to its tokenizer shows what it wrote for each medium. So the trained tokens are found
+as in any other conversation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,47 +26,48 @@ from omnitrain.errors import UserError
 
 @dataclass(frozen=True)
 class ForwardInsert(Insert):
-    """A medium that only the foundation's forward reads. ``text``: what the processor wrote; before that, nothing."""
+    """A medium that only the foundation's forward reads. ``text`` is the processor's text for it, at first empty."""
 
     medium: Medium
 
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
-        """None: its rows are made in the forward."""
+        """Return no spans, because the forward makes the features."""
         return []
 
     def showing(self, text: str) -> ForwardInsert:
-        """The same with the text that the processor wrote."""
+        """Return the insert with the text that the processor wrote."""
         return ForwardInsert(self.at, text, self.medium)
 
 
 class ForwardEncoder:
-    """The HF processor of a foundation, called for a whole conversation."""
+    """Calls the HF processor of a foundation for a whole conversation."""
 
     def __init__(self, expander: MediaExpander, tokenizer: PreTrainedTokenizerBase, native: NativeInputs) -> None:
         self._expander, self._tokenizer, self._native = expander, tokenizer, native
 
     def encode(self, text: str, answers: Sequence[Span], inserts: Sequence[Insert], *, adds_special: bool) -> Encoded:
-        """Tokens of a conversation with all that the forward takes of the processor's output.
+        """Encode a conversation, with the processor's outputs that the forward takes.
 
         Args:
-            text: the template's.
-            answers: characters of ``text`` that are trained on.
+            text: the template's text.
+            answers: characters of ``text`` that are trained.
             inserts: every medium of the conversation, in the order of the text.
-            adds_special: whether the tokenizer adds its own start and end.
+            adds_special: whether the tokenizer adds its start and end tokens.
 
         Raises:
             ValueError: this conversation cannot be used.
-            UserError: no conversation can: the processor does not fit.
+            UserError: no conversation can be used, because the processor does not fit.
         """
         pieces = list(_pieces(text, inserts))
         media = [insert.medium for insert in inserts if isinstance(insert, ForwardInsert)]
         shown = [self._expander.tokens[medium.modality] for medium in media]
         with costing_one_row(f"{self._expander.name} cannot prepare the media of this conversation"):
-            output, whole = self._expander.run(_joined(pieces, shown), media)
+            joined = "".join(chain.from_iterable(zip(pieces, [*shown, ""], strict=True)))
+            output, whole = self._expander.run(joined, media)
         self._expander.require_uncut(media, output)
         early, late = self._written(pieces, whole)
         if not any(early):
-            raise ValueError(f"{self._expander.name} makes no token of these media: they are too short or too small")
+            raise ValueError(f"{self._expander.name} makes no tokens for these media: they are too short or too small")
         placed = [
             PlacedTokens.of(self._tokenizer, text, _shown(inserts, written), adds_special=adds_special)
             for written in (early, late)
@@ -73,7 +75,7 @@ class ForwardEncoder:
         tokens, trained = placed[0], placed[0].covered(answers)
         self._require_same(tokens, output)
         if not np.array_equal(trained, placed[1].covered(answers)):
-            raise ValueError("which characters the processor wrote for media cannot be told from an assistant's answer")
+            raise ValueError("the processor's text for the media cannot be told apart from an assistant's answer")
         spans = [span for insert in tokens.inserts for span in insert.spans(tokens, self._native)]
         for span in spans:
             trained[span.positions] = False
@@ -87,25 +89,27 @@ class ForwardEncoder:
         )
 
     def _written(self, pieces: Sequence[str], whole: str) -> tuple[list[str], list[str]]:
-        """What stands between the pieces of a text: with each as early as may be, and as late."""
+        """Return the texts between the pieces, with each piece as early as possible, and as late as possible."""
         try:
-            return written_between(pieces, whole), [part[::-1] for part in _written_from_behind(pieces, whole)]
+            early = written_between(pieces, whole)
+            late = written_between([piece[::-1] for piece in reversed(pieces)], whole[::-1])[::-1]
         except ValueError:
             raise UserError(
-                f"{self._expander.name} changes the text of a conversation beyond its media, so that the tokens to "
-                "train on cannot be told"
+                f"{self._expander.name} changes the text of a conversation outside its media, so the tokens to train "
+                "cannot be found"
             ) from None
+        return early, [written[::-1] for written in late]
 
     def _require_same(self, tokens: PlacedTokens, output: Mapping[str, Any]) -> None:
         ids = np.asarray(output["input_ids"]).reshape(-1)
         if not np.array_equal(ids, tokens.ids):
             raise UserError(
-                f"{self._expander.name} returns {len(ids)} tokens for a conversation, its tokenizer {len(tokens.ids)}, "
-                "or other ids; without the same ids the tokens to train on cannot be found"
+                f"{self._expander.name} returns {len(ids)} tokens for a conversation, and its tokenizer "
+                f"{len(tokens.ids)}, or their ids differ; the tokens to train can only be found if all ids are equal"
             )
 
     def _token_inputs(self, ids: np.ndarray, trained: np.ndarray) -> dict[str, np.ndarray]:
-        """What the processor cannot know: types that follow from the tokens to train on."""
+        """Return the types that depend on the trained tokens, which the processor does not know."""
         values = self._native.token_types(ids, trained) if self._native.token_types is not None else {}
         return {name: array for name, array in values.items() if name not in self._native.forward_arguments}
 
@@ -115,7 +119,7 @@ class ForwardEncoder:
         unread = [name for name, value in output.items() if name not in known and _is_content(value)]
         if unread or not found:
             raise UserError(
-                f"{self._expander.name} returns {', '.join(unread) or 'nothing'} for media, and the foundation's "
+                f"{self._expander.name} returns {', '.join(unread) or 'nothing'} for media, but the foundation's "
                 f"forward takes {', '.join(sorted(known))}; the processor belongs to another model"
             )
         return found
@@ -123,26 +127,26 @@ class ForwardEncoder:
     def _array(self, name: str, value: Any) -> np.ndarray:
         try:
             array = np.asarray(value)
-        except ValueError:  # lists of several shapes
+        except ValueError:  # a list of arrays with different shapes
             array = np.array(None)
         if array.dtype.kind not in "biuf":
             raise UserError(
-                f"{self._expander.name} returns {name!r} as a {type(value).__name__}, which is no one array"
+                f"{self._expander.name} returns {name!r} as a {type(value).__name__}, which is not one array"
             )
         return array
 
 
 def written_between(pieces: Sequence[str], whole: str) -> list[str]:
-    """What was put between consecutive ``pieces`` of a text to make ``whole`` of it, each piece as early as may be.
+    """Return the texts between consecutive ``pieces`` in ``whole``, with each piece as early as possible.
 
     Raises:
-        ValueError: something else was done to the text.
+        ValueError: ``whole`` is not ``pieces`` with texts between them.
     """
     if not whole.startswith(pieces[0]):
         raise ValueError
     written, end = [], len(pieces[0])
-    for place, piece in enumerate(pieces[1:], 2):
-        start = len(whole) - len(piece) if place == len(pieces) else whole.index(piece, end)
+    for count, piece in enumerate(pieces[1:], 2):
+        start = len(whole) - len(piece) if count == len(pieces) else whole.index(piece, end)
         if start < end or not whole.startswith(piece, start):
             raise ValueError
         written.append(whole[end:start])
@@ -150,12 +154,8 @@ def written_between(pieces: Sequence[str], whole: str) -> list[str]:
     return written
 
 
-def _written_from_behind(pieces: Sequence[str], whole: str) -> list[str]:
-    return written_between([piece[::-1] for piece in reversed(pieces)], whole[::-1])[::-1]
-
-
 def _pieces(text: str, inserts: Sequence[Insert]) -> Iterator[str]:
-    """The text between media of the forward; those of attached components are in it as they will stand there."""
+    """Yield the texts between media of the forward; texts of attached media are included in them."""
     piece, end = "", 0
     for insert in inserts:
         piece += text[end : insert.at[0]] + insert.text
@@ -166,17 +166,13 @@ def _pieces(text: str, inserts: Sequence[Insert]) -> Iterator[str]:
     yield piece + text[end:]
 
 
-def _joined(pieces: Sequence[str], between: Sequence[str]) -> str:
-    return "".join(part for pair in zip(pieces, [*between, ""], strict=True) for part in pair)
-
-
 def _shown(inserts: Sequence[Insert], written: Sequence[str]) -> list[Insert]:
     texts = iter(written)
     return [insert.showing(next(texts)) if isinstance(insert, ForwardInsert) else insert for insert in inserts]
 
 
 def _is_content(value: Any) -> bool:
-    """Pixels or a spectrogram: without them a medium would not be read."""
+    """Whether an output is pixels or a spectrogram, without which the medium would not be read."""
     try:
         array = np.asarray(value)
     except ValueError:

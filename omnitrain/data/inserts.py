@@ -1,4 +1,4 @@
-"""Texts that stand for media, and where their tokens lie once the whole text is tokenised."""
+"""Insert the texts of media into the template's text, and find their tokens after tokenizing the whole text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from omnitrain.errors import UserError
 
 @dataclass(frozen=True)
 class Insert(ABC):
-    """A text in place of the characters ``at`` of the template's."""
+    """A text that replaces the characters ``at`` of the template's text."""
 
     at: Span
     text: str
 
     @abstractmethod
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
-        """Its items and the tokens that their rows fill.
+        """Return the media spans of its items.
 
         Raises:
             UserError: the tokens are not those that the component expects.
@@ -34,7 +34,7 @@ class Insert(ABC):
 
 @dataclass(frozen=True)
 class AttachedInsert(Insert):
-    """An item of the attached component ``name``: its start token, and the same token for each of its rows."""
+    """An item of the attached component ``name``: its start token, and the same token for each of its features."""
 
     name: str
     item: MediaItem
@@ -42,25 +42,26 @@ class AttachedInsert(Insert):
 
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
         """See :meth:`Insert.spans`."""
-        found = np.flatnonzero(tokens.within(self))
-        if len(found) != 1 + self.item.num_tokens:
+        indices = np.flatnonzero(tokens.within(self))
+        expected = 1 + self.item.num_tokens
+        if len(indices) != expected:
             raise UserError(
-                f"{self.name}: its start token and {self.item.num_tokens} rows became {len(found)} tokens; the start "
-                "token must be a special token of the tokenizer"
+                f"{self.name}: found {len(indices)} tokens for its start token and {self.item.num_tokens} "
+                f"placeholders; expected {expected}. The start token must be a special token of the tokenizer"
             )
-        return [MediaSpan(self.name, int(found[0]) + 1, self.item, self.is_target)]
+        return [MediaSpan(self.name, int(indices[0]) + 1, self.item, self.is_target)]
 
 
 @dataclass(frozen=True)
 class NativeInsert(Insert):
-    """A medium that the foundation reads by itself, as its processor shows it."""
+    """A native medium of the foundation, with the text that its processor makes."""
 
     row_id: str
     medium: Medium
     expansion: Expansion
 
     def rows(self, tokens: PlacedTokens, native: NativeInputs, modality: str) -> np.ndarray:
-        """``[rows]`` tokens that the rows of one of its modalities fill."""
+        """Return ``[rows]``: the indices of the placeholder tokens of one of its modalities."""
         return np.flatnonzero(tokens.within(self) & (tokens.ids == native.placeholders[modality]))
 
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
@@ -70,8 +71,9 @@ class NativeInsert(Insert):
             rows = self.rows(tokens, native, modality)
             if not len(rows):
                 raise UserError(
-                    f"row {self.row_id!r}: the processor's text has no token {native.placeholders[modality]} for the "
-                    f"rows of this {modality}; the processor belongs to another model, or is set up for another"
+                    f"row {self.row_id!r}: the processor's text has no placeholder token "
+                    f"{native.placeholders[modality]} for this {modality}; the processor belongs to another model, or "
+                    "is configured for another one"
                 )
             item = MediaItem(features, len(rows))
             is_run = rows[-1] - rows[0] + 1 == len(rows)
@@ -85,9 +87,9 @@ class PlacedTokens:
 
     Attributes:
         ids: ``[T]`` int64.
-        starts: ``[T]``, first character of each.
-        stops: ``[T]``, character behind each.
-        inserts: in the order of the text.
+        starts: ``[T]``, index of each token's first character.
+        stops: ``[T]``, one past each token's last character.
+        inserts: the inserts in the order of the text.
     """
 
     ids: np.ndarray
@@ -99,13 +101,13 @@ class PlacedTokens:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, text: str, inserts: Sequence[Insert], *, adds_special: bool
     ) -> PlacedTokens:
-        """Tokenise ``text`` with every insert in place of its characters.
+        """Tokenize ``text`` with every insert in place of its characters.
 
         Args:
-            tokenizer: a fast one.
-            text: the template's.
-            inserts: in the order of the text.
-            adds_special: whether the tokenizer adds its own start and end.
+            tokenizer: a fast tokenizer.
+            text: the template's text.
+            inserts: the inserts in the order of the text.
+            adds_special: whether the tokenizer adds its start and end tokens.
         """
         pieces, end = [], 0
         for insert in inserts:
@@ -117,19 +119,19 @@ class PlacedTokens:
         return cls(np.array(encoding["input_ids"], dtype=np.int64), offsets[:, 0], offsets[:, 1], tuple(inserts))
 
     def within(self, insert: Insert) -> np.ndarray:
-        """``[T]`` bool: tokens of an insert."""
+        """Return ``[T]`` bool: the tokens of an insert."""
         start = self._moved(insert.at[0])
         return (self.starts < start + len(insert.text)) & (self.stops > start)
 
     def covered(self, spans: Sequence[Span]) -> np.ndarray:
-        """``[T]`` bool: tokens that begin in one of the spans of the text without inserts."""
+        """Return ``[T]`` bool: tokens that begin in one of the spans, which refer to the text without inserts."""
         covered = np.zeros(len(self.ids), dtype=bool)
         for start, stop in spans:
             covered |= (self.starts >= self._moved(start)) & (self.starts < self._moved(stop))
         return covered
 
     def _moved(self, character: int) -> int:
-        """Where a character of the text without inserts went."""
+        """Return the index of a character of the original text in the text with inserts."""
         return character + sum(
             len(insert.text) - (insert.at[1] - insert.at[0]) for insert in self.inserts if insert.at[1] <= character
         )

@@ -1,4 +1,4 @@
-"""JSON Lines files as a table: each line is a row, an object of column names and values."""
+"""Read JSON Lines files as a table: each line is a row, an object of column names and values."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from omnitrain.data.turns import MORE_FIELDS, as_messages
 from omnitrain.errors import DataError
 from omnitrain.recipe import Columns
 
-_MOST_SHOWN = 3  # lines that an error names
+_MAX_SHOWN = 3  # lines that an error lists
 
 
 class JsonLines:
-    """Rows that are read from their files when they are asked for; see :class:`omnitrain.data.rows.Table`.
+    """Reads rows from their files on demand; see :class:`omnitrain.data.rows.Table`.
 
-    Values are those of the file: a text of digits stays a text, and rows may differ in their columns.
+    Values keep their JSON types, so digits in quotes stay text. Rows may have different columns.
 
     Attributes:
-        kinds: see there.
+        kinds: see :class:`omnitrain.data.rows.Table`.
     """
 
     def __init__(self, files: Sequence[str], columns: Columns, *, marked: Collection[str]) -> None:
-        """Read all lines once; what is kept of a row is where it begins, its source and what is new in its messages.
+        """Read all lines once, and keep the offset and source of each row and the kinds of its messages.
 
         Args:
-            files: in this order; blank lines are no rows.
-            columns: which of them hold messages, media and sources.
+            files: files in order; blank lines are skipped.
+            columns: names of the columns of messages, media and sources.
             marked: see :func:`omnitrain.data.turns.as_messages`.
 
         Raises:
-            DataError: lines that are no rows, by file and number.
+            DataError: lines are not rows; the message gives their files and line numbers.
         """
         self._files, self._columns = [str(Path(file).absolute()) for file in files], columns
         self._starts: list[np.ndarray] = []
@@ -53,7 +53,7 @@ class JsonLines:
                     record = _record(line, columns)
                 except ValueError as error:
                     num_wrong += 1
-                    if num_wrong <= _MOST_SHOWN:
+                    if num_wrong <= _MAX_SHOWN:
                         wrong.append(f"{file}, line {number}: {error}")
                     continue
                 names |= dict.fromkeys(record)
@@ -66,7 +66,7 @@ class JsonLines:
                 starts.append(start)
             self._starts.append(np.array(starts, dtype=np.int64))
         if wrong:
-            more = [f"... and {num_wrong - _MOST_SHOWN} more lines"] if num_wrong > _MOST_SHOWN else []
+            more = [f"... and {num_wrong - _MAX_SHOWN} more lines"] if num_wrong > _MAX_SHOWN else []
             raise DataError("\n".join(f"data: {line}" for line in [*wrong, *more]))
         self._ends = list(accumulate(map(len, self._starts)))
         self.column_names = list(names)
@@ -75,32 +75,32 @@ class JsonLines:
         return len(self._sources)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """A row; columns that it lacks are None.
+        """Return a row; columns that it lacks are None.
 
         Raises:
-            DataError: the file is not what it was when it was opened.
+            DataError: the file was changed after it was opened.
         """
-        place = bisect_right(self._ends, position)
-        start = self._starts[place][position - self._ends[place]]
+        file = bisect_right(self._ends, position)
+        start = self._starts[file][position - self._ends[file]]
         try:
-            with open(self._files[place], "rb") as stream:
+            with open(self._files[file], "rb") as stream:
                 stream.seek(int(start))
                 record = _record(stream.readline(), self._columns)
         except (OSError, ValueError) as error:
-            raise DataError(f"data: {self._files[place]} changed while it was in use: {error}") from None
+            raise DataError(f"data: {self._files[file]} changed while it was in use: {error}") from None
         return dict.fromkeys(self.column_names) | record
 
     def sources(self) -> list[Any]:
-        """The value of each row in the column of sources."""
+        """Return each row's value in the source column."""
         return self._sources
 
     def problems(self) -> list[str]:
-        """None: a line with a value of another type was refused when the files were opened."""
+        """Return no problems, because wrong types were refused when the files were opened."""
         return []
 
 
 def _lines(file: str) -> Iterator[tuple[int, int, bytes]]:
-    """Number from 1, first byte and content of each line that is not blank."""
+    """Yield number (from 1), byte offset and content of each line that is not blank."""
     start = 0
     with open(file, "rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -114,24 +114,24 @@ def _record(line: bytes, columns: Columns) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ValueError(f"no JSON: {where}; each line of the file is one object") from None
+        raise ValueError(f"invalid JSON: {where}; each line of the file must be one object") from None
     if not isinstance(record, dict):
         raise ValueError(f"found {_kind_of(record)}, expected an object with the columns of a row")
     messages = record.get(columns.messages, [])
     if not isinstance(messages, list):
         raise ValueError(
-            f"`{columns.messages}` (columns.messages) holds {_kind_of(messages)}, expected a list of messages"
+            f"`{columns.messages}` (columns.messages) is {_kind_of(messages)}, expected a list of messages"
         )
     for field, name in columns.of_media().items():
         value = record.get(name)
         for file in value if isinstance(value, list) else [value]:
             if not (file is None or isinstance(file, (str, dict))):
-                raise ValueError(f"`{name}` (columns.{field}) holds {_kind_of(file)}, expected paths of files")
+                raise ValueError(f"`{name}` (columns.{field}) has {_kind_of(file)}, expected paths of files")
     return record
 
 
 def _kinds(messages: Any) -> Iterator[tuple[Any, Any]]:
-    """The role of each message, and role and type of each of its parts and calls; nothing of what is no message."""
+    """Yield the role of each message, and the role and type of each of its parts and calls."""
     for message in messages or ():
         if isinstance(message, dict):
             role, content = str(message.get("role")), message.get("content")

@@ -1,4 +1,4 @@
-"""Bytes of a file -> images, waveforms and frames. Every failure is a ``ValueError`` that says what was found."""
+"""Decode files to images, waveforms and frames. Every failure is a ``ValueError`` with the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Waveform:
     rate: int
 
     def resampled(self, rate: int) -> Waveform:
-        """The same sound at ``rate`` Hz, band-limited (in the Fourier domain)."""
+        """Return the sound resampled to ``rate`` Hz, band-limited in the Fourier domain."""
         if rate == self.rate:
             return self
         length = max(1, round(len(self.samples) * rate / self.rate))
@@ -35,21 +35,21 @@ class Waveform:
         shared = min(len(kept), len(spectrum))
         kept[:shared] = spectrum[:shared]
         if (shorter := min(length, len(self.samples))) % 2 == 0 and length != len(self.samples):
-            # The Nyquist frequency of the shorter signal: one bin there, a pair of conjugate bins in the longer one.
+            # The Nyquist frequency of the shorter signal is one bin; in the longer signal it is two conjugate bins.
             kept[shorter // 2] *= 2 if length == shorter else 0.5
         samples = np.fft.irfft(kept, length) * (length / len(self.samples))
         return Waveform(samples.astype(np.float32), rate)
 
 
 def decode_image(data: bytes) -> Image.Image:
-    """An RGB image, upright, from the bytes of any format that Pillow reads.
+    """Decode an upright RGB image of any format that Pillow reads.
 
     Raises:
-        ValueError: not an image, or a damaged one.
+        ValueError: ``data`` is not an image, or is damaged.
     """
     try:
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        if image.mode.startswith("I"):  # 16 bits a pixel, which `convert` would clip instead of scale
+        if image.mode.startswith("I"):  # `convert` would clip 16-bit pixels instead of scaling them
             image = Image.fromarray((np.asarray(image, dtype=np.float32) / 257).clip(0, 255).astype(np.uint8))
         return image.convert("RGB")
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
@@ -57,14 +57,14 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def decode_audio(data: bytes) -> Waveform:
-    """A waveform from the bytes of any format that libsndfile reads (wav, flac, ogg, mp3); channels are averaged.
+    """Decode a sound of any format that libsndfile reads (wav, flac, ogg, mp3), and average its channels.
 
     Raises:
-        ValueError: not a sound file, a damaged one, or one without samples.
+        ValueError: ``data`` is not a sound file, is damaged, or has no samples.
     """
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            # In blocks: a damaged header may promise terabytes.
+            # Read in blocks, because a damaged header may claim terabytes.
             blocks = [block.mean(axis=1) for block in file.blocks(_BLOCK_FRAMES, dtype="float32", always_2d=True)]
             rate = file.samplerate
     except Exception as error:  # damaged files raise whatever a decoder stumbles over
@@ -79,28 +79,28 @@ def decode_audio(data: bytes) -> Waveform:
 
 @dataclass(frozen=True)
 class Clip:
-    """A video: RGB ``frames`` and how many of them pass in a second; ``rate`` is None where the file does not say."""
+    """A video: RGB ``frames`` and their ``rate`` per second, None if the file does not give it."""
 
     frames: list[Image.Image]
     rate: float | None
 
 
 def decode_video(data: bytes, max_frames: int) -> list[Image.Image]:
-    """The frames of :func:`decode_clip`."""
+    """Return the frames of :func:`decode_clip`."""
     return decode_clip(data, max_frames).frames
 
 
 def decode_clip(data: bytes, max_frames: int) -> Clip:
-    """RGB frames, at most ``max_frames``, evenly spaced from first to last.
+    """Decode at most ``max_frames`` RGB frames, evenly spaced from first to last.
 
-    Animated WebP, PNG and GIF are read by Pillow; everything else needs PyAV (``pip install omnitrain[video]``).
+    Pillow reads animated WebP, PNG and GIF; other formats need PyAV (``pip install omnitrain[video]``).
 
     Raises:
-        ValueError: not a video, a damaged one, or PyAV is needed and missing.
+        ValueError: ``data`` is not a video, is damaged, or needs PyAV, which is missing.
     """
     try:
         clip = _pillow_clip(Image.open(io.BytesIO(data)), max_frames)
-    except Exception:  # not for Pillow, or damaged: PyAV tells
+    except Exception:  # a format that Pillow does not read, or a damaged file, which PyAV reports
         clip = _with_av(data, lambda container: _av_clip(container, max_frames))
     if not clip.frames:
         raise ValueError("video without frames")
@@ -108,33 +108,34 @@ def decode_clip(data: bytes, max_frames: int) -> Clip:
 
 
 def decode_soundtrack(data: bytes) -> Waveform | None:
-    """The sound of a video; None where it has none.
+    """Decode the sound of a video; None if it has no sound.
 
     Raises:
-        ValueError: not a video, a damaged one, or PyAV is needed and missing.
+        ValueError: ``data`` is not a video, is damaged, or needs PyAV, which is missing.
     """
     try:
         Image.open(io.BytesIO(data))
-    except Exception:  # not for Pillow, whose formats are silent
+    except Exception:  # Pillow's formats have no sound; all others need PyAV
         return _with_av(data, _soundtrack)
     return None
 
 
 @contextmanager
 def costing_one_row(what: str) -> Iterator[None]:
-    """Around a processor that somebody else wrote, at work on one medium: what it stumbles over must not end the run.
+    """Turn errors of a third-party processor into a ValueError, so that a bad medium costs one row and not the run.
 
     Args:
-        what: names the processor and the medium.
+        what: text that names the processor and the medium.
 
     Raises:
-        ValueError: whatever it raised, but for mistakes that every medium would meet (``UserError``, ``ImportError``).
+        ValueError: the processor raised an error. Errors that concern every medium (``UserError``, ``ImportError``)
+            are raised unchanged.
     """
     try:
         yield
     except (ValueError, ImportError):
         raise
-    except Exception as error:  # clips without a window, images without a pixel: each processor stumbles in its own way
+    except Exception as error:  # each processor fails differently on empty clips or images without pixels
         raise ValueError(f"{what}: {_cause(error)}") from error
 
 
@@ -147,8 +148,8 @@ def _clip(frames: Sequence[tuple[float | None, Image.Image]]) -> Clip:
 def _pillow_clip(animation: Image.Image, max_frames: int) -> Clip:
     wanted = _evenly(getattr(animation, "n_frames", 1), max_frames)
     kept, clock = [], 0.0
-    for number, frame in enumerate(ImageSequence.Iterator(animation)):
-        if number in wanted:
+    for index, frame in enumerate(ImageSequence.Iterator(animation)):
+        if index in wanted:
             kept.append((clock, frame.convert("RGB")))
         clock += frame.info.get("duration", 0) / 1000
     return _clip(kept)
@@ -157,16 +158,16 @@ def _pillow_clip(animation: Image.Image, max_frames: int) -> Clip:
 def _av_clip(container: Any, max_frames: int) -> Clip:
     stream = container.streams.video[0]
     total = stream.frames
-    if not total:  # the header does not say
+    if not total:  # the header does not give it
         total = sum(packet.size > 0 for packet in container.demux(stream))
         container.seek(0)
     wanted = _evenly(total, max_frames)
     frames = enumerate(container.decode(stream))
-    return _clip([(frame.time, frame.to_image()) for number, frame in frames if number in wanted])
+    return _clip([(frame.time, frame.to_image()) for index, frame in frames if index in wanted])
 
 
 def _evenly(total: int, most: int) -> set[int]:
-    """At most ``most`` of ``total`` indices, from the first to the last; only they are held in memory."""
+    """Return at most ``most`` of ``total`` indices, evenly spaced from the first to the last."""
     return set(np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist())
 
 
@@ -198,5 +199,5 @@ def _with_av(data: bytes, read: Callable[[Any], Read]) -> Read:
 
 
 def _cause(error: Exception) -> str:
-    """The error in words that are the same in every run: Pillow and libsndfile name the address of a buffer."""
+    """Return the error's text without buffer addresses, which Pillow and libsndfile include, so that runs agree."""
     return re.sub(r"<_io\.BytesIO object at 0x[0-9a-f]+>", "these bytes", f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Objects full of tensors over a local socket: one header, then all arrays as one run of bytes."""
+"""Send objects that contain tensors over a local socket: one header, then the bytes of all arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTHS = struct.Struct("QQ")  # bytes of the header and of the arrays
 
 
 class _Pickler(pickle.Pickler):
-    """Takes CPU tensors for the numpy arrays they are, whose bytes pickle leaves out of the header."""
+    """Pickles CPU tensors as numpy arrays, whose bytes pickle keeps out of the header."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -25,17 +25,17 @@ class _Pickler(pickle.Pickler):
 
 
 def as_bytes(item: Any) -> bytes:
-    """``item`` for ``pickle.loads``; of a tensor that is a view, only what it shows."""
+    """Encode ``item`` for ``pickle.loads``. Of a tensor that is a view, only the elements of the view are included."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(item)
     return stream.getvalue()
 
 
 def encode(item: Any) -> Message:
-    """``item`` as the runs of bytes that stand for it. Its arrays are not copied: leave them alone until they are sent.
+    """Encode ``item`` as buffers. Arrays are not copied: do not change them before they are sent.
 
     Args:
-        item: any object that can be pickled; its tensors are on the CPU.
+        item: any object that can be pickled, with tensors on the CPU.
     """
     stream = io.BytesIO()
     arrays: list[pickle.PickleBuffer] = []
@@ -46,17 +46,17 @@ def encode(item: Any) -> Message:
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Send what :func:`encode` made.
+    """Send a message from :func:`encode`.
 
     Raises:
-        OSError: nobody reads any more.
+        OSError: the receiver is gone.
     """
-    for run in message:
-        connection.sendall(run)
+    for buffer in message:
+        connection.sendall(buffer)
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next item. Its arrays share one block of memory, and are writable.
+    """Receive the next item. Its arrays are writable and share one block of memory.
 
     Raises:
         EOFError: the sender is gone.

@@ -1,4 +1,4 @@
-"""What a foundation that reads media by itself offers to the data side: no weights, only rules."""
+"""How to prepare the native media of a foundation. No weights, only rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omnitrain.data.sample import Features
 
 
 class PositionFunction(Protocol):
-    """Position ids of one sample, as the foundation's own function makes them."""
+    """A function that computes the position ids of one sample as the foundation does."""
 
     def __call__(
         self,
@@ -22,33 +22,33 @@ class PositionFunction(Protocol):
         *,
         audio_in_video: bool,
     ) -> np.ndarray:
-        """Position ids.
+        """Compute the position ids of one sample.
 
         Args:
             input_ids: ``[T]`` int64.
             token_inputs: ``[T]`` each; see :attr:`Sample.token_inputs`.
-            features: modality -> features of each item, in the order in which they appear; absent: none.
-            audio_in_video: the tokens of the videos' sound lie among those of their pictures.
+            features: modality -> features of each item, in order of appearance; absent if there are none.
+            audio_in_video: whether the tokens of a video's sound lie between those of its pictures.
 
         Returns:
-            ``[T]`` or ``[axes, T]`` int64; the axes do not depend on the sample.
+            ``[T]`` or ``[axes, T]`` int64; the number of axes is the same for all samples.
         """
         ...
 
 
 @dataclass(frozen=True)
 class NativeInputs:
-    """How a foundation reads media by itself.
+    """How a foundation reads its native media.
 
     Attributes:
-        placeholders: modality -> id of the tokens that its rows fill.
-        token_inputs: names of the foundation's per-token arguments that every sample must bring.
-        token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each; None: the processor's own,
-            which tell modalities apart.
-        positions: position ids of a sample; None: 0, 1, 2, ...
-        in_forward: modalities that only the foundation's own forward reads, with all that its processor returns.
-        forward_arguments: what of the processor's output that forward takes.
-        refused: modality that the foundation has a way to read, which cannot be used -> why.
+        placeholders: modality -> id of its placeholder token.
+        token_inputs: names of the foundation's per-token arguments that every sample must have.
+        token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each. None: use the processor's
+            values, which mark the modality of each token.
+        positions: computes the position ids of a sample. None: 0, 1, 2, ...
+        in_forward: modalities that only the foundation's own forward reads, from the processor's outputs.
+        forward_arguments: the processor's outputs that this forward accepts.
+        refused: modality that the foundation could read, but not here -> why.
     """
 
     placeholders: Mapping[str, int]
@@ -60,5 +60,5 @@ class NativeInputs:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
-        """The same, without some of the modalities that only the forward reads. ``reasons``: modality -> why."""
+        """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""
         return replace(self, in_forward=self.in_forward - reasons.keys(), refused={**self.refused, **reasons})

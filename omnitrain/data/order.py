@@ -13,67 +13,74 @@ Draw = tuple[int, int, int]  # global index, source, row
 
 
 class SampleOrder:
-    """Which row of which source is the ``index``-th of the run. Endless: each source is reshuffled every epoch.
+    """The source and row of each index of the run. Endless: each source is reshuffled every epoch.
 
-    Draw ``k`` of a source is due at time ``(k + phase) / share``, and draws come in order of their times: so every
-    source gets its share of any stretch, and where the order stands at an index follows without replaying it.
+    Draw ``k`` of a source has the time ``(k + phase) / share``, and draws are sorted by time. So each source gets its
+    share of any stretch, and the state at an index can be computed without replaying the order.
 
-    A run with ``slots`` packers deals this order out in blocks of one draw per slot: slot ``j`` has the indices ``j``,
-    ``j + slots``, ``j + 2 * slots``, ... Which slot begins is drawn by lot for every block, lest sources that take
-    turns at the same beat as slots go each to a slot of its own::
+    A run with ``slots`` packers divides this order into blocks of one draw per slot: slot ``j`` has the indices ``j``,
+    ``j + slots``, ``j + 2 * slots``, ... The first slot of each block is random. Otherwise sources that alternate with
+    the same period as the slots would each go to one slot::
 
-        due        a b a b a b a b      two sources of one weight
-        two slots  0 1 1 0 1 0 0 1      slot of each; without the lots, slot 0 would never see b
+        draw       a b a b a b a b      two sources of equal weight
+        two slots  0 1 1 0 1 0 0 1      slot of each draw; without randomness slot 0 would never see b
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int, slots: int = 1) -> None:
-        """``lengths``: rows per source; ``weights``: relative shares of the draws."""
+        """Define the order.
+
+        Args:
+            lengths: rows per source.
+            weights: relative shares of the draws.
+            seed: seed of the shuffling.
+            slots: packers of the run.
+        """
         self.lengths = tuple(lengths)
         self.slots = slots
         self.shares = tuple(weight / sum(weights) for weight in weights)
         self.seed = seed
-        # Spread, lest sources of one weight all be due at once.
+        # Different phases, so that sources of equal weight are not all drawn at the same time.
         self._phases = tuple((source + 0.5) / len(lengths) for source in range(len(lengths)))
         self._permutations: list[dict[int, np.ndarray]] = [{} for _ in lengths]  # per source: epoch -> rows
 
     def __getitem__(self, index: int) -> Draw:
-        """The draw of one global index."""
+        """Return the draw of one global index."""
         return next(self.draws(index))
 
     def draws(self, start: int = 0) -> Iterator[Draw]:
-        """``(index, source, row)`` for index ``start``, ``start + slots``, ...: all draws of a slot from there on."""
-        index, place = start, self._place(start)
-        for due, source, count in self._due_from(place):
-            if due == place:
+        """Yield ``(index, source, row)`` for index ``start``, ``start + slots``, ...: the next draws of a slot."""
+        index, position = start, self._position_in_time(start)
+        for drawn, source, count in self._by_time_from(position):
+            if drawn == position:
                 yield index, source, self._row(source, count)
                 index += self.slots
-                place = self._place(index)
+                position = self._position_in_time(index)
 
-    def _place(self, index: int) -> int:
-        """Where in the order of due times the draw of a global index is."""
+    def _position_in_time(self, index: int) -> int:
+        """Return the position of a global index among all draws sorted by time."""
         block, slot = divmod(index, self.slots)
-        lot = hashlib.blake2b(f"{self.seed} {block}".encode(), digest_size=8).digest()
-        return block * self.slots + (slot + int.from_bytes(lot, "little")) % self.slots
+        random_bytes = hashlib.blake2b(f"{self.seed} {block}".encode(), digest_size=8).digest()
+        return block * self.slots + (slot + int.from_bytes(random_bytes, "little")) % self.slots
 
-    def _due_from(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """``(place, source, draw of that source)`` for place ``start``, ``start + 1``, ... in order of due times."""
-        begin = start - len(self.lengths) - 1  # early enough that fewer than `start` draws were due before
-        drawn = [self._due_before(begin, source) for source in range(len(self.lengths))]
-        due = [(self._time(source, count), source, count) for source, count in enumerate(drawn)]
-        heapq.heapify(due)
-        place = sum(drawn)
+    def _by_time_from(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(position, source, draw of that source)`` sorted by time, from position ``start`` on."""
+        begin = start - len(self.lengths) - 1  # early enough that fewer than `start` draws come before this time
+        drawn = [self._num_before(begin, source) for source in range(len(self.lengths))]
+        upcoming = [(self._time(source, count), source, count) for source, count in enumerate(drawn)]
+        heapq.heapify(upcoming)
+        position = sum(drawn)
         while True:
-            _, source, count = due[0]
-            heapq.heapreplace(due, (self._time(source, count + 1), source, count + 1))
-            if place >= start:
-                yield place, source, count
-            place += 1
+            _, source, count = upcoming[0]
+            heapq.heapreplace(upcoming, (self._time(source, count + 1), source, count + 1))
+            if position >= start:
+                yield position, source, count
+            position += 1
 
     def _time(self, source: int, count: int) -> float:
         return (count + self._phases[source]) / self.shares[source]
 
-    def _due_before(self, time: float, source: int) -> int:
-        """Draws of ``source`` whose time is less, exactly as :meth:`_time` rounds."""
+    def _num_before(self, time: float, source: int) -> int:
+        """Return the number of draws of ``source`` with a smaller time, with the rounding of :meth:`_time`."""
         count = max(0, math.ceil(time * self.shares[source] - self._phases[source]))
         while count and self._time(source, count - 1) >= time:
             count -= 1
@@ -83,9 +90,9 @@ class SampleOrder:
 
     def _row(self, source: int, count: int) -> int:
         epoch, position = divmod(count, self.lengths[source])
-        known = self._permutations[source]
-        if epoch not in known:
-            if len(known) == 2:  # samples held back for packing may be of the epoch before
-                del known[min(known)]
-            known[epoch] = np.random.default_rng([self.seed, source, epoch]).permutation(self.lengths[source])
-        return int(known[epoch][position])
+        permutations = self._permutations[source]
+        if epoch not in permutations:
+            if len(permutations) == 2:  # samples that wait for a pack may be of the previous epoch
+                del permutations[min(permutations)]
+            permutations[epoch] = np.random.default_rng([self.seed, source, epoch]).permutation(self.lengths[source])
+        return int(permutations[epoch][position])

@@ -1,4 +1,4 @@
-"""``Pack``: samples laid end to end in one row, without padding."""
+"""``Pack``: samples concatenated into one sequence, without padding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class MediaGroup:
-    """Items of one component that stack without padding: features of the same names, types and trailing shapes.
+    """Items of one component that stack without padding: their features have equal names, dtypes and trailing shapes.
 
     Attributes:
-        features: the component's arguments; items concatenated along dim 0.
-        num_rows: feature -> dim-0 rows of each item.
-        num_tokens: rows that the component makes of each item.
+        features: the component's arguments, with items concatenated along dim 0.
+        num_rows: argument name -> dim-0 rows of each item.
+        num_tokens: tokens of each item in the sequence.
     """
 
     features: dict[str, torch.Tensor]
@@ -31,7 +31,7 @@ class MediaGroup:
     num_tokens: tuple[int, ...]
 
     def split(self, sizes: Sequence[int]) -> Iterator[MediaGroup]:
-        """Runs of so many items as groups of their own, for components that must not see all at once."""
+        """Yield runs of ``sizes`` items as separate groups, for components that must not get all items at once."""
         for start, stop in pairwise((0, *accumulate(sizes))):
             rows = {name: counts[start:stop] for name, counts in self.num_rows.items()}
             first = {name: sum(counts[:start]) for name, counts in self.num_rows.items()}
@@ -39,9 +39,9 @@ class MediaGroup:
             yield MediaGroup(features, rows, self.num_tokens[start:stop])
 
     def to(self, device: torch.device) -> MediaGroup:
-        """The same items on ``device``."""
-        there = {name: to_device(tensor, device) for name, tensor in self.features.items()}
-        return MediaGroup(there, self.num_rows, self.num_tokens)
+        """Return the group on ``device``."""
+        features = {name: to_device(tensor, device) for name, tensor in self.features.items()}
+        return MediaGroup(features, self.num_rows, self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class MediaBatch:
     """All items of one component in a pack.
 
     Attributes:
-        groups: the items, those of one shape together; usually one group. No item is ever padded.
-        positions: ``[rows]`` int64, the token that each of the component's rows fills, in order of groups and items;
-            always on the host.
+        groups: the items, grouped by shape; usually one group. No item is ever padded.
+        positions: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
+            and items; always on the host.
         samples: index in the pack of each item's sample, in the same order.
     """
 
@@ -61,17 +61,17 @@ class MediaBatch:
 
     @property
     def num_tokens(self) -> tuple[int, ...]:
-        """Rows per item, in order of groups and items."""
+        """Tokens per item, in order of groups and items."""
         return tuple(count for group in self.groups for count in group.num_tokens)
 
     def to(self, device: torch.device) -> MediaBatch:
-        """The same batch with its features on ``device``."""
+        """Return the batch with its features on ``device``."""
         return MediaBatch(tuple(group.to(device) for group in self.groups), self.positions, self.samples)
 
 
 @dataclass(frozen=True)
 class PackInfo:
-    """Host-side facts of a pack, one entry per sample; see :class:`Sample`."""
+    """Facts about the samples of a pack, one entry per sample, on the host; see :class:`Sample`."""
 
     ids: tuple[str, ...]
     sources: tuple[str, ...]
@@ -83,21 +83,21 @@ class PackInfo:
 class Pack:
     """A micro-batch.
 
-    Which rows are meant (``text_rows``, positions of media) stays on the host wherever the rest is: what depends on it,
-    such as what of a row is on a rank, is then known without waiting for a device.
+    Indices of tokens (``text_rows``, positions of media) always stay on the host. Facts that follow from them, such as
+    which tokens are on a rank, are then known without waiting for a device.
 
     Attributes:
         input_ids: ``[1, T]`` int64.
-        position_ids: ``[1, T]`` int64, or ``[axes, 1, T]``; restarting with every sample.
-        cu_seqlens: ``[samples + 1]`` int32, sample borders.
-        text_rows: ``[n]`` int64, tokens whose successor is a trained text token; on the host.
-        text_labels: ``[n]`` int64, those successors (labels are shifted already).
+        position_ids: ``[1, T]`` int64, or ``[axes, 1, T]``; they restart with every sample.
+        cu_seqlens: ``[samples + 1]`` int32, offsets of the samples.
+        text_rows: ``[n]`` int64, indices of tokens whose next token is a trained text token; on the host.
+        text_labels: ``[n]`` int64, those next tokens (labels are already shifted).
         inputs: encoder name -> items to read.
         targets: decoder name -> items to learn to write.
         info: ids, sources and lengths of the samples.
         token_inputs: further per-token arguments of the foundation's forward, ``[1, T]`` each.
-        forward_inputs: all further arguments of that forward, of a sample that is read there, alone in its pack; such a
-            sample's ``position_ids`` are not used.
+        forward_inputs: further arguments of the foundation's own forward, for a sample that it reads alone in its pack.
+            The ``position_ids`` of such a sample are not used.
     """
 
     input_ids: torch.Tensor
@@ -113,20 +113,20 @@ class Pack:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the pack."""
+        """Number of tokens in the pack."""
         return self.input_ids.size(1)
 
     @property
     def read_rows(self) -> torch.Tensor:
-        """``[n]`` int64, on the host: rows from which a head predicts, each once, for each has one successor."""
+        """``[n]`` int64, on the host: tokens from which a head predicts, each once because it has one next token."""
         return torch.cat([self.text_rows, *(batch.positions - 1 for batch in self.targets.values())])
 
     def loss_counts(self) -> dict[str, int]:
-        """Loss name -> number of predicted tokens, known before anything is computed."""
+        """Return loss name -> number of predicted tokens."""
         return {"text": self.text_labels.numel()} | {n: b.positions.numel() for n, b in self.targets.items()}
 
     def to(self, device: torch.device | str) -> Pack:
-        """The same pack on ``device``, but for what stays on the host."""
+        """Return the pack on ``device``. Indices of tokens stay on the host."""
         device = torch.device(device)
         if device == self.input_ids.device:
             return self
@@ -145,32 +145,33 @@ class Pack:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Pack:
-        """Lay samples end to end, sorted by length so that attention can batch equal ones.
+        """Concatenate samples, sorted by length so that attention can batch samples of equal length.
 
         Raises:
-            ValueError: no samples, or several that differ in position axes or per-token arguments, or must be alone.
+            ValueError: there are no samples, their position axes or per-token arguments differ, or one of several must
+                be alone.
         """
         if not samples:
             raise ValueError("a pack needs at least one sample")
         _check_alike(samples)
         ordered = sorted(samples, key=lambda sample: (len(sample), sample.index))
-        borders = [0, *accumulate(len(sample) for sample in ordered)]
-        read = [np.flatnonzero(sample.loss_mask[1:]) for sample in ordered]
-        text_rows = [start + rows for start, rows in zip(borders, read, strict=False)]
-        text_labels = [sample.input_ids[rows + 1] for rows, sample in zip(read, ordered, strict=True)]
-        placed = [
-            _Placed(i, start + span.positions, span)
-            for i, (start, sample) in enumerate(zip(borders, ordered, strict=False))
+        offsets = [0, *accumulate(len(sample) for sample in ordered)]
+        predicting = [np.flatnonzero(sample.loss_mask[1:]) for sample in ordered]
+        text_rows = [start + tokens for start, tokens in zip(offsets, predicting, strict=False)]
+        text_labels = [sample.input_ids[tokens + 1] for tokens, sample in zip(predicting, ordered, strict=True)]
+        media = [
+            _PackedSpan(i, start + span.positions, span)
+            for i, (start, sample) in enumerate(zip(offsets, ordered, strict=False))
             for span in sample.spans
         ]
         return cls(
-            input_ids=_row([sample.input_ids for sample in ordered], ordered),
-            position_ids=_row([sample.position_ids for sample in ordered], ordered),
-            cu_seqlens=torch.tensor(borders, dtype=torch.int32),
+            input_ids=_concatenated([sample.input_ids for sample in ordered], ordered),
+            position_ids=_concatenated([sample.position_ids for sample in ordered], ordered),
+            cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
             text_rows=torch.from_numpy(np.concatenate(text_rows)),
             text_labels=torch.from_numpy(np.concatenate(text_labels)),
-            inputs=_media_batches([entry for entry in placed if not entry.span.is_target]),
-            targets=_media_batches([entry for entry in placed if entry.span.is_target]),
+            inputs=_media_batches([entry for entry in media if not entry.span.is_target]),
+            targets=_media_batches([entry for entry in media if entry.span.is_target]),
             info=PackInfo(
                 ids=tuple(sample.id for sample in ordered),
                 sources=tuple(sample.source for sample in ordered),
@@ -178,15 +179,15 @@ class Pack:
                 indices=tuple(sample.index for sample in ordered),
             ),
             token_inputs={
-                name: _row([sample.token_inputs[name] for sample in ordered], ordered)
+                name: _concatenated([sample.token_inputs[name] for sample in ordered], ordered)
                 for name in ordered[0].token_inputs
             },
             forward_inputs={name: torch.from_numpy(array) for name, array in ordered[0].forward_inputs.items()},
         )
 
 
-class _Placed(NamedTuple):
-    sample: int
+class _PackedSpan(NamedTuple):
+    sample: int  # index in the pack
     positions: np.ndarray
     span: MediaSpan
 
@@ -195,29 +196,29 @@ def _check_alike(samples: Sequence[Sample]) -> None:
     first = samples[0]
     for sample in samples[1:]:
         if sample.is_alone or first.is_alone:
-            found = "the model's own forward reads one of them, which must be alone"
+            reason = "the model's own forward reads one of them, which must be alone"
         elif sample.position_ids.shape[:-1] != first.position_ids.shape[:-1]:
-            found = f"position ids {sample.position_ids.shape} and {first.position_ids.shape}"
+            reason = f"position ids {sample.position_ids.shape} and {first.position_ids.shape}"
         elif sample.token_inputs.keys() != first.token_inputs.keys():
-            found = f"per-token arguments {sorted(sample.token_inputs)} and {sorted(first.token_inputs)}"
+            reason = f"per-token arguments {sorted(sample.token_inputs)} and {sorted(first.token_inputs)}"
         else:
             continue
-        raise ValueError(f"samples {sample.id!r} and {first.id!r} cannot share a pack: {found}")
+        raise ValueError(f"samples {sample.id!r} and {first.id!r} cannot share a pack: {reason}")
 
 
-def _row(values: Sequence[np.ndarray], samples: Sequence[Sample]) -> torch.Tensor:
-    """Values of the tokens that the model is given, ``[..., T]`` of each sample, as one row ``[..., 1, T]``."""
-    given = [own[..., : len(sample)] for own, sample in zip(values, samples, strict=True)]
-    return torch.from_numpy(np.concatenate(given, axis=-1)).unsqueeze(-2)
+def _concatenated(values: Sequence[np.ndarray], samples: Sequence[Sample]) -> torch.Tensor:
+    """Concatenate the values ``[..., T]`` of each sample's input tokens to ``[..., 1, T]``."""
+    of_inputs = [array[..., : len(sample)] for array, sample in zip(values, samples, strict=True)]
+    return torch.from_numpy(np.concatenate(of_inputs, axis=-1)).unsqueeze(-2)
 
 
-def _media_batches(placed: list[_Placed]) -> dict[str, MediaBatch]:
-    by_component = _grouped(placed, lambda entry: entry.span.component)
+def _media_batches(spans: list[_PackedSpan]) -> dict[str, MediaBatch]:
+    by_component = _grouped(spans, lambda entry: entry.span.component)
     return {name: _media_batch(entries) for name, entries in sorted(by_component.items())}
 
 
-def _media_batch(placed: list[_Placed]) -> MediaBatch:
-    groups = list(_grouped(placed, lambda entry: _stacking_key(entry.span.item)).values())
+def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
+    groups = list(_grouped(spans, lambda entry: _stacking_key(entry.span.item)).values())
     ordered = [entry for group in groups for entry in group]
     return MediaBatch(
         groups=tuple(_media_group([entry.span.item for entry in group]) for group in groups),
@@ -239,8 +240,8 @@ def _media_group(items: list[MediaItem]) -> MediaGroup:
     )
 
 
-def _grouped(placed: list[_Placed], key: Callable[[_Placed], Hashable]) -> dict[Any, list[_Placed]]:
-    groups: dict[Any, list[_Placed]] = {}
-    for entry in placed:
+def _grouped(spans: list[_PackedSpan], key: Callable[[_PackedSpan], Hashable]) -> dict[Any, list[_PackedSpan]]:
+    groups: dict[Any, list[_PackedSpan]] = {}
+    for entry in spans:
         groups.setdefault(key(entry), []).append(entry)
     return groups

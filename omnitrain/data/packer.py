@@ -1,4 +1,4 @@
-"""The packer of one slot: samples drawn and held back, and packs made of them."""
+"""The packer of one slot: it draws samples, buffers them, and chooses packs from the buffer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from omnitrain.data.slots import SlotState
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data
 
-_MOST_FAILURES = 1000  # rows rejected in a row, in an order that is shuffled: nothing else is to be expected
+_MAX_FAILURES = 1000  # consecutive rejected rows; since the order is shuffled, the others would fail as well
 
 
 class SlotPacker:
-    """Chooses the samples of a slot's packs. It looks at no other slot: theirs leave it as it is."""
+    """Chooses the samples of a slot's packs, independently of all other slots."""
 
     def __init__(
         self,
@@ -29,29 +29,29 @@ class SlotPacker:
 
         Args:
             data: the recipe's ``data`` node.
-            order: of the samples, over all slots of the run.
-            take: the slot's next row; those that ``state`` holds back come first.
-            state: where the slot stands.
-            alone: one sample per pack.
+            order: order of the samples over all slots of the run.
+            take: returns the slot's next sample; samples that ``state`` holds come first.
+            state: state of the slot.
+            alone: make packs of one sample.
         """
         self._data, self._order, self._take, self._alone = data, order, take, alone
         self._next_index, self._num_unread = state.next_index, len(state.held)
         self._held: list[Sample] = []
         self._held_tokens = 0
         self._failures = 0  # rows rejected since the last good one
-        self._failed: set[tuple[int, int]] = set()  # source and row of these
-        self._rejected: list[Rejected] = []  # since they were last taken
+        self._failed: set[tuple[int, int]] = set()  # source and row of each of them
+        self._rejected: list[Rejected] = []  # since the last take_rejected()
 
     @property
     def state(self) -> SlotState:
-        """Behind the pack chosen last."""
+        """The state after the last chosen pack."""
         return SlotState(self._next_index, tuple(sample.index for sample in self._held))
 
     def choose(self) -> list[Sample]:
-        """The samples of the next pack.
+        """Return the samples of the next pack.
 
         Raises:
-            UserError: data of no use to the model, or an overlong row where that is an error.
+            UserError: the model cannot use the data, or a row is overlong and ``data.overlong`` is ``error``.
         """
         for _ in range(self._num_unread):
             self._draw()
@@ -65,7 +65,7 @@ class SlotPacker:
         return chosen
 
     def take_rejected(self) -> list[Rejected]:
-        """Rows rejected since this was last asked."""
+        """Return the rows rejected since the last call."""
         rejected, self._rejected = self._rejected, []
         return rejected
 
@@ -83,5 +83,5 @@ class SlotPacker:
         self._rejected.append(drawn)
         self._failures += 1
         self._failed.add(self._order[drawn.index][1:])
-        if self._failures >= _MOST_FAILURES or len(self._failed) == sum(self._order.lengths):
+        if self._failures >= _MAX_FAILURES or len(self._failed) == sum(self._order.lengths):
             raise DataError(f"all of {self._failures} rows were rejected; the last, {drawn.id!r}: {drawn.reason}")

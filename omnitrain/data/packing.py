@@ -1,4 +1,4 @@
-"""Which samples share a pack."""
+"""Choose the samples of each pack."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from omnitrain.plan.balance import assign_by_cost
 
 
 class Packable(Protocol):
-    """What takes a place in a pack, as :class:`Sample` does."""
+    """An object that can be packed, such as a :class:`Sample`."""
 
     @property
     def index(self) -> int:
-        """Place in the order of arrival."""
+        """Position in the order of arrival."""
         ...
 
     @property
     def is_alone(self) -> bool:
-        """No other may be in its pack."""
+        """Whether it must be alone in its pack."""
         ...
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         ...
 
 
@@ -34,17 +34,17 @@ Held = TypeVar("Held", bound=Packable)
 
 
 def num_tokens(samples: Sequence[Packable]) -> int:
-    """Tokens of all ``samples`` together."""
+    """Return the number of tokens of all ``samples`` together."""
     return sum(len(sample) for sample in samples)
 
 
 def fill_pack(held: Sequence[Held], capacity: int, *, alone: bool = False) -> list[Held]:
-    """The oldest sample, then the longest ones that still fit: dense packs in which nobody waits for ever.
+    """Return the oldest sample and the longest others that still fit, so packs are dense and no sample waits forever.
 
     Args:
         held: samples in order of arrival, none longer than ``capacity``; not empty.
-        capacity: length of a pack, tokens.
-        alone: one sample per pack, for a model that cannot keep several apart.
+        capacity: length of a pack in tokens.
+        alone: make packs of one sample, for a model that cannot keep several samples apart.
     """
     chosen, free = [held[0]], capacity - len(held[0])
     if alone or chosen[0].is_alone:
@@ -57,10 +57,11 @@ def fill_pack(held: Sequence[Held], capacity: int, *, alone: bool = False) -> li
 
 
 def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sample]]:
-    """The samples of a pack for several ranks: all of them, each once, with about as many tokens for every rank.
+    """Divide the samples of a pack among several ranks, with about as many tokens for every rank.
 
     Returns:
-        ``num_shares`` lists, some of them empty where samples are few. Equal arguments give equal answers everywhere.
+        ``num_shares`` lists that contain each sample once; some are empty if samples are few. Equal arguments give
+        equal results on every machine.
     """
     if num_shares == 1:
         return [list(samples)]
@@ -70,15 +71,15 @@ def balanced_shares(samples: Sequence[Sample], num_shares: int) -> list[list[Sam
 
 
 def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -> Iterator[Pack]:
-    """Packs of a finite stream, for evaluation; every sample is used once. Arguments as in :func:`fill_pack`.
+    """Yield packs of a finite stream, for evaluation. Every sample is used once. Arguments as in :func:`fill_pack`.
 
     Raises:
-        ValueError: a sample longer than ``capacity``.
+        ValueError: a sample is longer than ``capacity``.
     """
     held: list[Sample] = []
     for sample in samples:
         if len(sample) > capacity:
-            raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, a pack holds {capacity}")
+            raise ValueError(f"sample {sample.id!r} has {len(sample)} tokens, but a pack holds {capacity}")
         is_alone = alone or sample.is_alone or any(other.is_alone for other in held)
         if held and (is_alone or num_tokens(held) + len(sample) > capacity):
             yield Pack.from_samples(held)
@@ -89,8 +90,8 @@ def pack_all(samples: Iterable[Sample], capacity: int, *, alone: bool = False) -
 
 
 class OmniDataCollatorWithPacking:
-    """Collate function for a user's own ``DataLoader``: a list of samples becomes one :class:`Pack`."""
+    """Collate function for a ``DataLoader`` of your code: it makes one :class:`Pack` of a list of samples."""
 
     def __call__(self, samples: Sequence[Sample]) -> Pack:
-        """Lay ``samples`` end to end."""
+        """Concatenate ``samples``; see :meth:`Pack.from_samples`."""
         return Pack.from_samples(samples)

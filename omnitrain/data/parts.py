@@ -1,4 +1,4 @@
-"""The media of a conversation: which part shows which file, and whether it is read or written."""
+"""The media of a conversation: the file of each media part, and whether the model reads or writes it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class MediaPart:
-    """A content part that shows a medium.
+    """A content part that contains an image, sound or video.
 
     Attributes:
         modality: ``image``, ``audio`` or ``video``.
-        position: index among the row's media of this modality.
-        is_target: part of an assistant message, so to be written.
+        position: index among the data row's media of this modality.
+        is_target: whether it is in an assistant message, so that the model learns to write it.
     """
 
     modality: str
@@ -27,12 +27,14 @@ class MediaPart:
 
 
 def content_parts(message: Message) -> list[Message]:
-    """The content of a message as a list of parts; a string is one text part, null beside tool calls is none.
+    """Return the content of a message as a list of parts.
+
+    A string becomes one text part. Null content in a message with tool calls has no parts.
 
     Raises:
         UserError: a part of a type that is neither text nor a modality.
-        TypeError, KeyError: not a message.
-        UnicodeEncodeError: half a character, which JSON can spell, and no tokenizer takes.
+        TypeError, KeyError: this is not a message.
+        UnicodeEncodeError: a lone surrogate, which JSON allows, but no tokenizer takes.
     """
     content = message.get("content")
     if content is None and message.get("tool_calls"):
@@ -53,27 +55,27 @@ def content_parts(message: Message) -> list[Message]:
 
 
 def media_parts(messages: list[Message]) -> list[MediaPart]:
-    """The media parts of a conversation, in order.
+    """Return the media parts of a conversation, in order.
 
     Raises:
         UserError, UnicodeEncodeError: see :func:`content_parts`.
-        TypeError, KeyError: not a conversation.
+        TypeError, KeyError: this is not a conversation.
     """
-    seen = dict.fromkeys(MODALITIES, 0)
-    found: list[MediaPart] = []
+    counts = dict.fromkeys(MODALITIES, 0)
+    parts: list[MediaPart] = []
     for message in messages:
         is_target = message["role"] == "assistant"
         for modality in (part["type"] for part in content_parts(message) if part["type"] != "text"):
-            found.append(MediaPart(modality, seen[modality], is_target))
-            seen[modality] += 1
-    return found
+            parts.append(MediaPart(modality, counts[modality], is_target))
+            counts[modality] += 1
+    return parts
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is trained on: the assistant's are, but for those with a ``weight`` of 0.
+    """Whether a message is trained: assistant messages are, unless their ``weight`` is 0.
 
     Raises:
-        ValueError: a weight that is neither 0 nor 1, or that cannot be honoured.
+        ValueError: a weight that is neither 0 nor 1, or that this message cannot have.
     """
     is_assistant = message["role"] == "assistant"
     weight = message.get("weight")
@@ -83,8 +85,8 @@ def is_trained(message: Message) -> bool:
         raise ValueError(f"weight {weight!r} of a message: expected 0 (not trained) or 1")
     if weight and not is_assistant:
         raise ValueError(
-            f"weight {weight!r} of a message of role {message['role']!r}: the assistant's alone are trained"
+            f"weight {weight!r} of a message of role {message['role']!r}: only assistant messages are trained"
         )
     if is_assistant and not weight and (media := [p["type"] for p in content_parts(message) if p["type"] != "text"]):
-        raise ValueError(f"weight 0 of a message in which the assistant writes {media}: media it writes are trained")
+        raise ValueError(f"weight 0 of a message in which the assistant writes {media}: such media are always trained")
     return is_assistant and bool(weight)

@@ -1,4 +1,4 @@
-"""Rows of the data order turned into samples, one stream per slot, by processes that serve all slots."""
+"""Turn the rows of the data order into samples, in one stream per slot, with processes that serve all slots."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from omnitrain.data.rows import RowSource
 from omnitrain.data.sample import Rejected, Sample
 from omnitrain.errors import TrainingError, UserError
 
-_DEAD_WORKER = "DataLoader worker (pid"  # how torch begins to say that one is gone
+_DEAD_WORKER = "DataLoader worker (pid"  # start of torch's message that a worker died
 _ROWS_PER_MESSAGE = 8  # rows that a helper prepares per message
-_MESSAGES_AHEAD = 4  # messages that a helper prepares at the most before they are drawn: rows with video are large
+_MESSAGES_AHEAD = 4  # most messages that a helper prepares ahead; few, because rows with video are large
 
 
 class PreparedRows(Dataset[Any]):
-    """Prepares rows, in whatever process.
+    """Prepares data rows, in any process.
 
-    A mistake of the user's comes back as a value: raised there, it would arrive as a worker's traceback.
+    It returns a UserError instead of raising it, because torch would turn it into a worker's traceback.
     """
 
     def __init__(
@@ -48,45 +48,52 @@ class PreparedRows(Dataset[Any]):
         except UserError as error:
             return error
 
-    @functools.cached_property  # made at the first use: a cache cannot travel to another process
+    @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
     def _prepared(self) -> Any:
         return functools.lru_cache(maxsize=self.cached)(self._prepare)
 
     def _prepare(self, source: int, row: int) -> Sample | Rejected:
-        read = self.sources[source][row]
-        return self.processor.sample(read, max_tokens=self.max_tokens, without_tail=self.without_tails)
+        data_row = self.sources[source][row]
+        return self.processor.sample(data_row, max_tokens=self.max_tokens, without_tail=self.without_tails)
 
 
 class SlotRows:
-    """A stream of prepared rows per slot, each in the order of its draws, however much another slot takes.
+    """A stream of prepared rows per slot, in the order of its draws and independent of other slots.
 
-    Without helpers a row is prepared when it is taken. With them, rows are asked for ahead, always for the slot that
-    has least ahead: so what waits for slots that take little stays bounded.
+    Without helpers a row is prepared when it is taken. With helpers, rows are requested ahead, always for the slot with
+    the fewest rows ahead, so the number of waiting rows stays bounded.
 
     Use it in a ``with`` block, which ends the helpers.
 
     Raises:
-        TrainingError: out of the block, where a helper was killed: torch tells of that wherever the main thread is.
+        TrainingError: raised at the end of the block if a helper was killed, because torch raises that error anywhere
+            in the main thread.
     """
 
     def __init__(self, rows: PreparedRows, draws: Mapping[int, Iterator[Draw]], helpers: int) -> None:
-        """``draws``: slot -> what it draws, endless; ``helpers``: processes that prepare rows."""
+        """Prepare ``rows`` for ``draws``.
+
+        Args:
+            rows: prepares the rows.
+            draws: slot -> its endless draws.
+            helpers: number of processes that prepare rows.
+        """
         self._rows, self._draws, self._helpers = rows, draws, helpers
         self._ready: dict[int, deque[Sample | Rejected | UserError]] = {slot: deque() for slot in draws}
-        self._ahead = dict.fromkeys(draws, 0)  # rows asked for and not taken yet
-        self._asked: deque[int] = deque()  # slots of the batches that are on their way
+        self._ahead = dict.fromkeys(draws, 0)  # rows requested and not taken yet
+        self._requested: deque[int] = deque()  # slots of the requested batches that have not arrived
         self._batches = self._prepare()
 
     def take(self, slot: int) -> Sample | Rejected:
-        """The next row of a slot.
+        """Return the next row of a slot.
 
         Raises:
-            UserError: it asks for something that the model cannot do.
+            UserError: the model cannot use the row.
         """
-        self._ahead[slot] -= 1  # first: without helpers the batch asked for now is the one that comes
+        self._ahead[slot] -= 1  # must come first: without helpers the batch is requested in `next` below
         while not self._ready[slot]:
             batch = next(self._batches)
-            self._ready[self._asked.popleft()].extend(batch)
+            self._ready[self._requested.popleft()].extend(batch)
         row = self._ready[slot].popleft()
         if isinstance(row, UserError):
             raise row
@@ -105,11 +112,11 @@ class SlotRows:
         while True:
             slot = min(self._ahead, key=self._ahead.__getitem__)
             self._ahead[slot] += size
-            self._asked.append(slot)
+            self._requested.append(slot)
             yield list(islice(self._draws[slot], size))
 
     def _prepare(self) -> Generator[list[Any], None, None]:
-        """Batches of prepared rows, in the order in which they were asked for."""
+        """Yield batches of prepared rows, in the order of the requests."""
         loader: DataLoader[Any] = DataLoader(
             self._rows,
             batch_sampler=self._requests(),
@@ -117,7 +124,7 @@ class SlotRows:
             collate_fn=list,
             worker_init_fn=_start_helper,
             prefetch_factor=_MESSAGES_AHEAD if self._helpers else None,
-            generator=torch.Generator(),  # else it draws a seed from the generator that dropout and resuming depend on
+            generator=torch.Generator(),  # else DataLoader would advance the global generator, which dropout uses
         )
         yield from loader
 

@@ -1,4 +1,4 @@
-"""Rows -> samples: chat rendering, tokenising, media preparation. Runs in the data workers."""
+"""Turn data rows into samples: chat rendering, tokenizing, media preparation. Runs in the data workers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SETTINGS_FILE = "omni_processor.json"
 
 
 class OmniProcessor:
-    """A chat format and the media side of every component.
+    """Turns data rows into samples, with a chat format and the media adapters of all components.
 
     Attributes:
         renderer: the chat format.
         tokenizer: the text tokenizer.
         end_token: id of the token that ends an answer.
-        start_tokens: modality that an attached component reads or writes -> id of the token in front of it.
+        start_tokens: modality of an attached component -> id of the token before each item.
         readers: modality -> name and adapter of the attached encoder.
         writers: modality -> name and adapter of the decoder.
     """
@@ -38,52 +38,52 @@ class OmniProcessor:
     def __init__(
         self, renderer: Renderer, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]
     ) -> None:
-        """Check that each modality has one reader and one writer at most, and one start token.
+        """Check that each modality has at most one reader and one writer, and one start token.
 
         Args:
-            renderer: how a conversation becomes tokens.
+            renderer: turns conversations into tokens.
             readers: encoder name -> adapter.
             writers: decoder name -> adapter.
 
         Raises:
-            UserError: two components for one modality, or a start token that is not one token of the vocabulary.
+            UserError: two components handle the same modality, or a start token is not one token of the vocabulary.
         """
         self.renderer, self.tokenizer, self.end_token = renderer, renderer.tokenizer, renderer.end_token
         self._media = AttachedMedia(readers, writers)
         self.readers, self.writers = self._media.readers, self._media.writers
         for modality in sorted(renderer.native_modalities & set(self.readers)):
             raise UserError(
-                f"model.encoders: {self.readers[modality][0]!r} handles {modality}, and so does the foundation by "
-                "itself; keep one"
+                f"model.encoders: {self.readers[modality][0]!r} handles {modality}, and so does the foundation; "
+                "remove the encoder"
             )
         self.start_tokens = {m: renderer.start_token(m) for m in self._media.modalities}
 
     def sample(
         self, row: Row, index: int = 0, max_tokens: int | None = None, *, without_tail: bool = False
     ) -> Sample | Rejected:
-        """The training sample of a row; a damaged or overlong row comes back as :class:`Rejected`.
+        """Return the training sample of a row, or :class:`Rejected` for a damaged or overlong row.
 
         Args:
-            row: what was said.
+            row: the data row.
             index: position in the global data order.
-            max_tokens: that the model may be given; None: any number.
+            max_tokens: maximum number of tokens of a sample. None: no limit.
             without_tail: see :meth:`Sample.without_tail`.
 
         Raises:
-            UserError: the row asks for something the model cannot do at all (a modality without a component).
+            UserError: the model cannot use such rows at all (no component handles a modality).
         """
         sample = self._try(row, row.messages, index, for_generation=False)
-        if isinstance(sample, Sample) and (unseen := _not_shown(row)):
-            return Rejected(row.id, row.source, unseen, index)
+        if isinstance(sample, Sample) and (unused := _not_shown(row)):
+            return Rejected(row.id, row.source, unused, index)
         if without_tail and isinstance(sample, Sample):
             sample = sample.without_tail()
         if isinstance(sample, Sample) and max_tokens is not None and len(sample) > max_tokens:
-            reason = f"{len(sample)} tokens, at most {max_tokens} fit into a pack"
+            reason = f"{len(sample)} tokens, but a pack holds at most {max_tokens}"
             return Rejected(row.id, row.source, reason, index, is_overlong=True)
         return sample
 
     def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
-        """Everything before the last assistant message's content: what generation starts from."""
+        """Return the sample that generation starts from: everything before the last assistant message's content."""
         return self._try(row, row.question, index, for_generation=True)
 
     def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
@@ -126,14 +126,14 @@ class OmniProcessor:
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
             able = sorted(self.writers if part.is_target else {*self.readers, *native})
             refused = None if part.is_target else self.renderer.refused_modalities.get(part.modality)
-            why = f" (not by the foundation, for {refused})" if refused else ""
+            why = f" (the foundation cannot read it: {refused})" if refused else ""
             raise UserError(
-                f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, and it can {verb} "
-                f"{able or 'no media'}{why}; add a component for it to model.{kind}, or drop these rows"
+                f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, but it can {verb} "
+                f"{able or 'no media'}{why}; add a component for {part.modality} to model.{kind}, or drop these rows"
             )
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write tokenizer, chat format and HF processor into ``folder`` (components save themselves with the model)."""
+        """Save the tokenizer, chat format and HF processor to ``folder``. Components are saved with the model."""
         settings = self.renderer.save_pretrained(Path(folder))
         Path(folder, _SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
 
@@ -145,16 +145,16 @@ class OmniProcessor:
         writers: Mapping[str, MediaAdapter],
         native: NativeInputs | None = None,
     ) -> OmniProcessor:
-        """Read what :meth:`save_pretrained` wrote; adapters come from ``model.media_adapters()``.
+        """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
 
         Args:
-            folder: of a saved omni model.
+            folder: folder of a saved omni model.
             readers: encoder name -> adapter.
             writers: decoder name -> adapter.
-            native: what the foundation reads by itself; None: nothing.
+            native: native media of the foundation; None: it has none.
 
         Raises:
-            UserError: ``folder`` holds no omni processor, or no whole tokenizer.
+            UserError: ``folder`` has no omni processor, or no complete tokenizer.
         """
         settings_file = Path(folder, _SETTINGS_FILE)
         if not settings_file.is_file():
@@ -173,12 +173,12 @@ def _in_row(row: Row, error: UserError) -> UserError:
 
 
 def _not_shown(row: Row) -> str:
-    """What the row holds and no part of its messages shows: nothing would be learnt of it, and nobody would notice."""
+    """Describe media of the row that its messages do not show, so that the model would silently ignore them."""
     shown = Counter(part.modality for part in media_parts(row.messages))
     surplus = {
         modality: len(values) for modality, values in row.media.items() if any(map(is_file, values[shown[modality] :]))
     }
     return "; ".join(
-        f"the row holds {modality} {count}, the messages show {shown[modality]}: {how_to_show(modality)}"
+        f"the row has {count} {modality} files, but the messages show {shown[modality]}: {how_to_show(modality)}"
         for modality, count in surplus.items()
     )

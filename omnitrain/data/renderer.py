@@ -1,4 +1,4 @@
-"""What turns a conversation into tokens: the interface that the two kinds of chat format share."""
+"""The interface of the two kinds of chat format, which turn conversations into tokens."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Encoded:
 
 
 class Renderer(Protocol):
-    """A chat format: a recipe's own (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
+    """A chat format: that of the recipe (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
 
     Attributes:
         tokenizer: the text tokenizer.
         end_token: id of the token that ends an assistant's message.
-        native_modalities: what the foundation reads by itself.
-        refused_modalities: what it has a way to read, which cannot be used -> why.
+        native_modalities: modalities that the foundation reads natively.
+        refused_modalities: modality that the foundation could read, but not here -> why.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class Renderer(Protocol):
     refused_modalities: Mapping[str, str]
 
     def start_token(self, modality: str) -> int:
-        """Id of the token in front of a medium that an attached component reads or writes.
+        """Return the id of the token before a medium that an attached component reads or writes.
 
         Raises:
             UserError: it is not one token of the tokenizer.
@@ -53,26 +53,28 @@ class Renderer(Protocol):
         ...
 
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Encoded:
-        """Tokens of ``messages``, whose media are those of ``row``; for generation, an assistant's opening follows.
+        """Encode ``messages`` with the media of ``row``; for generation, append the opening of an assistant message.
 
         Raises:
             ValueError: this row cannot be used.
-            UserError: no row can.
+            UserError: no such row can be used.
         """
         ...
 
     def save_pretrained(self, folder: Path) -> dict[str, Any]:
-        """Write the tokenizer (or processor) into ``folder``; returns the settings that do not lie in its files."""
+        """Save the tokenizer (or processor) to ``folder``. Return the settings that its files do not contain."""
         ...
 
 
 def single_token(tokenizer: PreTrainedTokenizerBase, field_name: str, text: str) -> int:
-    """The id of ``text``.
+    """Return the id of ``text``.
 
     Raises:
         UserError: it is not one token of the tokenizer.
     """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
-        raise UserError(f"data.chat.{field_name}: {text!r} must be one token of the tokenizer, found {len(ids)}: {ids}")
+        raise UserError(
+            f"data.chat.{field_name}: {text!r} must be one token, but the tokenizer gives {len(ids)}: {ids}"
+        )
     return int(ids[0])

@@ -1,4 +1,4 @@
-"""Data sets -> :class:`Row`, one message list with the bytes of its media."""
+"""Read data sets as :class:`Row`: one message list with the files of its media."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Row:
 
     Attributes:
         id: unique name of the row.
-        source: metrics are split by it.
+        source: name of the source by which metrics are split.
         messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...]}, ...]``.
         media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
         extra: all other columns, for scorers.
-        tools: what the assistant may call, as the column has it; None: nothing.
+        tools: tools that the assistant may call, as in the column; None: none.
     """
 
     id: str
@@ -43,13 +43,13 @@ class Row:
 
     @property
     def question(self) -> list[dict[str, Any]]:
-        """The messages that a model answers: all but a last one of the assistant."""
+        """The messages that a model answers: all, without a last one of the assistant."""
         last = self.messages[-1] if self.messages else None
         is_answered = isinstance(last, dict) and last.get("role") == "assistant"
         return self.messages[:-1] if is_answered else self.messages
 
     def media_bytes(self, modality: str, position: int) -> bytes:
-        """The encoded file of the ``position``-th part of ``modality``.
+        """Return the encoded file of the ``position``-th part of ``modality``.
 
         Raises:
             ValueError: the row has fewer media than parts, or the file cannot be read.
@@ -57,8 +57,8 @@ class Row:
         values = self.media.get(modality, [])
         if position >= len(values):
             raise ValueError(
-                f"the messages show {modality} {position + 1}, the row holds {len(values)}; files belong into a column "
-                f"beside the messages (`columns.{modality}s`)"
+                f"the messages show {modality} {position + 1}, but the row has {len(values)} files; put files in a "
+                f"separate column (`columns.{modality}s`)"
             )
         value = values[position]
         data = value.get("bytes") if isinstance(value, dict) else value
@@ -76,17 +76,17 @@ class Row:
 
 
 class Table(Protocol):
-    """Records of a data set, by position; it can be pickled.
+    """The records of a data set, by position. It can be pickled.
 
     Attributes:
-        column_names: of all records.
+        column_names: columns of all records.
     """
 
     column_names: list[str]
 
     @property
     def kinds(self) -> Mapping[tuple[Any, Any], int]:
-        """Of all records: role and type of part (None: the role itself) -> position of the first that has it."""
+        """``(role, type of part)`` of all records, or ``(role, None)`` -> position of the first record that has it."""
         ...
 
     def __len__(self) -> int: ...
@@ -94,26 +94,27 @@ class Table(Protocol):
     def __getitem__(self, position: int) -> dict[str, Any]: ...
 
     def sources(self) -> list[Any]:
-        """The value of each record in the column of sources."""
+        """Return each record's value in the source column."""
         ...
 
     def problems(self) -> list[str]:
-        """What keeps its columns from being read."""
+        """Return why its columns cannot be read, one text per problem."""
         ...
 
 
 class RowSource(Sequence[Row]):
-    """A data set whose columns were checked; media stay encoded until a row is used."""
+    """A data set with checked columns. Media stay encoded until a row is used."""
 
     def __init__(self, source: DataSource, name: str | None = None) -> None:
         """Open the data set.
 
         Args:
-            source: which one.
-            name: in metrics, and of rows without an id; None: the source's own, or the stem of its path.
+            source: the recipe's node of the data set.
+            name: name in metrics, and in the ids of rows that have none. None: the name of ``source``, or the stem of
+                its path.
 
         Raises:
-            DataError: it does not exist, cannot be read, or lacks a column.
+            DataError: the data set does not exist, cannot be read, or lacks a column.
         """
         self._table = _open(source)
         if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
@@ -125,7 +126,7 @@ class RowSource(Sequence[Row]):
             raise DataError("\n".join(f"data: {source.path!r}: {problem}" for problem in problems))
         self._folder = None if source.media_folder is None else Path(source.media_folder)
         if self._folder is not None and not self._folder.is_dir():
-            raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is no folder")
+            raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is not a folder")
 
     def __len__(self) -> int:
         return len(self._table)
@@ -144,14 +145,14 @@ class RowSource(Sequence[Row]):
         )
 
     def _files(self, column: Any) -> list[Any]:
-        """The media of a row: one, or several, or none."""
+        """Return the files of a row as a list."""
         if column is None:
             return []
         files = list(column) if isinstance(column, (list, tuple)) else [column]
         return files if self._folder is None else [_located(file, self._folder) for file in files]
 
     def by_source(self) -> dict[str, list[int]]:
-        """Source -> positions of its rows, in order of first appearance."""
+        """Return source -> positions of its rows, in order of first appearance."""
         if self.columns.source not in self._table.column_names:
             return {self.name: list(range(len(self)))}
         groups: dict[str, list[int]] = {}
@@ -160,17 +161,15 @@ class RowSource(Sequence[Row]):
         return groups
 
     def first_of_each_kind(self) -> list[int]:
-        """Positions of the first row with each role, and of the first in which each role says each type of part.
+        """Return the positions of the first row with each role, and with each type of part of each role.
 
-        Calls of tools count as a type of part, and so does a column of tools.
-
-        Empty where the message column does not hold messages.
+        Tool calls count as a type of part, and so does a column of tools. Empty if the message column has no messages.
         """
         return sorted(set(self._table.kinds.values()))
 
     @property
     def shown(self) -> frozenset[tuple[str, bool]]:
-        """What the messages of all rows show: modality, and whether it is the assistant's, so to be written."""
+        """The modalities that the messages of all rows show, each with whether the assistant writes it."""
         return frozenset((kind, role_of(role) == "assistant") for role, kind in self._table.kinds if kind in MODALITIES)
 
 
@@ -178,10 +177,10 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     """Open every data set.
 
     Raises:
-        DataError: all that is wrong with any of them, a line each.
-        UserError: they are no data sources.
+        DataError: data sets cannot be used; the message has one line per problem.
+        UserError: ``sources`` are not data sources.
     """
-    if [one for one in sources if not isinstance(one, DataSource)]:  # of a string, its letters
+    if [one for one in sources if not isinstance(one, DataSource)]:  # a string would iterate over its letters
         raise UserError(
             f"sources: found {sources!r}; expected a list of DataSource, such as [DataSource(path='rows.jsonl')]"
         )
@@ -190,7 +189,7 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
         try:
             opened.append(RowSource(source, name))
             if not len(opened[-1]):
-                problems.append(f"data: no rows in {source.path!r}")
+                problems.append(f"data: {source.path!r} has no rows")
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -199,28 +198,28 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
 
 
 def _names(sources: Sequence[DataSource]) -> list[str]:
-    """Of each its own, or else the end of its path, by which no other one is called."""
+    """Return the name of each source, or the shortest end of its path that no other source has."""
     paths = list(dict.fromkeys(Path(source.path) for source in sources if source.name is None))
     return [source.name or _end_of(Path(source.path), paths) for source in sources]
 
 
 def _end_of(path: Path, paths: Sequence[Path]) -> str:
-    """The stem of ``path``, with as many folders in front as tell it from the others among ``paths``."""
+    """Return the stem of ``path`` with as many parent folders as make it unique among ``paths``."""
     for depth in range(1, len(path.parts) + 1):
         ends = [(*one.parts[:-1], one.stem)[-depth:] for one in (path, *paths)]
-        if ends.count(ends[0]) == 2:  # it is among them
+        if ends.count(ends[0]) == 2:  # `paths` contains `path` itself
             return "/".join(ends[0])
     return path.name
 
 
 def _idle(source: DataSource, table: Table) -> Iterator[Idle]:
-    """Keys that can have no effect on the data that were found."""
+    """Yield keys that have no effect on this data set."""
     if _files(source.path):
-        yield Idle("split", "but the path is of files, which have no splits; remove it")
+        yield Idle("split", "but the path leads to files, which have no splits; remove it")
     shown = {kind for _, kind in table.kinds} if source.media_markers or source.media_folder else set()
     for modality in source.media_markers:
         if modality not in shown:
-            why = f"but no text has {MARKERS[modality]} (of a list of parts, none is searched); remove it"
+            why = f"but no text content has {MARKERS[modality]} (lists of parts are not searched); remove it"
             yield Idle("media_markers", why)
     if not shown & set(MODALITIES):
         yield Idle("media_folder", "but no message shows a medium; remove it, or see `media_markers`")
@@ -232,14 +231,14 @@ def _open(source: DataSource) -> Table:
     is_lines = bool(files) and _is_lines(files[0])
     if files and files[0].endswith(".json"):
         raise DataError(
-            f"data: {source.path!r}: found a .json file; expected parquet or JSON Lines (.jsonl), a row per line; make "
-            f"lines of a list by jq -c '.[]' {files[0]} > {files[0]}l, or rename a file of lines"
+            f"data: {source.path!r}: found a .json file; expected parquet or JSON Lines (.jsonl), one row per line; "
+            f"convert a list with jq -c '.[]' {files[0]} > {files[0]}l, or rename the file if it has one row per line"
         )
     try:
         if is_lines:
             return JsonLines(files, source.columns, marked=marked)
         if files:
-            names = [glob.escape(str(Path(file).absolute())) for file in files]  # it takes each for a glob
+            names = [glob.escape(str(Path(file).absolute())) for file in files]  # load_dataset treats names as globs
             return ArrowTable(
                 datasets.load_dataset("parquet", data_files=names, split="train"), source.columns, marked=marked
             )
@@ -248,21 +247,21 @@ def _open(source: DataSource) -> Table:
         return ArrowTable(datasets.load_dataset(source.path, split=source.split), source.columns, marked=marked)
     except FileNotFoundError:
         raise DataError(
-            f"data: no parquet or jsonl file at {source.path!r} (looked at {path.absolute()}){_nearest_file(path)}"
+            f"data: no parquet or jsonl file at {source.path!r} (looked in {path.absolute()}){_nearest_file(path)}"
         ) from None
     except DataError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         as_files = "as JSON Lines" if is_lines else "as parquet (JSON Lines end in .jsonl)"
-        where = as_files if files else f"from the Hub, and there is no such folder ({path.absolute()})"
+        where = as_files if files else f"from the Hub, and no such folder exists ({path.absolute()})"
         raise DataError(f"data: {source.path!r} cannot be read {where}: {error.__cause__ or error}") from error
 
 
 def _files(given: str) -> list[str]:
-    """The files that a path, a folder or a glob names; empty: none.
+    """Return the files of a path, a folder or a glob; empty if there are none.
 
     Raises:
-        DataError: there are others beside JSON Lines.
+        DataError: JSON Lines are mixed with other files.
     """
     path = Path(given)
     if path.is_file():
@@ -270,7 +269,8 @@ def _files(given: str) -> list[str]:
     if path.is_dir():
         found = sorted(str(file) for kind in ("parquet", "jsonl") for file in path.glob(f"**/*.{kind}"))
     elif any(character in given for character in "*?["):
-        found = sorted(map(str, Path().glob(given))) if not path.is_absolute() else _glob(path)
+        root = Path(path.anchor)  # empty for a relative path
+        found = sorted(str(file) for file in root.glob(str(path.relative_to(root)) if path.anchor else given))
     else:
         found = []
     lines = [file for file in found if _is_lines(file)]
@@ -279,8 +279,8 @@ def _files(given: str) -> list[str]:
         inside = path / "**" if path.is_dir() else path.parent
         one, other = (str(inside / f"*.{kind}") for kind in ("parquet", "jsonl"))
         raise DataError(
-            f"data: {given!r} holds {len(lines)} file(s) of JSON Lines ({Path(lines[0]).name!r}, ...) beside "
-            f"{len(others)} other(s) ({Path(others[0]).name!r}, ...); set `path` to {one!r} or {other!r}; both are two "
+            f"data: {given!r} has {len(lines)} file(s) of JSON Lines ({Path(lines[0]).name!r}, ...) and {len(others)} "
+            f"other file(s) ({Path(others[0]).name!r}, ...); set `path` to {one!r} or {other!r}; to use both, list two "
             "data sets"
         )
     return found
@@ -288,11 +288,6 @@ def _files(given: str) -> list[str]:
 
 def _is_lines(file: str) -> bool:
     return file.endswith(".jsonl")
-
-
-def _glob(path: Path) -> list[str]:
-    root = Path(path.anchor)
-    return sorted(str(file) for file in root.glob(str(path.relative_to(root))))
 
 
 def _nearest_file(path: Path) -> str:
@@ -305,7 +300,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _missing_columns(found: list[str], source: DataSource) -> list[str]:
-    """The message column must exist, and so must every column that the recipe calls otherwise than by default."""
+    """Return problems if the message column, or a column whose name the recipe sets, is missing."""
     defaults = Columns()
     named = {field for field in Columns.model_fields if getattr(source.columns, field) != getattr(defaults, field)}
     wanted = {"messages", *named}
@@ -314,7 +309,7 @@ def _missing_columns(found: list[str], source: DataSource) -> list[str]:
         name = getattr(source.columns, field)
         if name not in found:
             close = nearest(name, found)
-            if field == "messages":  # as LLaVA and ShareGPT call them
+            if field == "messages":  # LLaVA and ShareGPT call this column `conversations`
                 close = next((column for column in found if column.startswith("conversation")), close)
             hint = f"; set `columns.{field}: {close}`?" if close else f"; set `columns.{field}` to one of them"
             problems.append(f"column {name!r} (columns.{field}) is missing, found {found}{hint}")
@@ -325,7 +320,7 @@ def _missing_columns(found: list[str], source: DataSource) -> list[str]:
 
 
 def is_file(value: Any) -> bool:
-    """Whether a value of a media column holds a file; null, an empty path or empty bytes do not."""
+    """Whether a value of a media column is a file; null, an empty path and empty bytes are not."""
     return any(value.values()) if isinstance(value, dict) else bool(value)
 
 
@@ -336,11 +331,11 @@ def _text(value: Any, default: str) -> str:
 def _begins_in(path: Path) -> str:
     if path.is_absolute():
         return ""
-    return f" in {Path.cwd()}; `media_folder` of a data source says where the paths of its media begin"
+    return f" in {Path.cwd()}; set `media_folder` of the data source to the folder of its media"
 
 
 def _located(file: Any, folder: Path) -> Any:
-    """A medium whose relative path begins in ``folder``; an empty path is none."""
+    """Prepend ``folder`` to the path of a file, if it has one."""
     if isinstance(file, str) and file:
         return str(folder / file)
     if isinstance(file, dict) and file.get("path") and not file.get("bytes"):

@@ -1,4 +1,4 @@
-"""``Sample``: one training example, everything about it decided before it is packed."""
+"""``Sample``: one training example, fully prepared before it is packed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 Features = dict[str, np.ndarray]
 
-# Component names of modalities that the foundation reads by itself: ``foundation.image``, ...
+# Prefix of the component names of native modalities: ``foundation.image``, ...
 NATIVE_PREFIX = "foundation."
 
 
 @dataclass(frozen=True)
 class MediaItem:
-    """One image, clip or video, ready for its component.
+    """One image, sound or video, prepared for its component.
 
     Attributes:
-        features: arrays by the component's argument names; items of a pack are concatenated along axis 0.
-        num_tokens: rows that the component makes of it, so also its tokens in the sequence.
+        features: the component's arguments by name; items of a pack are concatenated along axis 0.
+        num_tokens: tokens of the item in the sequence, one for each row of the component's output.
     """
 
     features: Features
@@ -27,16 +27,16 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """An item's place in a sample. Atomic: never cut by truncation or packing.
+    """The tokens of an item in a sample. Truncation and packing never cut a span.
 
     Attributes:
-        component: name of the encoder that reads it, or of the decoder that learns to write it. A modality that the
-            foundation reads by itself is ``foundation.image``, ``foundation.audio`` or ``foundation.video``.
-        start: index of its first token in the sample.
-        item: the prepared media.
-        is_target: True for decoders: the span's tokens are predicted.
-        scattered: ``[num_tokens]`` int64 indices of its tokens, ascending, where other tokens lie between them (times
-            between a video's frames, sound among its pictures); None: one run from ``start``.
+        component: name of the encoder that reads the item, or of the decoder that learns to write it. For a native
+            modality of the foundation: ``foundation.image``, ``foundation.audio`` or ``foundation.video``.
+        start: index of the item's first token in the sample.
+        item: the prepared item.
+        is_target: whether a decoder predicts the span's tokens.
+        scattered: ``[num_tokens]`` int64, ascending indices of the item's tokens if other tokens lie between them
+            (times between a video's frames, sound between its pictures). None: one run from ``start``.
     """
 
     component: str
@@ -47,7 +47,7 @@ class MediaSpan:
 
     @property
     def positions(self) -> np.ndarray:
-        """``[num_tokens]`` int64: index in the sample of the token of each of the item's rows."""
+        """``[num_tokens]`` int64: indices of the item's tokens in the sample."""
         if self.scattered is not None:
             return self.scattered
         return np.arange(self.start, self.start + self.item.num_tokens)
@@ -55,24 +55,23 @@ class MediaSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids, what is trained on, positions and media of one example.
+    """Token ids, loss mask, positions and media of one example.
 
-    Its length is the number of tokens that the model is given.
+    Its length is the number of tokens that the model gets.
 
     Attributes:
-        id: names the row in errors and reports.
-        source: metrics are split by it.
+        id: name of the data row in errors and reports.
+        source: name of the source by which metrics are split.
         input_ids: ``[T]`` int64; arbitrary under media spans.
-        loss_mask: ``[T]`` bool; True where the text token itself is to be predicted.
+        loss_mask: ``[T]`` bool; True for text tokens to predict.
         position_ids: ``[T]`` int64, or ``[axes, T]`` for a foundation with several position axes (M-RoPE).
-        spans: media, in order of ``start``.
-        index: position in the global data order; negative: it stands in for no sample of the data.
-        token_inputs: further arguments of the foundation's forward with one value per token, ``[T]`` each
-            (``mm_token_type_ids``, ``token_type_ids``).
-        forward_inputs: of a sample that the foundation reads in its own forward, alone: all that its HF processor gave
-            beside the ids, batch axis included. Positions are then the model's own.
-        num_inputs: how many tokens, from the first on, the model is given; None: all. One behind them is a label at
-            most.
+        spans: media spans, in order of ``start``.
+        index: position in the global data order. Negative: the sample is a stand-in that is not in the data.
+        token_inputs: further per-token arguments of the foundation's forward, ``[T]`` each (``mm_token_type_ids``,
+            ``token_type_ids``).
+        forward_inputs: set for a sample that the foundation's own forward reads, alone in its pack: all outputs of the
+            HF processor except the ids, batch axis included. The model then computes its positions.
+        num_inputs: number of tokens, from the first, that the model gets. None: all. Later tokens are labels at most.
     """
 
     id: str
@@ -88,35 +87,35 @@ class Sample:
 
     @property
     def is_alone(self) -> bool:
-        """No other sample may be in its pack."""
+        """Whether the sample must be the only one in its pack."""
         return bool(self.forward_inputs)
 
     def __len__(self) -> int:
         return len(self.input_ids) if self.num_inputs is None else self.num_inputs
 
     def without_tail(self) -> Sample:
-        """The same sample, of which the model is given nothing behind the last token that a loss reads.
+        """Return the sample without the tokens after the last one that a loss reads.
 
-        Media are given whole, and so is all that a processor gave for all tokens. For a causal model it changes neither
-        a loss nor a gradient.
+        Media spans stay whole, and a sample with ``forward_inputs`` is returned as it is. For a causal model this
+        changes neither losses nor gradients.
         """
         if self.forward_inputs:
             return self
         media = [int(span.positions.max(initial=0)) + 1 for span in self.spans]
-        trained = np.flatnonzero(self.loss_mask)[-1:].tolist()  # it is read one token before
+        trained = np.flatnonzero(self.loss_mask)[-1:].tolist()  # the token before predicts it
         return replace(self, num_inputs=max([1, *media, *trained]))
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A row that could not become a sample: skipped, counted and listed.
+    """A data row that could not become a sample. Training skips, counts and lists it.
 
     Attributes:
-        id: names the row.
-        source: metrics are split by it.
-        reason: what was found.
+        id: name of the data row.
+        source: name of the source by which metrics are split.
+        reason: why it was rejected.
         index: position in the global data order.
-        is_overlong: a whole sample, but longer than a pack.
+        is_overlong: whether it is a valid sample that is longer than a pack.
     """
 
     id: str

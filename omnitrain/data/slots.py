@@ -1,7 +1,7 @@
-"""Slots: the independent packers of a run, their states, and which ranks pack them.
+"""Slots: the independent packers of a run, their states, and the ranks that run them.
 
-A step has one pack per slot (``train.micro_batches`` of them), each from samples of its own. So what is in a step
-follows from the recipe, however many ranks there are; they only divide the packs among themselves.
+A step has one pack per slot (``train.micro_batches`` slots), and each slot draws different samples. So the samples of a
+step follow from the recipe alone, and the ranks only divide the packs among themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from omnitrain.errors import UserError
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank packs of every step: the packs of ``slots``, of each the ``share``-th of ``num_shares`` shares."""
+    """A rank's share of every step: the packs of ``slots``, and of each pack share ``share`` of ``num_shares``."""
 
     slots: tuple[int, ...]
     share: int = 0
@@ -23,7 +23,7 @@ class RankShare:
 
 
 def share_of_rank(rank: int, ranks: int, slots: int) -> RankShare:
-    """Divide a step among the ranks that draw data. Up to ``slots`` of them have whole packs, more share them.
+    """Divide a step among the ranks that draw data. Up to ``slots`` ranks get whole packs; more ranks share them.
 
     For example::
 
@@ -31,7 +31,7 @@ def share_of_rank(rank: int, ranks: int, slots: int) -> RankShare:
         2 slots, 4 ranks    ranks 0, 2: halves of slot 0   ranks 1, 3: halves of slot 1
 
     Raises:
-        UserError: ranks and slots that do not divide each other.
+        UserError: neither of ``ranks`` and ``slots`` divides the other.
     """
     assert 0 <= rank < ranks
     if slots % ranks == 0:
@@ -39,8 +39,8 @@ def share_of_rank(rank: int, ranks: int, slots: int) -> RankShare:
     if ranks % slots == 0:
         return RankShare((rank % slots,), share=rank // slots, num_shares=ranks // slots)
     raise UserError(
-        f"train.micro_batches: found {slots} with {ranks} ranks that draw data; expected {_fitting(ranks)} "
-        f"for {ranks} ranks; or change the number of ranks to {_fitting(slots)}"
+        f"train.micro_batches is {slots}, and {ranks} ranks draw data; set it to {_fitting(ranks)}, or change the "
+        f"number of ranks that draw data to {_fitting(slots)}"
     )
 
 
@@ -51,11 +51,11 @@ def _fitting(number: int) -> str:
 
 @dataclass(frozen=True)
 class SlotState:
-    """Where a slot stands: all that is needed to continue it.
+    """The state of a slot, from which it resumes.
 
     Attributes:
-        next_index: global index of the first of its samples that was not drawn yet.
-        held: indices of samples that were drawn and are in no pack yet, oldest first.
+        next_index: global index of its first sample that was not drawn yet.
+        held: indices of samples that were drawn but not packed yet, oldest first.
     """
 
     next_index: int
@@ -64,11 +64,11 @@ class SlotState:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """Where the data of a run stand. Nothing in it depends on the number of ranks.
+    """The state of a run's data. It does not depend on the number of ranks.
 
     Attributes:
-        slots: slot -> its state. A loader's own has the slots of its rank, :func:`merge_states` puts them together.
-            Empty: the beginning of a run.
+        slots: slot -> its state. The state of one loader has the slots of its rank; :func:`merge_states` merges those
+            of all ranks. Empty: the beginning of a run.
         rejected: rows skipped so far, each once.
     """
 
@@ -76,31 +76,33 @@ class LoaderState:
     rejected: tuple[Rejected, ...] = ()
 
     def of_slot(self, slot: int) -> SlotState:
-        """The state of one slot.
+        """Return the state of one slot.
 
         Raises:
-            ValueError: other slots were begun, but not this one: its samples would be drawn from the start.
+            ValueError: the state has other slots but not this one, which would draw its samples from the start.
         """
         if not self.slots:
             return SlotState(next_index=slot)
         if slot not in self.slots:
             raise ValueError(
-                f"the state has slots {sorted(self.slots)} and not {slot}; merge the states of all ranks, "
-                "of a run with the same train.micro_batches"
+                f"the state has slots {sorted(self.slots)}, but not {slot}; merge the states of all ranks of a run "
+                "with the same train.micro_batches"
             )
         return self.slots[slot]
 
 
 def merge_states(states: Sequence[LoaderState]) -> LoaderState:
-    """The state of a run from those of its ranks after the same step; valid for any number of ranks.
+    """Merge the states of all ranks after the same step. The result is valid for any number of ranks.
 
     Raises:
-        ValueError: ranks that share a slot and stand at different places in it.
+        ValueError: ranks that share a slot have different states of it.
     """
     slots: dict[int, SlotState] = {}
     for state in states:
-        for slot, found in state.slots.items():
-            if slots.setdefault(slot, found) != found:
-                raise ValueError(f"slot {slot} stands at {slots[slot]} and at {found}; merge states of one step")
+        for slot, slot_state in state.slots.items():
+            if slots.setdefault(slot, slot_state) != slot_state:
+                raise ValueError(
+                    f"slot {slot} has the states {slots[slot]} and {slot_state}; merge states of the same step"
+                )
     rejected = {row.id: row for state in states for row in state.rejected}
     return LoaderState(dict(sorted(slots.items())), tuple(rejected.values()))

@@ -1,9 +1,9 @@
-"""Which message a chat template is writing: marks in its text, put there by the template's own loops.
+"""Find the text that a chat template writes for each message, with marks that the template's loops print.
 
-A template goes over the messages in ``for`` loops. In a copy of its source, each turn of a loop first prints a mark
-that the message carries under a key of its own, and prints another mark when it ends. A loop over anything else prints
-nothing, as its items have no such key. So the text says of each character which message the template was at, whatever
-it does with contents, reasoning or tool calls. Without its marks the text must be the plain one.
+A template iterates over the messages in ``for`` loops. In a copy of its source, each iteration first prints a mark,
+which the message carries under a reserved key, and prints another mark at its end. Loops over other things print
+nothing, because their items have no such key. So each character of the text belongs to a known message, whatever the
+template does with contents, reasoning or tool calls. Without the marks, the text must equal the unmarked text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omnitrain.data.parts import Message
 
 Span = tuple[int, int]
 
-OWN, OTHERS = "\U000f0010", "\U000f0011"  # before the last character of a text: of the assistant, of anybody else
+OWN, OTHERS = "\U000f0010", "\U000f0011"  # mark before the last character of a text of the assistant, or of others
 _BEGIN, _BEGUN, _END = "\U000f0012", "\U000f0013", "\U000f0014"
 _GENERATES, _GENERATED = "\U000f0015", "\U000f0016"
 _MARKS = re.compile(f"{_BEGIN}(\\d+){_BEGUN}|[{OWN}-{_GENERATED}]")
@@ -31,15 +31,15 @@ _WITHOUT_OUTPUT = {"comment_begin", "comment", "comment_end", "raw_begin", "raw_
 
 @dataclass
 class MarkedText:
-    """A rendered conversation, and what its marks say.
+    """A rendered conversation with the information of its marks.
 
     Attributes:
-        text: without the marks.
-        pieces: index of a message -> characters ``[start, stop)`` that the template wrote when it was at this message,
-            none of them empty, joined where they touch.
-        generated: characters inside ``{% generation %}``.
-        seen: index of a message -> kinds of texts (:data:`OWN`, :data:`OTHERS`) that show there.
-        last_stop: where the last turn of a loop over messages ends.
+        text: the text without the marks.
+        pieces: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
+            and merged if adjacent.
+        generated: spans of characters inside ``{% generation %}``.
+        seen: index of a message -> kinds of texts (:data:`OWN`, :data:`OTHERS`) inside it.
+        last_stop: end of the last iteration of a loop over messages.
     """
 
     text: str = ""
@@ -53,7 +53,7 @@ class MarkedText:
         """Read the marks of ``marked``.
 
         Raises:
-            ValueError: they do not pair up.
+            ValueError: the marks do not form pairs.
         """
         read, end = cls(), 0
         at: list[int] = []
@@ -68,7 +68,7 @@ class MarkedText:
             elif mark[0] in (OWN, OTHERS):
                 read.seen.setdefault(at[-1] if at else -1, set()).add(mark[0])
             elif not (at if mark[0] == _END else began):
-                raise ValueError("the chat template does not write its messages one after the other")
+                raise ValueError("the chat template does not write its messages one after another")
             elif mark[0] == _END:
                 at.pop()
                 read.last_stop = len(read.text)
@@ -87,14 +87,14 @@ class MarkedText:
 
 
 def has_marks(text: str) -> bool:
-    """Whether a text holds characters that only marks may be."""
+    """Whether a text contains characters that are reserved for marks."""
     return _MARKS.search(text) is not None
 
 
 def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message]:
-    """The messages, with keys that a template of :func:`marking_template` prints; with ``texts``, marks in these, too.
+    """Return the messages with keys that a template of :func:`marking_template` prints.
 
-    A mark in a text stands before its last character that is not white space, where templates that trim leave it.
+    With ``texts``, each text gets a mark as well, before its last non-space character, so that trimming keeps it.
     """
     return [
         (_marked_texts(message) if texts else message) | {_BEGIN_KEY: f"{_BEGIN}{index}{_BEGUN}", _END_KEY: _END}
@@ -103,7 +103,7 @@ def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message
 
 
 def _marked_texts(message: Message) -> Message:
-    """Marks in the content, and in nested fields that others than the assistant fill (``tool_responses``)."""
+    """Mark the content, and nested fields that the assistant does not write (``tool_responses``)."""
     mark = OWN if message["role"] == "assistant" else OTHERS
     nested = {key: value for key, value in message.items() if isinstance(value, (list, dict)) and key != "tool_calls"}
     marked = message | {key: _marked_within(value, OTHERS) for key, value in nested.items()}
@@ -125,18 +125,18 @@ def _marked(text: str, mark: str) -> str:
 
 @lru_cache
 def marking_template(source: str) -> str:
-    """A chat template that prints what ``source`` does, and the marks of :func:`marked_messages`.
+    """Return a chat template that prints the text of ``source`` and the marks of :func:`marked_messages`.
 
     Raises:
-        jinja2.TemplateError: no template.
+        jinja2.TemplateError: ``source`` is not a template.
     """
-    lexer = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as chat templates are read
+    lexer = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers reads chat templates
     blocks = _Blocks()
     return "".join(blocks.around(s) if isinstance(s, list) else s for s in _statements(lexer.lex(source)))
 
 
 def _statements(tokens: Iterable[tuple[int, str, str]]) -> Iterator[str | list[str]]:
-    """Texts and expressions as strings, and each block tag as a list of its words; nothing depends on white space."""
+    """Yield texts and expressions as strings, and each block tag as a list of its words."""
     inside: list[str] = []
     for _, kind, value in tokens:
         if kind == "data":
@@ -152,20 +152,20 @@ def _statements(tokens: Iterable[tuple[int, str, str]]) -> Iterator[str | list[s
 
 
 def _literal(text: str) -> str:
-    """An expression that prints ``text``, whatever stands next to it."""
+    """Return an expression that prints ``text`` independent of white space control around it."""
     escaped = text.encode("unicode_escape").decode().replace('"', '\\"')
     return f'{{{{ "{escaped}" }}}}' if text else ""
 
 
 class _Blocks:
-    """The ``for`` and ``if`` blocks that are open, and the names of the loops' items; None: it has no name."""
+    """The open ``for`` and ``if`` blocks, each with the name of its loop item, or None."""
 
     def __init__(self) -> None:
         self._open: list[tuple[str, str | None]] = []
         self._numbers = count()
 
     def around(self, tag: list[str]) -> str:
-        """The block tag, with what prints the marks around it."""
+        """Return the block tag with the expressions around it that print the marks."""
         words = [word for word in tag if not word.isspace()]
         block = "{%+ " + "".join(tag) + " +%}"
         before, after = "", ""
@@ -184,7 +184,7 @@ class _Blocks:
         return before + block + after
 
     def _begin(self, words: list[str]) -> str:
-        is_loop = words[0] == "for" and words[2] == "in"  # one name for an item, as a message has
+        is_loop = words[0] == "for" and words[2] == "in"  # loops over messages have one name for the item
         name = f"omnitrain_item_{next(self._numbers)}" if is_loop else None
         self._open.append((words[0], name))
         return f"{{% set {name} = {words[1]} %}}{{{{ {name}['{_BEGIN_KEY}'] }}}}" if name else ""

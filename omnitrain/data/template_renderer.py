@@ -1,8 +1,8 @@
-"""A HF processor (or tokenizer) and its chat template, as they are.
+"""Encode conversations with a HF processor (or tokenizer) and its chat template.
 
-The template renders a conversation; the processor turns one medium at a time into text and features; the text with
-every medium in place is tokenised at once. That the ids are the processor's own for the whole conversation is checked
-on the first samples of each kind.
+The template renders a conversation. The processor turns one medium at a time into text and features. The text with all
+media in place is tokenized at once. The first samples of each kind are compared with the processor's output for the
+whole conversation.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from omnitrain.data.tool_calls import tools_of
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat, Data
 
-_ATTACHED = "\U000f0003"  # stands in the template's text for a medium of an attached component
-_TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # as transformers numbers them in mm_token_type_ids
+_ATTACHED = "\U000f0003"  # placeholder in the template's text for a medium of an attached component
+_TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # values of mm_token_type_ids in transformers
 
 
 class TemplateRenderer:
-    """Conversations by the chat template of a HF processor or tokenizer.
+    """Renders conversations with the chat template of a HF processor or tokenizer.
 
     Attributes:
         tokenizer: the text tokenizer.
         template: the chat template.
         end_token: id of the token that ends an assistant's message.
-        native_modalities: what the foundation reads by itself.
-        refused_modalities: what it has a way to read, which cannot be used -> why.
+        native_modalities: modalities that the foundation reads natively.
+        refused_modalities: modality that the foundation could read, but not here -> why.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class TemplateRenderer:
         audio_in_video: bool = False,
         max_frames: int = 128,
     ) -> None:
-        """Look at processor, template and foundation together.
+        """Check that processor, template and foundation fit together.
 
         Args:
-            processor: of the foundation; a tokenizer where it reads text alone.
-            native: what the foundation reads by itself; None: nothing.
-            starts: holds the start tokens of media of attached components; None: the defaults.
+            processor: processor of the foundation, or a tokenizer if it reads only text.
+            native: native media of the foundation; None: it has none.
+            starts: chat format with the start tokens of attached media; None: the defaults.
             arguments: further arguments of every call of ``processor`` (``images_kwargs``, ``videos_kwargs``, ...).
             audio_in_video: read videos together with their sound.
-            max_frames: frames decoded from a video at most.
+            max_frames: maximum number of frames decoded from a video.
 
         Raises:
             UserError: they do not fit together.
@@ -74,7 +74,7 @@ class TemplateRenderer:
         self.tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError(
-                f"{type(self.tokenizer).__name__} does not tell which characters a token covers; name a fast tokenizer"
+                f"{type(self.tokenizer).__name__} does not give the characters of each token; use a fast tokenizer"
             )
         has_template = getattr(processor, "chat_template", None)
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
@@ -99,7 +99,7 @@ class TemplateRenderer:
             return int(self.tokenizer.convert_tokens_to_ids(self.template.end))
         if self.tokenizer.eos_token_id is None:
             raise UserError(
-                f"neither the chat template nor {type(self.tokenizer).__name__} names a token that ends an answer"
+                f"neither the chat template nor {type(self.tokenizer).__name__} has a token that ends an answer"
             )
         return int(self.tokenizer.eos_token_id)
 
@@ -138,14 +138,14 @@ class TemplateRenderer:
         )
 
     def _adds_special(self, text: str) -> bool:
-        """As ``apply_chat_template(tokenize=True)`` does: a tokenizer never, a processor unless the text has it."""
+        """Follow ``apply_chat_template``: a tokenizer adds none, a processor adds them unless the text has them."""
         if self._processor is self.tokenizer:
             return False
         bos = self.tokenizer.bos_token
         return not (bos is not None and text.startswith(bos))
 
     def _places(self, text: str, parts: Sequence[MediaPart], media: AttachedMedia) -> list[tuple[MediaPart, Span]]:
-        """Each part with the characters by which the template shows it, in the order of the text."""
+        """Return each part with the characters that the template writes for it, in the order of the text."""
         waiting: dict[str, deque[MediaPart]] = {}
         for part in parts:
             token = _ATTACHED if media.handles(part) else self._native_expander.tokens[part.modality]
@@ -179,17 +179,18 @@ class TemplateRenderer:
     def _require_one_way(self, inserts: Sequence[Insert]) -> None:
         if apart := sorted({insert.medium.modality for insert in inserts if isinstance(insert, NativeInsert)}):
             raise UserError(
-                f"the conversation shows {', '.join(apart)} with {', '.join(sorted(self.native.in_forward))}; the "
-                "foundation's own forward reads the latter and its towers, apart, the former: have one of them in a row"
+                f"the conversation shows both {', '.join(apart)} and {', '.join(sorted(self.native.in_forward))}; the "
+                "foundation reads the latter only in its own forward and the former in separate encoder calls, so a "
+                "row must not have both"
             )
 
     def _check_placeholders(self, tokens: PlacedTokens, spans: list[MediaSpan]) -> None:
-        """Placeholder tokens outside every span come from the row's own text, and no row would fill them."""
+        """Raise if the row's text contains placeholder tokens, which no features would fill."""
         stray = np.isin(tokens.ids, list(set(self.native.placeholders.values())))
         for span in spans:
             stray[span.positions] = False
         if stray.any():
-            raise ValueError(f"the text itself holds {int(stray.sum())} placeholder tokens of media")
+            raise ValueError(f"the text itself contains {int(stray.sum())} placeholder tokens of media")
 
     def _token_inputs(
         self, tokens: PlacedTokens, trained: np.ndarray, inserts: Sequence[Insert]
@@ -231,7 +232,7 @@ class TemplateRenderer:
         token_inputs: dict[str, np.ndarray],
         inserts: Sequence[Insert],
     ) -> None:
-        """Compare with the processor's run on the whole conversation: once for each mixture of media."""
+        """Compare with the processor's output for the whole conversation, once for each mixture of media."""
         media = [insert.medium for insert in inserts if isinstance(insert, NativeInsert)]
         counts = Counter(medium.modality for medium in media)
         mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
@@ -242,8 +243,9 @@ class TemplateRenderer:
             theirs = np.asarray(whole[name])[0] if name in whole else ours
             if not np.array_equal(ours, theirs):
                 raise UserError(
-                    f"row {row.id!r}: {type(self._processor).__name__} gives other {name} for media alone than "
-                    f"together ({_first_difference(ours, theirs)}), so that its media cannot be prepared one by one"
+                    f"row {row.id!r}: {type(self._processor).__name__} gives different {name} for single media than "
+                    f"for the whole conversation ({_first_difference(ours, theirs)}), so its media cannot be prepared "
+                    "one by one"
                 )
         self._verified.add(mixture)
 
@@ -254,18 +256,18 @@ class TemplateRenderer:
 
     @classmethod
     def from_recipe(cls, data: Data, foundation: str, native: NativeInputs | None) -> TemplateRenderer:
-        """As a recipe says.
+        """Build the renderer of a recipe.
 
         Args:
             data: the recipe's ``data`` node.
-            foundation: folder or Hub id of the foundation, whose processor is taken where ``data`` names none.
-            native: what the foundation reads by itself; None: nothing.
+            foundation: folder or Hub id of the foundation, whose processor is used if ``data`` names none.
+            native: native media of the foundation; None: it has none.
 
         Raises:
-            UserError: no processor there, or one that does not fit.
+            UserError: there is no processor, or it does not fit.
         """
         processor = load_hf_processor(data.processor or foundation)
-        arguments = {part: given for part, given in data.processor_arguments.model_dump().items() if given}
+        arguments = {kind: values for kind, values in data.processor_arguments.model_dump().items() if values}
         require_known_arguments(processor, arguments)
         return cls(
             processor,
@@ -280,20 +282,20 @@ class TemplateRenderer:
     def from_pretrained(
         cls, folder: str | Path, settings: dict[str, Any], native: NativeInputs | None
     ) -> TemplateRenderer:
-        """Read what :meth:`save_pretrained` wrote; ``settings`` are what it returned."""
+        """Load a renderer that :meth:`save_pretrained` saved, with the ``settings`` that it returned."""
         options = {name: value for name, value in settings.items() if name != "starts"}
         return cls(load_hf_processor(folder), native, starts=ChatFormat(**settings["starts"]), **options)
 
 
 def _as_shown(processor: ProcessorMixin | PreTrainedTokenizerBase, native: NativeInputs) -> NativeInputs:
-    """Without what only the foundation's forward reads and its processor does not show."""
+    """Refuse ``in_forward`` modalities for which the processor has no token."""
     is_processor = isinstance(processor, ProcessorMixin)
     unshown = native.in_forward - (shown_by(processor, native.in_forward).keys() if is_processor else set())
-    return native.without_forward(dict.fromkeys(unshown, f"{type(processor).__name__} names no token for it"))
+    return native.without_forward(dict.fromkeys(unshown, f"{type(processor).__name__} has no token for it"))
 
 
 def _with_stand_ins(messages: list[Message], parts: Sequence[MediaPart], media: AttachedMedia) -> list[Message]:
-    """The messages, with a text part of one reserved character for each medium of an attached component."""
+    """Replace each medium of an attached component by a text part of one reserved character."""
     remaining = iter(parts)
     shown = []
     for message in messages:
@@ -309,13 +311,13 @@ def _with_stand_ins(messages: list[Message], parts: Sequence[MediaPart], media: 
 
 
 def _miscounted(token: str, found: int, expected: int) -> str:
-    shown = "a stand-in for media" if token == _ATTACHED else repr(token)
+    shown = "the placeholder of attached media" if token == _ATTACHED else repr(token)
     why = (
-        "their text spells it out; where that stands for a medium, set `media_markers` of the data source"
+        "the messages' text contains it; if it stands for a medium, set `media_markers` of the data source"
         if found > expected
-        else "the template leaves media out"
+        else "the template does not write all media"
     )
-    return f"the chat template's text shows {shown} {found} times, the messages show {expected} such media: {why}"
+    return f"the chat template's text has {shown} {found} times, but the messages show {expected} such media: {why}"
 
 
 def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> str:

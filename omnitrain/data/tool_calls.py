@@ -1,4 +1,4 @@
-"""Tools and calls of them, as OpenAI and HuggingFace write them."""
+"""Read tools and tool calls in the formats of OpenAI and HuggingFace."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def tools_of(column: Any) -> list[dict[str, Any]]:
-    """The tools of a row: a list of objects, or the JSON text of one; empty: none.
+    """Return the tools of a row, from a list of objects or the JSON text of such a list.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the column is neither.
     """
     tools = _parsed(column, "tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and name_of(tool) for tool in tools):
@@ -23,15 +23,15 @@ def tools_of(column: Any) -> list[dict[str, Any]]:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tool calls of a message, each ``{"type": "function", "function": {"name": ..., "arguments": {...}}, ...}``.
+    """Return the tool calls of a message: ``{"type": "function", "function": {"name": ..., "arguments": {...}}, ...}``.
 
-    Arguments that are a JSON text, as OpenAI writes them, become the object that HF templates expect.
+    Arguments as JSON text, the format of OpenAI, become the object that HF templates expect.
 
     Raises:
-        ValueError: what is no call, or arguments that are no object.
+        ValueError: an entry is not a call, or its arguments are not an object.
     """
     if message.get("function_call"):
-        raise ValueError("function_call: OpenAI replaced it; expected `tool_calls`")
+        raise ValueError("function_call: OpenAI replaced it by `tool_calls`; use that")
     calls = _parsed(message.get("tool_calls"), "tool_calls") or []
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls: found {_shown(calls)}; expected a list of objects with a `function`")
@@ -39,13 +39,13 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def name_of(called: Mapping[str, Any]) -> str:
-    """The name of the function of a tool or a call; empty: it has none."""
+    """Return the function name of a tool or a call; empty if it has none."""
     name = _function(called).get("name")
     return name if isinstance(name, str) else ""
 
 
 def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of :func:`calls_of` whose arguments are JSON text."""
+    """Return a call of :func:`calls_of` with its arguments as JSON text."""
     function = call["function"]
     return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
@@ -65,12 +65,12 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 def _require_json(call: dict[str, Any], where: str) -> None:
     try:
         json.dumps(call, ensure_ascii=False).encode()
-    except (TypeError, ValueError) as error:  # dates of parquet; half a character, which JSON can spell
+    except (TypeError, ValueError) as error:  # dates in parquet; lone surrogates, which JSON allows
         raise ValueError(f"{where}: cannot be written as JSON: {error}") from None
 
 
 def _function(called: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"name": ..., ...}`` of ``{"function": {...}}``, or of what is written without that level."""
+    """Return ``{"name": ..., ...}``, with or without the outer ``{"function": {...}}``."""
     function = called.get("function", {name: called[name] for name in ("name", "arguments") if name in called})
     return function if isinstance(function, dict) else {}
 
@@ -81,7 +81,7 @@ def _parsed(value: Any, where: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: found {_shown(value)}; no JSON: {error}") from None
+        raise ValueError(f"{where}: found {_shown(value)}, which is not valid JSON: {error}") from None
 
 
 def _shown(value: Any) -> str:

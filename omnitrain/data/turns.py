@@ -1,4 +1,4 @@
-"""Conversations as others write them: turns of ``from`` and ``value``, and media shown by markers in the text."""
+"""Convert conversations of other formats: turns with ``from`` and ``value``, and media markers in texts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-TURN_FIELDS = (("role", "content"), ("from", "value"))  # OpenAI's, and ShareGPT's and LLaVA's
-MORE_FIELDS = ("tool_calls", "function_call", "reasoning_content")  # what else an assistant's message may say
+TURN_FIELDS = (("role", "content"), ("from", "value"))  # of OpenAI; of ShareGPT and LLaVA
+MORE_FIELDS = ("tool_calls", "function_call", "reasoning_content")  # further fields of an assistant's message
 MARKERS = {"image": "<image>", "audio": "<audio>", "video": "<video>"}
 
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -15,32 +15,32 @@ _MARKER = re.compile("<(" + "|".join(MARKERS) + ")>")
 
 
 def how_to_show(modality: str) -> str:
-    """What a message needs for each medium."""
+    """Return text that explains how a message shows a medium."""
     return (
-        f"each needs a part of type {modality} (or {MARKERS[modality]} in a text, with `media_markers: [{modality}]` "
-        "of the data set)"
+        f"each file needs a part of type {modality} in a message (or {MARKERS[modality]} in its text, with "
+        f"`media_markers: [{modality}]` of the data set)"
     )
 
 
 def as_messages(turns: Any, *, marked: Collection[str]) -> Any:
-    """Turns -> messages with a role and a content; what is no list of turns is given back as it is.
+    """Convert turns to messages with a role and a content. Anything but a list of turns is returned unchanged.
 
     Args:
         turns: ``[{"role": ..., "content": ...}, ...]`` or ``[{"from": ..., "value": ...}, ...]``.
-        marked: modalities that texts show by markers; other markers are text.
+        marked: modalities whose markers in texts stand for media; other markers stay text.
     """
     return [_message(turn, marked) for turn in turns] if isinstance(turns, list) else turns
 
 
 def role_of(speaker: Any) -> Any:
-    """The role of who ShareGPT's turns are `from`; of others their own name."""
+    """Return the role of a ShareGPT speaker (`from`); other names stay as they are."""
     return _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
 
 
 def _message(turn: Any, marked: Collection[str]) -> Any:
     if not isinstance(turn, dict):
         return turn
-    if turn.get("role") is None and "from" in turn:  # parquet has the fields of all turns in each of them
+    if turn.get("role") is None and "from" in turn:  # in parquet each turn has the fields of all turns
         rest = {name: value for name, value in turn.items() if name not in ("role", "content", "from", "value")}
         turn = {"role": role_of(turn["from"]), "content": turn.get("value"), **rest}
     content = turn.get("content")

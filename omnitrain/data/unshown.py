@@ -1,7 +1,7 @@
-"""Media that a data set holds and its messages do not show, and components that no data set feeds.
+"""Find media that the messages of a data set do not show, and components that get no training data.
 
-A model trains on such data without an error, and learns nothing of the media. What the messages of a data set show is
-known of all its rows; what else it holds is looked for in the first :data:`LOOKED_AT` of them.
+A model would train on such data without an error and learn nothing from the media. The messages of all rows are known;
+files are searched in the first :data:`LOOKED_AT` rows.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _IN_CONTAINERS = {b"WAVE": "audio", b"AVI ": "video", b"WEBP": "image"}  # bytes
 def require_shown(
     train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]
 ) -> None:
-    """Data sets show the media that they hold, and feed every encoder and decoder.
+    """Check that messages show all media of the data sets, and that every encoder and decoder gets training data.
 
     Args:
-        train: training data sets; what held-out ones show feeds nothing.
-        heldout: held-out data sets.
-        processor: of the model.
-        spared: components that nothing need feed.
+        train: training data sets.
+        heldout: held-out data sets, which do not count as training data.
+        processor: processor of the model.
+        spared: components that need no data.
 
     Raises:
-        UserError: what a model would not learn, a line each.
+        UserError: media or components would not be trained; the message has one line per problem.
     """
     hidden = chain.from_iterable(_hidden(source, processor) for source in (*train, *heldout))
     if problems := dict.fromkeys([*hidden, *_unfed(train, processor, spared)]):
@@ -61,21 +61,21 @@ def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collect
             if name not in spared and not any((modality, is_target) in shown for modality in modalities):
                 who = "an assistant" if is_target else "a user"
                 yield (
-                    f"model.{kind}.{name}: no message of {who} in data.train shows {' or '.join(modalities)}, so it "
-                    f"would learn nothing: name the column of the files (`columns.{modalities[0]}s`), and "
-                    f"{how_to_show(modalities[0])}; or remove it, or freeze it where it is of `model.checkpoint`"
+                    f"model.{kind}.{name}: no message of {who} in data.train shows {' or '.join(modalities)}, so "
+                    f"{name!r} would learn nothing: set `columns.{modalities[0]}s` to the column of the files; "
+                    f"{how_to_show(modalities[0])}; or remove {name!r}, or freeze it if it is in `model.checkpoint`"
                 )
 
 
 def _by_name(owners: Mapping[str, tuple[str, MediaAdapter]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    modalities: dict[str, list[str]] = {}
     for modality, (name, _) in owners.items():
-        found.setdefault(name, []).append(modality)
-    return found
+        modalities.setdefault(name, []).append(modality)
+    return modalities
 
 
 def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:
-    """What the messages of a data set do not show of its media, or show without media."""
+    """Yield problems of a data set: media that no message shows, or messages that show media without files."""
     rows = [source[position] for position in range(min(LOOKED_AT, len(source)))]
     able = {*processor.readers, *processor.writers, *processor.renderer.native_modalities}
     shown = {modality for modality, _ in source.shown}
@@ -90,30 +90,30 @@ def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:
 
 
 def _unshown(source: RowSource, rows: Sequence[Row], modality: str, *, is_held: bool, is_able: bool) -> str:
-    """Of a modality that no message shows: where it may be all the same."""
+    """Return where the data may have files of a modality that no message shows, or an empty text."""
     other = _unread_column(rows, modality)
     if is_held:
-        return f"column {_column(source, modality)} holds files that no message shows: {how_to_show(modality)}"
+        return f"column {_column(source, modality)} has files that no message shows: {how_to_show(modality)}"
     if other and is_able:
         return (
-            f"column {other!r} holds {modality} files that no message shows: set `columns.{modality}s: {other}`, and "
-            f"{how_to_show(modality)}; else leave the column out of the file"
+            f"column {other!r} has {modality} files that no message shows: set `columns.{modality}s: {other}`; "
+            f"{how_to_show(modality)}; if they are not training data, remove the column from the file"
         )
     if is_able and not source.takes_markers and any(MARKERS[modality] in _texts(row) for row in rows):
         return (
-            f"texts have {MARKERS[modality]}, which is read as text: set `media_markers: [{modality}]` and "
-            f"`columns.{modality}s`; if it is text, set `media_markers: []`"
+            f"texts contain {MARKERS[modality]}, which is read as text: set `media_markers: [{modality}]` and "
+            f"`columns.{modality}s` if it stands for a file, or `media_markers: []` if it is text"
         )
     return ""
 
 
 def _without_files(source: RowSource, rows: Sequence[Row], modality: str) -> str:
-    """Of a modality that messages show, and for which no row has a file."""
-    if not any(modality in _types(row) for row in rows):
+    """Return the problem that messages show a modality for which no row has a file, or an empty text."""
+    if not any(part["type"] == modality for row in rows for part in _parts(row)):
         return ""
     other = _unread_column(rows, modality)
-    hint = f"; column {other!r} holds some: set `columns.{modality}s: {other}`" if other else ""
-    return f"messages show {modality}, and column {_column(source, modality)} holds no file{hint}"
+    hint = f"; column {other!r} has some: set `columns.{modality}s: {other}`" if other else ""
+    return f"messages show {modality}, but column {_column(source, modality)} has no file{hint}"
 
 
 def _column(source: RowSource, modality: str) -> str:
@@ -121,7 +121,7 @@ def _column(source: RowSource, modality: str) -> str:
 
 
 def _unread_column(rows: Sequence[Row], modality: str) -> str:
-    """The first column with media that is none of `columns`; empty: there is none."""
+    """Return the first column with media that `columns` does not name, or an empty text."""
     return next((name for row in rows for name, value in row.extra.items() if _holds(name, value, modality)), "")
 
 
@@ -134,13 +134,9 @@ def _holds(name: str, value: Any, modality: str) -> bool:
         inner = _IN_CONTAINERS.get(value[8:12]) if value[:4] == b"RIFF" else None
         is_mp4 = modality == "video" and value[4:8] == b"ftyp"
         return inner == modality or is_mp4 or value.startswith(_BEGINNINGS[modality])
-    if isinstance(value, str):  # other columns may name files that are no media of the row
+    if isinstance(value, str):  # other columns may have file names that are not media of the row
         return modality in name.lower() and PurePath(value).suffix.lower() in _SUFFIXES[modality]
     return modality == "image" and isinstance(value, Image.Image)
-
-
-def _types(row: Row) -> set[str]:
-    return {part["type"] for part in _parts(row)}
 
 
 def _texts(row: Row) -> str:
@@ -148,7 +144,7 @@ def _texts(row: Row) -> str:
 
 
 def _parts(row: Row) -> list[dict[str, Any]]:
-    """Of a row whose messages are malformed: none, for it will be skipped."""
+    """Return the parts of a row; none if its messages are malformed, because training skips it."""
     try:
         return [part for message in row.messages for part in content_parts(message)]
     except (TypeError, KeyError, AttributeError, UnicodeEncodeError, UserError):

@@ -19,32 +19,34 @@ def build_optimizer(
     offloaded: Collection[torch.nn.Parameter] = (),
     peaks: Mapping[torch.nn.Parameter, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
+    """Build AdamW over the trainable parameters. Weight decay applies to matrices, not to vectors (norms, biases).
 
     Args:
-        model: its parameters with ``requires_grad``.
-        settings: rates, betas, decay.
+        model: the model; its parameters with ``requires_grad`` are trained.
+        settings: learning rate, betas, weight decay.
         offloaded: parameters whose state and fp32 master copy live in host memory.
-        peaks: those with a peak learning rate of their own; groups have it as ``peak``.
+        peaks: parameter -> peak learning rate, if it differs from that of ``settings``. Each parameter group stores its
+            peak as ``peak``.
 
     Raises:
-        UserError: nothing trains, or weights without an fp32 copy are not fp32 (their updates would be rounded away: at
-            learning rate 1e-5 no bf16 weight near 1 ever moves).
+        UserError: no parameter is trainable, or a trainable parameter without an fp32 copy is not fp32. Its updates
+            would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
-        raise UserError("nothing is left to train: model.freeze and the plan's freeze name every component")
+        raise UserError("no parameter is trainable: model.freeze and the plan's freeze cover every component")
     with_copy = set(offloaded)
     low = sorted(name for name, p in trainable.items() if p.dtype != torch.float32 and p not in with_copy)
     if low:
         raise UserError(
-            f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset "
-            "or set optimizer_offload, which keeps an fp32 copy; a model of your own: torch_dtype=torch.float32"
+            f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset, "
+            "or set optimizer_offload, which keeps an fp32 copy. If you build the model yourself, use "
+            "torch_dtype=torch.float32"
         )
-    own = peaks or {}
+    peaks = peaks or {}
     groups = []
-    for peak in dict.fromkeys([settings.learning_rate, *own.values()]):
-        members = [p for p in trainable.values() if own.get(p, settings.learning_rate) == peak]
+    for peak in dict.fromkeys([settings.learning_rate, *peaks.values()]):
+        members = [p for p in trainable.values() if peaks.get(p, settings.learning_rate) == peak]
         matrices, vectors = [p for p in members if p.ndim >= 2], [p for p in members if p.ndim < 2]
         groups.append({"params": matrices, "weight_decay": settings.weight_decay, "peak": peak})
         groups.append({"params": vectors, "weight_decay": 0.0, "peak": peak})
@@ -54,7 +56,7 @@ def build_optimizer(
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer, peak: float) -> float:
-    """Rate of optimizer step ``step`` (0-based) of ``steps``: linear warm-up to ``peak``, then what `schedule` says."""
+    """Return the learning rate of ``step`` (from 0) of ``steps``: linear warm-up to ``peak``, then `schedule`."""
     if step < settings.warmup_steps:
         return peak * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":

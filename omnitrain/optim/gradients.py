@@ -1,4 +1,4 @@
-"""The global gradient norm over parameters on any mixture of meshes, and clipping by it."""
+"""Compute the global gradient norm over parameters on any mixture of meshes, and clip by it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
 
-# Where a gradient's elements are: the mesh and its dims that shard it. None: all of them are on every rank.
+# The mesh of a gradient and the mesh dims that shard it. None: every rank has the whole gradient.
 _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
-    """Euclidean norm of all gradients together, each element counted once however it is sharded or replicated.
+    """Return the Euclidean norm of all gradients together, each element counted once.
 
-    The same on every rank. All ranks must pass the same parameters in the same order; it does not matter on which of
-    them a gradient is missing.
+    The result is the same on every rank. All ranks must pass the same parameters in the same order; gradients may be
+    missing on some ranks.
 
     Args:
-        parameters: plain or DTensors, on any number of meshes; those without a gradient count as zero.
+        parameters: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
 
     Returns:
-        Scalar fp32 on the gradients' device; zero where there are none.
+        Scalar fp32 on the gradients' device; zero if no parameter has a gradient.
 
     Raises:
-        ValueError: a gradient is a partial sum, whose norm is not known before it is reduced.
+        ValueError: a gradient is a partial sum, which must be reduced before its norm is known.
     """
     norms: dict[_Sharding, list[torch.Tensor]] = {}
     for parameter in _listed(parameters):
         if parameter.requires_grad:
-            owner = parameter if parameter.grad is None else parameter.grad
+            sharded = parameter if parameter.grad is None else parameter.grad
             local = [] if parameter.grad is None else [_local(parameter.grad)]
-            norms.setdefault(_sharding(owner), []).extend(local)
+            norms.setdefault(_sharding(sharded), []).extend(local)
     squares = [_reduced(_sum_of_squares(locals_), sharding) for sharding, locals_ in norms.items()]
     if not squares:
         return torch.zeros(())
@@ -46,27 +46,27 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None
 ) -> torch.Tensor:
-    """Scale all gradients so that their global norm is ``max_norm`` at most.
+    """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
     Args:
-        parameters: whose gradients are scaled in place; see :func:`gradient_norm`.
-        max_norm: None: only measure.
+        parameters: parameters with the gradients; see :func:`gradient_norm`.
+        max_norm: the largest norm. None: measure without scaling.
 
     Returns:
         The norm before clipping, scalar fp32.
 
     Raises:
-        UserError: a norm that would turn gradients around, or make them zero.
+        UserError: ``max_norm`` is not above 0.
     """
     if max_norm is not None and not max_norm > 0:
-        raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure alone")
-    owners = _listed(parameters)
-    norm = gradient_norm(owners)
+        raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure without clipping")
+    listed = _listed(parameters)
+    norm = gradient_norm(listed)
     if max_norm is not None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for owner in owners:
-            if owner.grad is not None:
-                local = _local(owner.grad)
+        for parameter in listed:
+            if parameter.grad is not None:
+                local = _local(parameter.grad)
                 by_device.setdefault(local.device, []).append(local)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for device, gradients in by_device.items():
@@ -75,7 +75,7 @@ def clip_gradients(
 
 
 def _listed(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> list[torch.nn.Parameter]:
-    """A parameter by itself is one, as in torch's functions, and not its rows."""
+    """Return a list of parameters. A single parameter counts as one, as in torch, and not as an iterable of rows."""
     return [parameters] if isinstance(parameters, torch.nn.Parameter) else list(parameters)
 
 
@@ -94,7 +94,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Scalar fp64; squared and added in fp32 within a tensor, in fp64 between tensors."""
+    """Return a scalar fp64; it adds squares in fp32 within a tensor and in fp64 across tensors."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norms = torch._foreach_norm(gradients, 2, torch.float32)

@@ -1,4 +1,4 @@
-"""Any optimizer, with state and master copy of some parameters in host memory."""
+"""Run any optimizer with the state and master copies of some parameters in host memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Groups = list[dict[str, Any]]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Runs an optimizer on fp32 copies of some parameters in host memory, and on the others as they are.
+    """Runs an optimizer on fp32 copies of some parameters in host memory, and directly on the others.
 
-    A step copies gradients out, updates there, and copies the new values back; where parameters have a lower
-    precision than fp32, the copy keeps what they round away. State dicts are those of the optimizer without offload:
-    a run may go on with the other.
+    A step copies gradients to the host, updates the copies, and copies the new values back. If a parameter has a lower
+    precision than fp32, the copy keeps the digits that the parameter rounds away. State dicts are those of the
+    optimizer without offload, so a run can resume with or without it.
 
     Attributes:
-        inner: the optimizer that updates.
+        inner: the optimizer that makes the update.
     """
 
     def __init__(
@@ -31,34 +31,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Args:
             make: parameter groups -> the optimizer.
-            groups: with ``params`` and options, as any optimizer takes them.
-            offloaded: parameters, plain or DTensors; those in host memory already are left as they are.
+            groups: parameter groups with ``params`` and options, as any optimizer takes them.
+            offloaded: parameters, plain or DTensors. Parameters that already live in host memory get no copy.
         """
-        taken = {p for p in offloaded if not _is_on_host(p)}
-        self._copies = {p: _HostCopy(p) for group in groups for p in group["params"] if p in taken}
+        copied = {p for p in offloaded if not _is_on_host(p)}
+        self._copies = {p: _HostCopy(p) for group in groups for p in group["params"] if p in copied}
         self.inner = make([group | {"params": [self._stand_in(p) for p in group["params"]]} for group in groups])
         super().__init__(groups, self.inner.defaults)
-        for own, other in zip(self.param_groups, self.inner.param_groups, strict=True):
-            own.update({name: value for name, value in other.items() if name != "params"})
+        self._take_options_from_inner()
 
     def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         return self._copies[parameter].master if parameter in self._copies else parameter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One update from the gradients of the parameters; None is returned, as no closure may be given."""
+        """Update the parameters from their gradients. ``closure`` must be None, and None is returned."""
         assert closure is None, "a closure would compute gradients twice"
         self._copy_options()
         for copy in self._copies.values():
             copy.fetch()
-        _wait(self._copies)
+        for device in {parameter.device for parameter in self._copies if parameter.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()  # the copies to the host must be complete
         self.inner.step()
         for copy in self._copies.values():
             copy.write_back()
         self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer without offload has it; ``masters`` beside it where parameters are not fp32."""
+        """Return the state dict of the optimizer without offload, plus ``masters`` for parameters that are not fp32."""
         self._copy_options()
         masters = {
             index: self._copies[parameter].master.data
@@ -69,21 +69,24 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What :meth:`state_dict` gave, with offload or without."""
+        """Load a result of :meth:`state_dict`, saved with or without offload."""
         plain = {name: value for name, value in state_dict.items() if name != "masters"}
         self.inner.load_state_dict(plain)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, value in state_dict.get("masters", {}).items():
             if parameters[index] in self._copies:
                 self._copies[parameters[index]].load(value)
-        for own, other in zip(self.param_groups, self.inner.param_groups, strict=True):
-            own.update({name: value for name, value in other.items() if name != "params"})
+        self._take_options_from_inner()
         self._show_state()
 
+    def _take_options_from_inner(self) -> None:
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update({name: value for name, value in inner.items() if name != "params"})
+
     def _copy_options(self) -> None:
-        """Options such as the learning rate are set on this optimizer's groups."""
-        for own, other in zip(self.param_groups, self.inner.param_groups, strict=True):
-            other.update({name: value for name, value in own.items() if name != "params"})
+        """Copy options such as the learning rate, which callers set on this optimizer's groups, to the inner one."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
 
     def _show_state(self) -> None:
         for group in self.param_groups:
@@ -104,7 +107,7 @@ class _HostCopy:
         self._version = self._current_version()
 
     def fetch(self) -> None:
-        """Take over the gradient, and the values if someone else changed them since the last step."""
+        """Copy the gradient to the host, and the values if other code changed them since the last step."""
         if self._current_version() != self._version:
             _local(self.master.data).copy_(_local(self._parameter.detach()), non_blocking=self._is_pinned)
         if self._parameter.grad is None:
@@ -118,12 +121,12 @@ class _HostCopy:
         self.master.grad = _like(self._parameter, self._gradient)
 
     def write_back(self) -> None:
-        """The parameter gets the new values, rounded to its precision."""
+        """Copy the new values to the parameter, rounded to its precision."""
         _local(self._parameter.detach()).copy_(_local(self.master.data), non_blocking=self._is_pinned)
         self._version = self._current_version()
 
     def load(self, master: Tensor) -> None:
-        """Values of an earlier run; the parameter has their rounded ones."""
+        """Load fp32 values of an earlier run. The parameter already has the rounded values."""
         _local(self.master.data).copy_(_local(master))
         self._version = self._current_version()
 
@@ -135,18 +138,12 @@ class _HostCopy:
         return _local(self._parameter.detach())._version
 
 
-def _wait(copies: Collection[nn.Parameter]) -> None:
-    """Copies to the host are complete."""
-    for device in {parameter.device for parameter in copies if parameter.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """``local`` as a DTensor where ``parameter`` is one; its mesh may be of another device than its values."""
+    """Wrap ``local`` as a DTensor if ``parameter`` is one. The mesh may be on another device than the values."""
     if not isinstance(parameter, DTensor):
         return local
     meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
@@ -155,5 +152,5 @@ def _like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def _is_on_host(parameter: nn.Parameter) -> bool:
-    """Parameters of an offloaded FSDP unit: their mesh is of a device, their values are not."""
+    """Whether FSDP offloads the parameter: its mesh is on a device, but its values are in host memory."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type

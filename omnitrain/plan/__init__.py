@@ -1,6 +1,5 @@
-"""Pure planning: who does what in a step. No process group, no torch; equal inputs give equal plans on every rank."""
+"""Plan a step without torch or a process group: equal inputs give equal plans on every rank."""
 
-from omnitrain.plan.collectives import Collective, implied_collectives
 from omnitrain.plan.show import ComponentLine
 from omnitrain.plan.step import Call, RowRoutes, StepPlan, plan_step
 from omnitrain.plan.tables import (
@@ -19,7 +18,6 @@ from omnitrain.plan.topology import CallSite, PlannedComponent, Port, Topology
 __all__ = [
     "Call",
     "CallSite",
-    "Collective",
     "ComponentLine",
     "ItemFacts",
     "MicroBatchFacts",
@@ -32,7 +30,6 @@ __all__ = [
     "Topology",
     "decode_tables",
     "encode_table",
-    "implied_collectives",
     "needed_capacity",
     "padded",
     "plan_step",

@@ -1,4 +1,4 @@
-"""Items to workers by cost: longest processing time first, for many independent problems at once."""
+"""Assign items to workers by cost, longest processing time first, for many independent problems at once."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import numpy as np
 from omnitrain.plan.sorting import stable_order
 
 _ABSENT = np.iinfo(np.int64).max // 2  # load of a worker that a problem does not have; far above any real load
-_FEWEST_ROWS = 4  # rows of a deal below which going one by one is as fast
+_MIN_ROUNDS = 4  # with fewer rounds, giving items one by one is as fast
 
 
 def assign_by_cost(problem: np.ndarray, cost: np.ndarray, num_workers: np.ndarray) -> np.ndarray:
-    """Give each item, costliest first, to the worker of its problem that has least to do (Graham 1969).
+    """Give each item, costliest first, to the least loaded worker of its problem (Graham 1969).
 
-    Long runs of items of about equal cost are dealt out in rows, there and back, which comes to the same within the
-    cost of an item. Ties go by the order of items and workers: equal arguments give equal answers on every machine.
+    Long runs of items of about equal cost are dealt in rounds that alternate direction, which gives the same loads
+    within the cost of one item. Ties follow the order of items and workers, so equal arguments give equal results on
+    every machine.
 
     Args:
-        problem: ``[items]`` int64, which of the independent problems the item belongs to.
+        problem: ``[items]`` int64, index of the independent problem that each item belongs to.
         cost: ``[items]`` int64, not negative; their sum is below 2**53.
         num_workers: ``[problems]`` int64, at least 1 each.
 
     Returns:
-        ``[items]`` int64: index of its worker in its problem.
+        ``[items]`` int64: index of each item's worker within its problem.
     """
     order = stable_order(problem, cost.max(initial=0) - cost)
     costs = cost[order]
@@ -30,21 +31,21 @@ def assign_by_cost(problem: np.ndarray, cost: np.ndarray, num_workers: np.ndarra
     open_problems = _OpenProblems(num_workers, np.bincount(problem, minlength=len(num_workers)))
     assigned = np.empty(len(order), dtype=np.int64)
     while open_problems.sort():
-        rows = open_problems.rows_to_deal(costs, run_ends)
-        if not rows.all():
-            item, worker = open_problems.give(costs, rows == 0)
+        rounds = open_problems.rounds_to_deal(costs, run_ends)
+        if not rounds.all():
+            item, worker = open_problems.give(costs, rounds == 0)
             assigned[order[item]] = worker
-        if rows.any():
-            item, worker = open_problems.deal(costs, rows)
+        if rounds.any():
+            item, worker = open_problems.deal(costs, rounds)
             assigned[order[item]] = worker
     return assigned
 
 
 def _run_ends(problem: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """``[items]``: behind the last item of the same problem whose cost is of the same power of 4."""
+    """Return ``[items]``: the end of the run of items of the same problem and the same power of 4 in cost."""
     magnitude = costs.astype(np.float64).view(np.int64) >> 53  # the exponent of a double, halved
-    borders = np.flatnonzero((np.diff(problem) != 0) | (np.diff(magnitude) != 0)) + 1
-    edges = np.concatenate([[0], borders, [len(costs)]])
+    starts = np.flatnonzero((np.diff(problem) != 0) | (np.diff(magnitude) != 0)) + 1
+    edges = np.concatenate([[0], starts, [len(costs)]])
     return np.repeat(edges[1:], np.diff(edges))
 
 
@@ -52,11 +53,11 @@ class _OpenProblems:
     """The problems that still have items, one row each.
 
     Attributes:
-        cursor: ``[problems]`` the next item.
-        end: ``[problems]`` behind its last item.
+        cursor: ``[problems]``, the next item.
+        end: ``[problems]``, one past the last item.
         num_workers: ``[problems]``.
         workers: ``[problems, most workers]``, least loaded first.
-        loads: of those workers.
+        loads: ``[problems, most workers]``, loads of ``workers``.
     """
 
     def __init__(self, num_workers: np.ndarray, num_items: np.ndarray) -> None:
@@ -67,29 +68,30 @@ class _OpenProblems:
         self.loads = np.where(self.workers < num_workers[:, None], 0, _ABSENT)
 
     def sort(self) -> bool:
-        """Drop the problems without items, sort the workers of the others by load; False: none is left."""
-        left = np.flatnonzero(self.cursor < self.end)
-        self.cursor, self.end, self.num_workers = self.cursor[left], self.end[left], self.num_workers[left]
-        by_load = np.argsort(self.loads[left], axis=1, kind="stable")
-        self.workers = self.workers[left[:, None], by_load]
-        self.loads = self.loads[left[:, None], by_load]
-        return len(left) > 0
+        """Drop problems without items and sort the workers of the others by load. False if no problem remains."""
+        remaining = np.flatnonzero(self.cursor < self.end)
+        self.cursor, self.end = self.cursor[remaining], self.end[remaining]
+        self.num_workers = self.num_workers[remaining]
+        by_load = np.argsort(self.loads[remaining], axis=1, kind="stable")
+        self.workers = self.workers[remaining[:, None], by_load]
+        self.loads = self.loads[remaining[:, None], by_load]
+        return len(remaining) > 0
 
-    def rows_to_deal(self, costs: np.ndarray, run_ends: np.ndarray) -> np.ndarray:
-        """``[problems]``: whole rows of about equal items ahead, where the loads differ by less than one of them."""
+    def rounds_to_deal(self, costs: np.ndarray, run_ends: np.ndarray) -> np.ndarray:
+        """Return ``[problems]``: full rounds of about equal items, or 0 if the loads differ by more than an item."""
         last = self.loads[np.arange(len(self.loads)), self.num_workers - 1]
         is_level = last - self.loads[:, 0] <= costs[self.cursor]
-        rows = (run_ends[self.cursor] - self.cursor) // self.num_workers // 2 * 2
-        return np.where(is_level & (rows >= _FEWEST_ROWS), rows, 0)
+        rounds = (run_ends[self.cursor] - self.cursor) // self.num_workers // 2 * 2
+        return np.where(is_level & (rounds >= _MIN_ROUNDS), rounds, 0)
 
-    def deal(self, costs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give each worker of each problem ``rows`` items, in rows there and back; returns ``(items, workers)``."""
-        counts = rows * self.num_workers
-        problem = np.repeat(np.arange(len(rows)), counts)
+    def deal(self, costs: np.ndarray, rounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give each worker one item per round, in alternating direction. Return ``(items, workers)``."""
+        counts = rounds * self.num_workers
+        problem = np.repeat(np.arange(len(rounds)), counts)
         offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         width = self.num_workers[problem]
-        row, column = np.divmod(offset, width)
-        column = np.where(row % 2, width - 1 - column, column)
+        round_index, column = np.divmod(offset, width)
+        column = np.where(round_index % 2, width - 1 - column, column)
         item = self.cursor[problem] + offset
         added = np.bincount(problem * self.loads.shape[1] + column, costs[item], self.loads.size)
         self.loads = self.loads + added.astype(np.int64).reshape(self.loads.shape)
@@ -97,10 +99,10 @@ class _OpenProblems:
         return item, self.workers[problem, column]
 
     def give(self, costs: np.ndarray, problems: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """In these problems give the k-th next item to the k-th least loaded worker; returns ``(items, workers)``.
+        """In these problems give the k-th next item to the k-th least loaded worker. Return ``(items, workers)``.
 
-        It stops at the first worker that one before it has passed with its new item, so that this is exactly what a
-        heap would do item by item.
+        It stops at the first worker that is no longer the least loaded once the workers before it have their items,
+        so the result equals that of a heap, item by item.
         """
         item = self.cursor[:, None] + np.arange(self.loads.shape[1])
         taken = (item < self.end[:, None]) & problems[:, None]

@@ -1,4 +1,4 @@
-"""How the ranks of a run are factorised into named axes. Pure arithmetic: no process group."""
+"""Factorise the ranks of a run into named axes. Pure arithmetic, without a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omnitrain.errors import UserError
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "ep_fsdp", "ep", "tp")
 _INFERRED = ("dp", "dp_replicate", "dp_shard")
-_RECIPE_KEYS = {"sp": "ulysses"}  # the axis is that of sequence parallelism, the key says by which method
+_RECIPE_KEYS = {"sp": "ulysses"}  # the axis is called sequence parallelism; the recipe key names the method
 PRODUCTS: Mapping[str, tuple[str, ...]] = {
     "dp": ("dp_replicate", "dp_shard"),
     "sequence": ("cp", "sp"),
@@ -26,17 +26,17 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = {
 class MeshShape:
     """One factorisation of ``world_size`` ranks.
 
-    Ranks are counted along the axes in this order, the last one fastest:
+    Ranks are numbered along the axes in this order; the last axis varies fastest:
 
-        pp x dp_replicate x dp_shard x cp x sp x tp       every parameter but the experts
+        pp x dp_replicate x dp_shard x cp x sp x tp       all parameters except the experts
         pp x dp_replicate x ep_fsdp  x  ep     x tp       the experts
 
-    so that ep x ep_fsdp = dp_shard x cp x sp, and neighbours in rank are neighbours in ``tp``, then ``sp`` (or ``ep``).
-    Four products have names of their own: ``dp`` = dp_replicate x dp_shard, the ranks with samples of their own;
-    ``sequence`` = cp x sp, which share every row of tokens; ``fsdp`` = dp_shard x sequence, over which parameters are
-    sharded; ``loss`` = dp_replicate x fsdp, over which losses add up.
+    so that ep x ep_fsdp = dp_shard x cp x sp, and adjacent ranks are adjacent in ``tp``, then ``sp`` (or ``ep``).
+    Four products have names: ``dp`` = dp_replicate x dp_shard, ranks that draw different samples; ``sequence`` =
+    cp x sp, ranks that share every packed sequence; ``fsdp`` = dp_shard x sequence, ranks over which parameters are
+    sharded; ``loss`` = dp_replicate x fsdp, ranks over which losses add up.
 
-    Make one with :func:`fit_mesh`, which checks it.
+    :func:`fit_mesh` makes one and checks it.
     """
 
     pp: int = 1
@@ -49,73 +49,69 @@ class MeshShape:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.size(*DENSE_AXES)
 
     @property
     def ep_fsdp(self) -> int:
-        """Ranks over which an expert's parameters are sharded."""
+        """Number of ranks over which an expert's parameters are sharded."""
         return self.dp_shard * self.cp * self.sp // self.ep
 
     def size(self, *axes: str) -> int:
-        """Ranks along the product of ``axes``."""
+        """Return the number of ranks along the product of ``axes``."""
         return math.prod(int(getattr(self, axis)) for axis in _expanded(axes))
 
     def groups(self, *axes: str) -> np.ndarray:
-        """All groups of ranks that differ in nothing but their places on ``axes``.
+        """Return all groups of ranks that differ only in their coordinates on ``axes``.
 
         Args:
-            axes: names of axes of one of the two views, and of products. None: every rank is a group.
+            axes: names of axes of one of the two views, and of products. Without any, each rank is a group.
 
         Returns:
-            ``[number of groups, size of each]`` int64, ascending both in and between groups.
+            ``[number of groups, size of each]`` int64, ascending both within and between groups.
         """
         grid, inside = self._grid(axes)
         outside = [index for index in range(grid.ndim) if index not in inside]
         return grid.transpose(outside + inside).reshape(-1, self.size(*axes))
 
     def group(self, rank: int, *axes: str) -> np.ndarray:
-        """``[size]`` int64: the group of ``rank``, itself included, ascending."""
+        """Return ``[size]`` int64: the ranks of the group that contains ``rank``, ascending."""
         grid, inside = self._grid(axes)
-        place = np.unravel_index(rank, grid.shape)
-        return grid[tuple(slice(None) if index in inside else at for index, at in enumerate(place))].reshape(-1)
+        coordinates = np.unravel_index(rank, grid.shape)
+        return grid[tuple(slice(None) if index in inside else at for index, at in enumerate(coordinates))].reshape(-1)
 
     def places(self, *axes: str) -> np.ndarray:
-        """``[world_size]`` int64: each rank's place in its group on the product of ``axes``."""
+        """Return ``[world_size]`` int64: each global rank's rank in its group on the product of ``axes``."""
         groups = self.groups(*axes)
         places = np.empty(self.world_size, dtype=np.int64)
         places[groups] = np.arange(groups.shape[1])
         return places
 
     def place(self, rank: int, *axes: str) -> int:
-        """Place of ``rank`` in its group on the product of ``axes``, such as its ``dp`` rank."""
+        """Return the rank of global ``rank`` in its group on the product of ``axes``, such as its ``dp`` rank."""
         return int(np.searchsorted(self.group(rank, *axes), rank))
 
     def __str__(self) -> str:
         degrees = {axis: getattr(self, axis) for axis in (*DENSE_AXES, "ep")}
         return " x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1) or "one rank"
 
-    def _sizes(self, view: Sequence[str]) -> tuple[int, ...]:
-        return tuple(int(getattr(self, axis)) for axis in view)
-
     def _grid(self, axes: Sequence[str]) -> tuple[np.ndarray, list[int]]:
-        """All ranks, one dim per axis of the view that has ``axes``, and the dims of ``axes``."""
+        """Return all ranks with one dim per axis of the view that contains ``axes``, and the dims of ``axes``."""
         expanded = _expanded(axes)
         view = _view(expanded)
-        grid = np.arange(self.world_size).reshape(self._sizes(view))
+        grid = np.arange(self.world_size).reshape(tuple(int(getattr(self, axis)) for axis in view))
         return grid, [index for index, axis in enumerate(view) if axis in expanded]
 
 
 def _expanded(axes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(part for axis in axes for part in PRODUCTS.get(axis, (axis,)))
+    return tuple(factor for axis in axes for factor in PRODUCTS.get(axis, (axis,)))
 
 
 def _view(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The view that has all these axes."""
     for view in (DENSE_AXES, EXPERT_AXES):
         if set(axes) <= set(view) and len(set(axes)) == len(axes):
             return view
-    raise ValueError(f"no view has the axes {axes}; expected some of {DENSE_AXES} or of {EXPERT_AXES}, each once")
+    raise ValueError(f"no mesh has the axes {axes}; expected axes of {DENSE_AXES} or of {EXPERT_AXES}, each once")
 
 
 def fit_mesh(
@@ -131,28 +127,28 @@ def fit_mesh(
     ep: int = 1,
     keys: Mapping[str, str] = _RECIPE_KEYS,
 ) -> MeshShape:
-    """The factorisation of ``world_size`` ranks with these degrees; those that are None are inferred.
+    """Factorise ``world_size`` ranks with these degrees. Degrees that are None are inferred.
 
     Args:
-        world_size: all ranks.
+        world_size: number of all ranks.
         pp: pipeline stages.
-        dp: dp_replicate x dp_shard; None: the ranks that the other degrees leave.
+        dp: dp_replicate x dp_shard. None: all ranks that the other degrees leave.
         dp_replicate: copies of the parameters. If both this and ``dp_shard`` are None, there is one copy.
         dp_shard: data-parallel ranks that share one copy.
-        cp: ranks that share a sequence, attending around a ring.
-        sp: ranks that share a sequence, exchanging it for heads in attention (Ulysses).
+        cp: ranks that share a sequence with ring attention.
+        sp: ranks that share a sequence with Ulysses, which exchanges tokens for heads.
         tp: ranks that share every layer's matrices.
-        ep: ranks that share one copy of the experts; divides dp_shard x cp x sp.
-        keys: axis -> what the user calls its degree, for errors; left out: as the axis. The default is for recipes.
+        ep: ranks that share one copy of the experts; must divide dp_shard x cp x sp.
+        keys: axis -> name of its degree in errors. An axis without an entry keeps its name. The default is for recipes.
 
     Raises:
-        UserError: all degrees that do not fit, each with those that would.
+        UserError: degrees that do not fit; the message lists degrees that would.
     """
     given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard}
     given |= {"cp": cp, "sp": sp, "tp": tp, "ep": ep}
     key = {axis: keys.get(axis, axis) for axis in given}
     problems = [
-        f"{key[axis]} is {n!r}; a degree is a whole number from 1"
+        f"{key[axis]}={n!r} is not a whole number of at least 1"
         for axis, n in given.items()
         if not (_is_degree(n) or (n is None and axis in _INFERRED))
     ]
@@ -170,7 +166,7 @@ def fit_mesh(
         if fsdp % ep == 0:
             return shape
         product = " x ".join(key[axis] for axis in PRODUCTS["fsdp"])
-        problems = [f"{key['ep']} is {ep} and must divide {product} = {fsdp}; {_would_fit(_divisors(fsdp))}"]
+        problems = [f"{key['ep']}={ep} must divide {product} = {fsdp}; {_would_fit(_divisors(fsdp))}"]
     raise UserError("\n".join([f"these degrees do not fit {world_size} ranks:", *problems]))
 
 
@@ -179,17 +175,17 @@ def _is_degree(value: int | None) -> bool:
 
 
 def _model_problems(world_size: int, degrees: Mapping[str, int]) -> list[str]:
-    """The degrees that split a sample or the model; what is left of the ranks is data parallel."""
+    """Check the degrees that split a sample or the model; the remaining ranks are data parallel."""
     product = math.prod(degrees.values())
     if world_size % product == 0:
         return []
     split = {axis: degree for axis, degree in degrees.items() if degree > 1}
-    listed = " x ".join(f"{axis} {degree}" for axis, degree in split.items())
-    problems = [f"{listed} = {product} and must divide {world_size}"]
+    listed = " x ".join(f"{axis}={degree}" for axis, degree in split.items())
+    problems = [f"{listed} needs a multiple of {product} ranks, but the run has {world_size}"]
     for axis, degree in split.items():
         ranks_left, rest = divmod(world_size, product // degree)
         if not rest:
-            problems.append(f"{axis} is {degree}; {_would_fit(_divisors(ranks_left))}")
+            problems.append(f"{axis}={degree}: {_would_fit(_divisors(ranks_left))}")
     return problems
 
 
@@ -197,18 +193,18 @@ def _data_problems(
     ranks_left: int, dp: int | None, dp_replicate: int | None, dp_shard: int | None, key: Mapping[str, str]
 ) -> list[str]:
     if dp is not None and dp != ranks_left:
-        return [f"{key['dp']} is {dp} and must be {ranks_left}, the ranks that the other degrees leave"]
+        return [f"{key['dp']}={dp} must be {ranks_left}, the number of ranks that the other degrees leave"]
     copies, shards, divide = key["dp_replicate"], key["dp_shard"], f"must divide {key['dp']}"
     if dp_shard is None:
         if dp_replicate is not None and ranks_left % dp_replicate:
-            return [f"{copies} is {dp_replicate} and {divide}; {_would_fit(_divisors(ranks_left))}"]
+            return [f"{copies}={dp_replicate} {divide}; {_would_fit(_divisors(ranks_left))}"]
         return []
     if ranks_left % dp_shard:
-        return [f"{shards} is {dp_shard} and {divide}; {_would_fit(_divisors(ranks_left))}"]
+        return [f"{shards}={dp_shard} {divide}; {_would_fit(_divisors(ranks_left))}"]
     if dp_replicate not in (None, ranks_left // dp_shard):
         fitting = [(ranks_left // shard, shard) for shard in _divisors(ranks_left)]
         pairs = ", ".join(f"{replicate} x {shard}" for replicate, shard in fitting)
-        return [f"{copies} x {shards} is {dp_replicate} x {dp_shard} and must be {ranks_left}: one of {pairs}"]
+        return [f"{copies} x {shards} = {dp_replicate} x {dp_shard} must be {ranks_left}: one of {pairs}"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Ring attention, planned: what of a packed row a rank attends to alone, and which blocks meet around the ring."""
+"""Plan ring attention: the tokens that a rank attends to alone, and the blocks that travel around the ring."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-Run = tuple[int, int]  # tokens from the first to before the second
+Run = tuple[int, int]  # tokens [start, stop)
 
 FULL, CAUSAL, MASKED = "full", "causal", "masked"
 
 
 @dataclass(frozen=True)
 class Section:
-    """Neighbouring tokens of one rank.
+    """Adjacent tokens on one rank.
 
     Attributes:
         start: first token.
-        stop: after the last.
-        segment: number of the segment whose other tokens are on other ranks; None: whole segments.
+        stop: one past the last token.
+        segment: index of the segment whose other tokens are on other ranks. None: the section is whole segments.
     """
 
     start: int
@@ -27,19 +27,19 @@ class Section:
 
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Number of tokens."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys of one segment that may see each other.
+    """Queries and keys of one segment that may attend to each other.
 
     Attributes:
-        queries: token numbers.
-        keys: token numbers.
-        kind: ``full``: all queries see all keys; ``causal``: queries are the keys, each sees itself and those before;
-            ``masked``: the mask has to be asked.
+        queries: run of token indices.
+        keys: run of token indices.
+        kind: ``full``: all queries attend to all keys. ``causal``: the queries are the keys, and each attends to itself
+            and the keys before it. ``masked``: the mask decides for each pair.
     """
 
     queries: Run
@@ -47,19 +47,19 @@ class Block:
     kind: str
 
 
-def sections_of(runs: Sequence[Run], borders: Sequence[int]) -> tuple[Section, ...]:
-    """A rank's tokens, cut into whole segments, which need no other rank, and pieces of those that do.
+def sections_of(runs: Sequence[Run], cu_seqlens: Sequence[int]) -> tuple[Section, ...]:
+    """Divide a rank's tokens into whole segments, which need no other rank, and slices of segments that do.
 
     Args:
         runs: the rank's tokens, ascending.
-        borders: ``(0, ..., T)``, where the segments of the row begin and end.
+        cu_seqlens: ``(0, ..., T)``, the offsets of the segments in the pack.
 
     Returns:
-        Ascending; whole segments that are neighbours make one section.
+        Sections, ascending. Adjacent whole segments form one section.
     """
     sections: list[Section] = []
     for start, stop in _merged(runs):
-        for segment, (first, end) in enumerate(pairwise(borders)):
+        for segment, (first, end) in enumerate(pairwise(cu_seqlens)):
             if max(start, first) >= min(stop, end):
                 continue
             is_whole = start <= first and end <= stop
@@ -71,15 +71,15 @@ def sections_of(runs: Sequence[Run], borders: Sequence[int]) -> tuple[Section, .
 
 
 def block_between(queries: Run, keys: Run, *, causal: bool, window: int | None) -> Block | None:
-    """What two runs of one segment see of each other under a mask by distance; None: nothing.
+    """Return the block in which two runs of one segment attend to each other under a mask by distance, or None.
 
-    Keys that no query sees, and queries that see no key, are left out at the ends.
+    The block is trimmed at its ends: no keys without a query, and no queries without a key.
 
     Args:
-        queries: token numbers.
-        keys: token numbers.
-        causal: a token sees none after it.
-        window: causal, too: it sees only so many, itself included.
+        queries: run of token indices.
+        keys: run of token indices.
+        causal: tokens do not attend to later tokens.
+        window: with ``causal``, the number of latest tokens that a token attends to, itself included. None: all.
     """
     (first, end), (first_key, end_key) = queries, keys
     if causal:
@@ -98,7 +98,7 @@ def block_between(queries: Run, keys: Run, *, causal: bool, window: int | None) 
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
-    """Runs of at least one token, those that touch made one."""
+    """Drop empty runs and merge adjacent ones."""
     merged: list[Run] = []
     for start, stop in runs:
         if merged and merged[-1][1] == start:

@@ -1,4 +1,4 @@
-"""Which rows of a packed row lie on which rank, where several ranks share a sequence."""
+"""Split a packed sequence among the ranks that share it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from omnitrain.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class SequenceSplit:
-    """One row of tokens, dealt to ``cp x sp`` ranks. Make one with :func:`split_sequence`.
+    """A packed sequence split among ``cp x sp`` ranks. :func:`split_sequence` makes one.
 
-    With cp 2 and sp 2, and a letter per place::
+    With cp=2 and sp=2, and a letter per rank::
 
         token   0 1 2 3 4 5 6 7
-        place   A A C C D D B B      A, B: cp rank 0 (chunks 0 and 3 of 4); C, D: cp rank 1 (chunks 1 and 2)
+        rank    A A C C D D B B      A, B: cp rank 0 (chunks 0 and 3 of 4); C, D: cp rank 1 (chunks 1 and 2)
 
     Attributes:
-        num_tokens: of the whole row.
-        sp: ranks that exchange rows for heads.
-        cp: ranks that attend around a ring.
-        rows: of place ``cp_rank * sp + sp_rank``: ``[own tokens]`` int64, ascending token numbers.
+        num_tokens: tokens of the whole sequence.
+        sp: ranks that exchange tokens for heads (Ulysses).
+        cp: ranks of the attention ring.
+        rows: for each rank ``cp_rank * sp + sp_rank``: ``[tokens of the rank]`` int64, ascending token indices.
     """
 
     num_tokens: int
@@ -31,38 +31,41 @@ class SequenceSplit:
     rows: tuple[np.ndarray, ...]
 
     def rows_of_ring(self, cp_rank: int) -> tuple[np.ndarray, ...]:
-        """``rows`` of the sp ranks of one cp rank; end to end they ascend."""
+        """Return ``rows`` of the sp ranks of one cp rank; concatenated, they ascend."""
         return self.rows[cp_rank * self.sp : (cp_rank + 1) * self.sp]
 
     def chunks(self, cp_rank: int) -> tuple[tuple[int, int], ...]:
-        """``(start, stop)`` of the one or two runs of tokens that are the rows of a cp rank, ascending."""
+        """Return ``(start, stop)`` of the one or two runs of tokens on a cp rank, ascending."""
         return _chunks(self.num_tokens, self.cp, cp_rank)
 
 
 def split_sequence(num_tokens: int, *, sp: int, cp: int = 1) -> SequenceSplit:
-    """Deal a row of ``num_tokens`` to ``cp x sp`` ranks.
+    """Split a sequence of ``num_tokens`` among ``cp x sp`` ranks.
 
-    Cp rank c has chunks c and 2 cp - 1 - c of 2 cp nearly equal ones, so that under a causal mask all have about the
-    same work. Within its rows, sp ranks have nearly equal runs. No rank is without tokens.
+    The sequence is cut into 2 cp nearly equal chunks. Cp rank c gets chunks c and 2 cp - 1 - c, so that all cp ranks
+    have about the same work under a causal mask. Its sp ranks get nearly equal runs of its tokens. Every rank gets
+    tokens.
 
     Args:
-        num_tokens: of the row.
-        sp: ranks that exchange rows for heads.
-        cp: ranks that attend around a ring.
+        num_tokens: tokens of the sequence.
+        sp: ranks that exchange tokens for heads (Ulysses).
+        cp: ranks of the attention ring.
 
     Raises:
         UserError: fewer tokens than ranks.
     """
     if num_tokens < sp * cp:
         raise UserError(
-            f"a row of {num_tokens} tokens cannot be dealt to {sp * cp} ranks (ulysses {sp} x cp {cp}); "
-            f"expected {sp * cp} tokens or more"
+            f"cannot split a pack of {num_tokens} tokens among {sp * cp} ranks (ulysses {sp} x cp {cp}); "
+            f"expected at least {sp * cp} tokens"
         )
-    of_rings = [
+    by_cp_rank = [
         np.concatenate([np.arange(*chunk, dtype=np.int64) for chunk in _chunks(num_tokens, cp, cp_rank)])
         for cp_rank in range(cp)
     ]
-    return SequenceSplit(num_tokens, sp, cp, tuple(part for rows in of_rings for part in np.array_split(rows, sp)))
+    return SequenceSplit(
+        num_tokens, sp, cp, tuple(rows for tokens in by_cp_rank for rows in np.array_split(tokens, sp))
+    )
 
 
 def _chunks(num_tokens: int, cp: int, cp_rank: int) -> tuple[tuple[int, int], ...]:

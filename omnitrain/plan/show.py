@@ -1,4 +1,4 @@
-"""A step plan for people: one line per component and micro-batch."""
+"""Show a step plan as text: one line per component and micro-batch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ComponentLine:
-    """What a component does in a micro-batch.
+    """The work of a component in a micro-batch.
 
     Attributes:
-        micro_batch: which.
-        component: its name.
-        calls: of each of its ranks.
-        items: it encodes.
-        travelling: of them, those that some other rank than their producer needs.
-        minimal_ranks: ranks that make at least one call with the minimal input.
-        imbalance: cost of the busiest rank over the mean; 1 where nothing costs anything.
-        reduces: it is the component's last active micro-batch.
+        micro_batch: index of the micro-batch.
+        component: name of the component.
+        calls: calls on each of its ranks.
+        items: number of items it encodes.
+        travelling: number of these items that a rank other than their producer needs.
+        minimal_ranks: number of ranks that make at least one call with the minimal input.
+        imbalance: cost on the busiest rank divided by the mean; 1 if all costs are 0.
+        reduces: whether this is the component's last active micro-batch.
     """
 
     micro_batch: int
@@ -32,7 +32,7 @@ class ComponentLine:
 
 
 def component_table(lines: Iterable[ComponentLine]) -> list[str]:
-    """The lines of a table with a row for each of ``lines``, under its titles."""
+    """Return the text lines of a table: its titles, then one line for each of ``lines``."""
     titles = ("micro-batch", "component", "calls", "items", "travel", "minimal on", "max/mean cost", "reduces")
     rows = [
         (

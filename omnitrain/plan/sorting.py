@@ -1,4 +1,4 @@
-"""Sorting by several non-negative integer keys, as a radix sort: numpy has one for 16 bits."""
+"""Radix sort by several non-negative integer keys; numpy has one for 16-bit keys only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BITS = 16
 
 
 def stable_order(*keys: np.ndarray) -> np.ndarray:
-    """Indices that sort by the first key, then the second, ..., then by position.
+    """Return the indices that sort by the first key, then the second, ..., then by position.
 
     Args:
         keys: ``[n]`` int64 each, not negative.

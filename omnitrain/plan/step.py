@@ -1,4 +1,4 @@
-"""``StepPlan``: who does what in one optimizer step, computed alike on every rank before anything moves."""
+"""``StepPlan``: the work of each rank in one optimizer step. Every rank computes the same plan."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ class Call:
 
     Attributes:
         call_site: index in ``topology.call_sites``.
-        index: among the calls of this entrance in this micro-batch.
-        items: to encode, in this order; empty for a forward or head.
-        is_minimal: this rank has nothing for the call, and makes it with the component's minimal input.
+        index: index among the calls at this call site in this micro-batch.
+        items: items to encode, in this order. Empty for a forward or head, and for an ``encode`` call for which this
+            rank has no items and runs the component's minimal input.
     """
 
     call_site: int
     index: int
     items: tuple[int, ...]
-    is_minimal: bool
 
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """Items on their way from producers to consumers, consumer by consumer, in the order in which each needs them.
+    """The routes of items from producers to consumers, sorted by consumer, then by the order of items in its pack.
 
     Attributes:
         item: ``[routes]`` int64.
-        producer: ``[routes]`` int64, rank that encodes it.
-        consumer: ``[routes]`` int64, rank whose sequence has its rows.
-        rows: ``[routes]`` int64.
+        producer: ``[routes]`` int64, rank that encodes the item.
+        consumer: ``[routes]`` int64, rank whose sequence contains the item's features.
+        rows: ``[routes]`` int64, rows of the item's features.
     """
 
     item: np.ndarray
@@ -50,37 +49,37 @@ class RowRoutes:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Everything the ranks decide together for one optimizer step. ``M``: its micro-batches, ``E``: entrances.
+    """Everything the ranks decide together for one optimizer step.
 
-    An item's number is its place in the table of all ranks: by owner, then micro-batch, port, and order in the pack.
+    ``M`` is the number of micro-batches, ``E`` the number of call sites. Items are numbered across all ranks: by owner,
+    then micro-batch, port, and order in the pack.
 
     Attributes:
-        topology: what it was planned for.
-        num_micro_batches: of every rank; ranks that drew fewer run empty ones.
-        is_last: no rank has data after this step.
-        loss_counts: loss name -> predicted tokens of the whole step, the one divisor of that loss.
-        num_samples: ``[M, ranks]`` int64, drawn by each rank.
-        tokens: ``[M, ranks]`` int64, drawn by each rank.
-        calls: ``[M, E]`` int64, calls of each entrance; the same on all ranks of its component.
-        own_calls: ``[M, E, ranks]`` int64, those for which a rank has data; in its others the input is minimal.
+        topology: components and ranks of the run.
+        num_micro_batches: micro-batches of every rank; ranks that drew fewer run empty ones.
+        loss_counts: loss name -> predicted tokens of the whole step, by which that loss is divided.
+        num_samples: ``[M, ranks]`` int64, samples drawn by each rank.
+        tokens: ``[M, ranks]`` int64, tokens drawn by each rank.
+        calls: ``[M, E]`` int64, calls at each call site; the same on all ranks of its component.
+        calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
         owner: ``[items]`` int64, rank that drew the item.
-        producer: ``[items]`` int64, rank that encodes it; of a component that is shared, with those of its data group.
+        producer: ``[items]`` int64, rank that encodes it. If the component is shared, the producer's whole data group
+            encodes it.
         slot: ``[items]`` int64, ``micro-batch * ports + port``.
-        rows: ``[items]`` int64.
+        rows: ``[items]`` int64, rows of the item's features.
         cost: ``[items]`` int64.
-        work: ``[items]`` int64, all items by slot, producer and call.
-        call: ``[items]`` int64, in the order of ``work``: the call, among those of its slot on its producer.
+        work: ``[items]`` int64, all items sorted by slot, producer and call.
+        call: ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer.
         work_cell: ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``.
     """
 
     topology: Topology
     num_micro_batches: int
-    is_last: bool
     loss_counts: dict[str, int]
     num_samples: np.ndarray
     tokens: np.ndarray
     calls: np.ndarray
-    own_calls: np.ndarray
+    calls_with_data: np.ndarray
     owner: np.ndarray
     producer: np.ndarray
     slot: np.ndarray
@@ -91,66 +90,64 @@ class StepPlan:
     work_cell: np.ndarray
 
     def is_active(self, component: str, micro_batch: int) -> bool:
-        """Whether the component runs in this micro-batch: then all of its ranks call it."""
+        """Whether the component runs in this micro-batch. If it does, all of its ranks call it."""
         return bool(self.calls[micro_batch, list(self.topology.call_sites_of(component))].any())
 
     def last_active(self, component: str) -> int | None:
-        """The last micro-batch in which the component runs: it reduces across replicas. None: it never runs."""
+        """Return the last micro-batch in which the component runs and reduces across replicas, or None."""
         active = np.flatnonzero(self.calls[:, list(self.topology.call_sites_of(component))].any(axis=1))
         return int(active[-1]) if len(active) else None
 
     def calls_of(self, rank: int, component: str, micro_batch: int) -> tuple[Call, ...]:
-        """What a rank of the component calls in a micro-batch, in order."""
+        """Return the calls that a rank makes to the component in a micro-batch, in order."""
         if rank not in self.topology.component(component).ranks:
             return ()
         calls = []
         for call_site in self.topology.call_sites_of(component):
-            own = int(self.own_calls[micro_batch, call_site, rank])
-            items = self._items_by_call(self._producer_for(rank, component), micro_batch, call_site, own)
-            calls += [Call(call_site, index, made, is_minimal=False) for index, made in enumerate(items)]
-            calls += [
-                Call(call_site, index, (), is_minimal=True) for index in range(own, self.calls[micro_batch, call_site])
-            ]
+            num_with_data = int(self.calls_with_data[micro_batch, call_site, rank])
+            items = self._items_by_call(self._producer_for(rank, component), micro_batch, call_site, num_with_data)
+            items += [()] * (int(self.calls[micro_batch, call_site]) - num_with_data)
+            calls += [Call(call_site, index, call_items) for index, call_items in enumerate(items)]
         return tuple(calls)
 
-    def minimal_ranks(self, micro_batch: int, call_site: int, index: int) -> tuple[int, ...]:
-        """Ranks that make this call with the component's minimal input."""
-        own = self.own_calls[micro_batch, call_site]
-        component = self.topology.component(self.topology.call_sites[call_site].component)
-        return tuple(rank for rank in component.ranks if own[rank] <= index < self.calls[micro_batch, call_site])
-
     def routes(self, component: str, micro_batch: int) -> RowRoutes:
-        """Ways of all items of a component in a micro-batch; also of those that stay on their rank."""
+        """Return the routes of all items of a component in a micro-batch, including items that stay on their rank."""
         item, consumer = self._copies(self._items(component, micro_batch))
         order = stable_order(consumer, item)
         item, consumer = item[order], consumer[order]
         return RowRoutes(item, self.producer[item], consumer, self.rows[item])
 
     def has_exchange(self, component: str, micro_batch: int, rank: int) -> bool:
-        """Whether ``rank`` takes part in an exchange: with ``place: world`` all ranks, else those of its data group."""
+        """Whether ``rank`` takes part in an exchange of features.
+
+        With ``place: world`` all ranks take part if any item moves, otherwise the ranks of its data group.
+        """
         if not self.topology.ports_of(component) or not self.topology.moves(component):
             return False
         routes = self.routes(component, micro_batch)
-        travels = routes.producer != routes.consumer
+        is_sent = routes.producer != routes.consumer
         if self.topology.component(component).place != "world":
-            travels &= self.topology.group_of[routes.consumer] == self.topology.group_of[rank]
-        return bool(travels.any())
+            is_sent &= self.topology.group_of[routes.consumer] == self.topology.group_of[rank]
+        return bool(is_sent.any())
 
     def loads(self, component: str) -> np.ndarray:
-        """``[M, ranks of the component]`` int64: cost of what each of them encodes; of what several share, its part."""
+        """Return ``[M, ranks of the component]`` int64: the cost of the items that each rank encodes.
+
+        Ranks that encode items together divide the cost equally, rounded up.
+        """
         micro_batch, port = np.divmod(self.slot, max(1, len(self.topology.ports)))
         ports = self.topology.ports_of(component)
-        own = (port >= ports.start) & (port < ports.stop)
-        cell = micro_batch[own] * self.topology.world_size + self.producer[own]
-        sums = _sums(cell, self.cost[own], self.num_micro_batches * self.topology.world_size)
-        loads = sums.reshape(self.num_micro_batches, -1)
+        selected = (port >= ports.start) & (port < ports.stop)
+        cell = micro_batch[selected] * self.topology.world_size + self.producer[selected]
+        sums = np.bincount(cell, self.cost[selected], self.num_micro_batches * self.topology.world_size)
+        loads = sums.astype(np.int64).reshape(self.num_micro_batches, -1)
         if self.topology.component(component).is_shared:
             for group in self.topology.data_groups:
                 loads[:, group] = -(-loads[:, group].sum(axis=1, keepdims=True) // len(group))
         return loads[:, list(self.topology.component(component).ranks)]
 
     def digest(self) -> str:
-        """Equal for equal plans: what ranks compare to be sure that they agree."""
+        """Return a hash of the plan, which ranks compare to check that they agree."""
         content = hashlib.blake2b(digest_size=8)
         for field in fields(self):
             value = getattr(self, field.name)
@@ -158,7 +155,7 @@ class StepPlan:
         return content.hexdigest()
 
     def component_lines(self) -> tuple[ComponentLine, ...]:
-        """A line for each component in each micro-batch in which it runs, micro-batch by micro-batch."""
+        """Return one line for each component in each micro-batch in which it runs, sorted by micro-batch."""
         return tuple(
             self._component_line(component, micro_batch)
             for micro_batch in range(self.num_micro_batches)
@@ -169,46 +166,44 @@ class StepPlan:
     def _component_line(self, component: PlannedComponent, micro_batch: int) -> ComponentLine:
         call_sites = list(self.topology.call_sites_of(component.name))
         calls = self.calls[micro_batch, call_sites]
-        own = self.own_calls[micro_batch][call_sites][:, list(component.ranks)]
+        calls_with_data = self.calls_with_data[micro_batch][call_sites][:, list(component.ranks)]
         routes = self.routes(component.name, micro_batch)
-        travels = (routes.producer != routes.consumer) & self.topology.moves(component.name)
+        is_sent = (routes.producer != routes.consumer) & self.topology.moves(component.name)
         loads = self.loads(component.name)[micro_batch]
         return ComponentLine(
             micro_batch=micro_batch,
             component=component.name,
             calls=int(calls.sum()),
             items=len(np.unique(routes.item)),
-            travelling=len(np.unique(routes.item[travels])),
-            minimal_ranks=int((own < calls[:, None]).any(axis=0).sum()),
+            travelling=len(np.unique(routes.item[is_sent])),
+            minimal_ranks=int((calls_with_data < calls[:, None]).any(axis=0).sum()),
             imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
             reduces=micro_batch == self.last_active(component.name),
         )
 
     def __str__(self) -> str:
-        """Counts, tokens and a table of :meth:`component_lines`."""
+        """Return the counts, the tokens and a table of :meth:`component_lines`."""
         counts = ", ".join(f"{name} {count:,}" for name, count in self.loss_counts.items())
         tokens = self.tokens.sum(axis=0)
         head = [
-            f"step plan {self.digest()}: {self.topology.world_size} ranks, {self.num_micro_batches} micro-batches"
-            + (", the last of the data" if self.is_last else ""),
+            f"step plan {self.digest()}: {self.topology.world_size} ranks, {self.num_micro_batches} micro-batches",
             f"predicted tokens: {counts or 'none'}",
             f"tokens drawn: {int(tokens.sum()):,}, per rank {int(tokens.min()):,} to {int(tokens.max()):,}",
         ]
         return "\n".join([*head, *component_table(self.component_lines())])
 
     def _producer_for(self, rank: int, component: str) -> int:
-        """Whose items ``rank`` encodes."""
+        """Return the producer of the items that ``rank`` encodes."""
         if not self.topology.component(component).is_shared:
             return rank
         return self.topology.data_groups[self.topology.group_of[rank]][0]
 
     def _items(self, component: str, micro_batch: int) -> np.ndarray:
-        """Items of a component in a micro-batch."""
         first, ports = micro_batch * len(self.topology.ports), self.topology.ports_of(component)
         return np.flatnonzero((self.slot >= first + ports.start) & (self.slot < first + ports.stop))
 
     def _copies(self, item: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each item as often as it has consumers, and those."""
+        """Repeat each item once per consumer. Return the items and their consumers."""
         groups = self.topology.data_groups
         sizes = np.array([len(group) for group in groups])
         group = self.topology.group_of[self.owner[item]]
@@ -217,28 +212,21 @@ class StepPlan:
         consumer = np.concatenate(groups)[np.repeat((np.cumsum(sizes) - sizes)[group], copies) + nth]
         return np.repeat(item, copies), consumer
 
-    def _made(self, rank: int, micro_batch: int, port: int) -> np.ndarray:
-        """Items of a port that ``rank`` encodes in a micro-batch, call by call."""
-        return self.work[self._cell(rank, micro_batch, port)]
-
-    def _cell(self, rank: int, micro_batch: int, port: int) -> slice:
-        cell = (micro_batch * len(self.topology.ports) + port) * self.topology.world_size + rank
-        return slice(*np.searchsorted(self.work_cell, [cell, cell + 1]))
-
-    def _items_by_call(self, rank: int, micro_batch: int, call_site: int, own: int) -> list[tuple[int, ...]]:
-        if self.topology.call_sites[call_site].kind != "encode" or not own:
-            return [()] * own
-        calls = self.call[self._cell(rank, micro_batch, call_site)]
-        borders = np.searchsorted(calls, np.arange(1, own))
-        return [tuple(part.tolist()) for part in np.split(self._made(rank, micro_batch, call_site), borders)]
+    def _items_by_call(self, producer: int, micro_batch: int, call_site: int, num_calls: int) -> list[tuple[int, ...]]:
+        if self.topology.call_sites[call_site].kind != "encode" or not num_calls:
+            return [()] * num_calls
+        cell = (micro_batch * len(self.topology.ports) + call_site) * self.topology.world_size + producer
+        in_cell = slice(*np.searchsorted(self.work_cell, [cell, cell + 1]))
+        offsets = np.searchsorted(self.call[in_cell], np.arange(1, num_calls))
+        return [tuple(items.tolist()) for items in np.split(self.work[in_cell], offsets)]
 
 
 def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
-    """Plan a step: a pure function of what all ranks drew.
+    """Plan a step. Pure function of the topology and the samples that all ranks drew.
 
     Args:
-        topology: of the run.
-        tables: of all ranks (:func:`omnitrain.plan.tables.decode_tables`).
+        topology: components and ranks of the run.
+        tables: tables of all ranks (:func:`omnitrain.plan.tables.decode_tables`).
 
     Returns:
         The same plan on every rank.
@@ -246,17 +234,16 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
     num_micro_batches = len(tables.counts)
     producer = _producers(topology, tables)
     work, call, work_cell, encodes = _work(topology, tables, producer)
-    own_calls = np.concatenate([encodes, _other_calls(topology, tables)], axis=1)
+    calls_with_data = np.concatenate([encodes, _other_calls(topology, tables)], axis=1)
     counts = tables.counts.sum(axis=(0, 2)).tolist()
     return StepPlan(
         topology=topology,
         num_micro_batches=num_micro_batches,
-        is_last=bool(tables.has_ended.all()),
         loss_counts=dict(zip(topology.losses, counts, strict=True)),
         num_samples=tables.num_samples,
         tokens=tables.tokens,
-        calls=own_calls.max(axis=2),
-        own_calls=own_calls,
+        calls=calls_with_data.max(axis=2),
+        calls_with_data=calls_with_data,
         owner=tables.owner,
         producer=producer,
         slot=tables.slot,
@@ -286,7 +273,7 @@ def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
 
 
 def _workers(topology: Topology, component: PlannedComponent) -> tuple[list[np.ndarray], np.ndarray]:
-    """The sets of ranks that share work among themselves, and ``[ranks]`` the set that encodes a rank's items."""
+    """Return the groups of ranks that divide their items among themselves, and ``[ranks]`` the group of each rank."""
     if component.place == "world":
         return [np.array(component.ranks)], np.zeros(topology.world_size, dtype=np.int64)
     shared = [np.array([rank for rank in group if rank in component.ranks]) for group in topology.data_groups]
@@ -296,28 +283,27 @@ def _workers(topology: Topology, component: PlannedComponent) -> tuple[list[np.n
 def _work(
     topology: Topology, tables: StepTables, producer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """``work``, ``call`` and ``work_cell`` of :class:`StepPlan`, and its ``own_calls`` of the ports."""
+    """Return ``work``, ``call`` and ``work_cell`` of :class:`StepPlan`, and the ports' ``calls_with_data``."""
     ranks, ports = topology.world_size, len(topology.ports)
     cell = tables.slot * ranks + producer
     work = stable_order(cell, tables.shape)
     cell, shape = cell[work], tables.shape[work]
-    apart = np.tile([port.is_one_at_a_time for port in topology.ports], len(tables.counts)).astype(bool)
     opens_cell = np.diff(cell, prepend=-1) != 0
-    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0) | apart[tables.slot[work]]
-    number = np.cumsum(opens_call)  # of the call among all
-    call = number - number[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
+    opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0)
+    calls_so_far = np.cumsum(opens_call)
+    call = calls_so_far - calls_so_far[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
     encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * ports * ranks)
     encodes = encodes.reshape(len(tables.counts), ports, ranks)
     owners = [group[0] for group in topology.data_groups]
     for component in topology.components:
         if component.is_shared:
-            own = topology.ports_of(component.name)
-            encodes[:, own] = encodes[:, own][:, :, owners][:, :, topology.group_of]
+            shared = topology.ports_of(component.name)
+            encodes[:, shared] = encodes[:, shared][:, :, owners][:, :, topology.group_of]
     return work, call, cell, encodes
 
 
 def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
-    """``own_calls`` of forwards and heads: one where the rank's data group has samples, or tokens to predict."""
+    """Return ``calls_with_data`` of forwards and heads: 1 if the data group has samples or tokens to predict."""
     group = topology.group_of
     members = (group[:, None] == group).astype(np.int64)
     calls = []
@@ -327,7 +313,3 @@ def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
         calls.append((drawn @ members) > 0)
     shape = (len(tables.counts), len(calls), topology.world_size)
     return np.stack(calls, axis=1).astype(np.int64) if calls else np.zeros(shape, dtype=np.int64)
-
-
-def _sums(index: np.ndarray, value: np.ndarray, size: int) -> np.ndarray:
-    return np.bincount(index, value, size).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What every rank knows before any data: the components, the ranks they live on, and the ways they are called."""
+"""What every rank knows before it draws data: the components, their ranks, and their call sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 Place = Literal["local", "group", "world"]
-EntranceKind = Literal["encode", "forward", "head"]
+CallSiteKind = Literal["encode", "forward", "head"]
 
 
 @dataclass(frozen=True)
@@ -20,27 +20,26 @@ class Port:
 
     Attributes:
         name: unique among all components: ``foundation.image``, ``image_encoder``, ...
-        is_one_at_a_time: every item is a call of its own, because the tower mixes items.
     """
 
     name: str
-    is_one_at_a_time: bool = False
 
 
 @dataclass(frozen=True)
 class PlannedComponent:
-    """A component as the step plan sees it.
+    """A component as the step plan needs it.
 
     Attributes:
-        name: of the component.
-        ranks: of its mesh; all of them call it equally often.
-        ports: the media it encodes, in the order in which it encodes them.
-        reads_packs: it is called once per micro-batch with the packed sequence: the foundation.
-        head: name of the loss that it computes from the foundation's hidden states, in a call of its own; None: none.
-        place: who encodes an item: its owner, the ranks that hold its sample, or all ranks of the component.
+        name: name of the component.
+        ranks: ranks of its mesh; all of them call it equally often.
+        ports: kinds of media it encodes, in the order in which it encodes them.
+        reads_packs: whether it is the foundation, called once per micro-batch with the packed sequence.
+        head: name of the loss that it computes from the foundation's hidden states in a separate call, or None.
+        place: ranks among which an item may be encoded: ``local`` its owner, ``group`` the ranks that hold its sample,
+            ``world`` all ranks of the component.
         num_replicas: copies of its parameters among its ranks; each copy is sharded over ``len(ranks) / num_replicas``.
-        is_trained: it has parameters that get a gradient.
-        is_shared: the ranks that hold a sample encode each of its items together, so that none moves.
+        is_trained: whether any of its parameters gets a gradient.
+        is_shared: whether the ranks that hold a sample encode each of its items together, so that no item moves.
     """
 
     name: str
@@ -55,22 +54,22 @@ class PlannedComponent:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one copy of the parameters."""
+        """Number of ranks that share one copy of the parameters."""
         return len(self.ranks) // self.num_replicas
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """One way in which a component is called: a port, the foundation's forward, or a head.
+    """One way to call a component: a port, the foundation's forward, or a head.
 
     Attributes:
-        component: its name.
+        component: name of the component.
         kind: ``encode``, ``forward`` or ``head``.
-        name: of the port, the component or the loss.
+        name: name of the port, the component or the loss.
     """
 
     component: str
-    kind: EntranceKind
+    kind: CallSiteKind
     name: str
 
 
@@ -80,14 +79,14 @@ class Topology:
 
     Attributes:
         world_size: number of ranks.
-        components: in the order in which they encode.
-        losses: names, in the order of their columns in the table.
+        components: components in the order in which they encode.
+        losses: names of the losses, in the order of their columns in the table.
         data_groups: ranks that hold the same samples (sequence and tensor parallel peers), each rank in one group.
-            Empty: every rank has samples of its own. A sample is listed in the table of one rank of its group, its
-            owner: the first.
+            Empty: every rank draws different samples. Only the first rank of a group, the owner of its samples, lists
+            them in its table.
 
     Raises:
-        ValueError: every contradiction at once.
+        ValueError: invalid ranks, names or places; the message lists all problems.
     """
 
     world_size: int
@@ -104,12 +103,12 @@ class Topology:
 
     @cached_property
     def ports(self) -> tuple[Port, ...]:
-        """All ports, component by component; a port's index is its number in tables and plans."""
+        """All ports, component by component. Tables and plans refer to a port by its index here."""
         return tuple(port for component in self.components for port in component.ports)
 
     @cached_property
     def call_sites(self) -> tuple[CallSite, ...]:
-        """All entrances in the order in which a micro-batch calls them; the ports come first."""
+        """All call sites in the order in which a micro-batch calls them; the ports come first."""
         encode = [CallSite(c.name, "encode", port.name) for c in self.components for port in c.ports]
         forward = [CallSite(c.name, "forward", c.name) for c in self.components if c.reads_packs]
         heads = [CallSite(c.name, "head", c.head) for c in self.components if c.head is not None]
@@ -124,52 +123,53 @@ class Topology:
         return groups
 
     def is_owner(self, rank: int) -> bool:
-        """Whether ``rank`` lists the samples of its data group in its table; the other ranks of the group list none."""
+        """Whether ``rank`` is the one rank of its data group that lists the group's samples in its table."""
         return bool(self.data_groups[self.group_of[rank]][0] == rank)
 
     def moves(self, component: str) -> bool:
-        """Whether an item of the component may be encoded by another rank than one that needs its rows."""
-        found = self.component(component)
-        return not found.is_shared and (found.place != "local" or any(len(group) > 1 for group in self.data_groups))
+        """Whether a rank may need features of the component's items that another rank encodes."""
+        planned = self.component(component)
+        has_peers = any(len(group) > 1 for group in self.data_groups)
+        return not planned.is_shared and (planned.place != "local" or has_peers)
 
     def component(self, name: str) -> PlannedComponent:
-        """The component of that name."""
+        """Return the component of that name."""
         return next(component for component in self.components if component.name == name)
 
     def call_sites_of(self, component: str) -> tuple[int, ...]:
-        """Indices of the component's entrances, in the order in which a micro-batch calls them."""
+        """Return the indices of the component's call sites, in the order in which a micro-batch calls them."""
         return tuple(index for index, call_site in enumerate(self.call_sites) if call_site.component == component)
 
     def ports_of(self, component: str) -> range:
-        """Indices of the component's ports."""
-        found = [index for index in self.call_sites_of(component) if self.call_sites[index].kind == "encode"]
-        return range(found[0], found[-1] + 1) if found else range(0)
+        """Return the indices of the component's ports."""
+        ports = [index for index in self.call_sites_of(component) if self.call_sites[index].kind == "encode"]
+        return range(ports[0], ports[-1] + 1) if ports else range(0)
 
     def _rank_problems(self) -> Iterable[str]:
         everyone = set(range(self.world_size))
         listed = [rank for group in self.data_groups for rank in group]
         if sorted(listed) != sorted(everyone):
-            yield f"data groups {self.data_groups}: expected each of {self.world_size} ranks in exactly one of them"
+            yield f"data groups {self.data_groups}: expected each of {self.world_size} ranks in exactly one group"
         for component in self.components:
             ranks = set(component.ranks)
             if not ranks or len(ranks) < len(component.ranks) or not ranks <= everyone:
-                yield f"{component.name}: found ranks {component.ranks}; expected different ones of {self.world_size}"
+                yield f"{component.name}: found ranks {component.ranks}; expected distinct ranks of {self.world_size}"
             elif len(ranks) % component.num_replicas:
                 yield f"{component.name}: {len(ranks)} ranks do not hold {component.num_replicas} equal replicas"
             elif (component.reads_packs or component.head is not None) and len(ranks) < self.world_size:
-                away = sorted(everyone - ranks)
-                yield f"{component.name}: it works on sequences, but does not live on ranks {away}, which hold some"
+                missing = sorted(everyone - ranks)
+                yield f"{component.name}: it reads sequences, but ranks {missing}, which have some, do not hold it"
             elif component.ports:
                 yield from self._place_problems(component)
 
     def _place_problems(self, component: PlannedComponent) -> Iterable[str]:
         ranks = set(component.ranks)
         if component.place == "local" and len(ranks) < self.world_size:
-            away = sorted(set(range(self.world_size)) - ranks)
-            yield f"{component.name}: `place: local`, but it does not live on ranks {away}; use `place: world`"
+            missing = sorted(set(range(self.world_size)) - ranks)
+            yield f"{component.name}: `place: local`, but ranks {missing} do not hold it; use `place: world`"
         without = [group for group in self.data_groups if ranks.isdisjoint(group)]
         if component.place == "group" and without:
-            yield f"{component.name}: `place: group`, but it lives on no rank of {without}; use `place: world`"
+            yield f"{component.name}: `place: group`, but no rank of {without} holds it; use `place: world`"
 
     def _name_problems(self) -> Iterable[str]:
         for kind, names in (
@@ -180,4 +180,4 @@ class Topology:
             yield from (f"{kind} {name!r} exists {n} times" for name, n in Counter(names).items() if n > 1)
         for component in self.components:
             if component.head is not None and component.head not in self.losses:
-                yield f"{component.name}: its loss {component.head!r} is none of {list(self.losses)}"
+                yield f"{component.name}: its loss {component.head!r} is not in {list(self.losses)}"

@@ -1,10 +1,9 @@
-"""From a recipe to a model and its processor."""
+"""Build the model and the processor of a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -37,14 +36,14 @@ from omnitrain.train.run_state.state import OPTIMIZER
 
 
 def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniModel, OmniProcessor]:
-    """The model of a recipe, frozen as it says, with the adapters that its plan asks for, and its processor.
+    """Build the model of a recipe, with frozen components and LoRA adapters as it says, and its processor.
 
     Args:
         recipe: the recipe; fresh weights follow from its seed.
-        init_device: ``meta`` makes shapes only.
+        init_device: device of the weights; ``meta`` makes only shapes.
 
     Raises:
-        UserError: anything in the recipe that does not fit together.
+        UserError: parts of the recipe do not fit together.
     """
     parts = recipe.model
     if parts.checkpoint is not None:
@@ -58,9 +57,9 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
         raise UserError(f"{_refused_part(parts)}: {error}") from error
     except UserError:
         raise
-    except Exception as error:  # each HF class refuses in its own way
+    except Exception as error:  # each HF class fails differently
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{_refused_part(parts)}: cannot be built from this config: {reason}") from error
+        raise UserError(f"{_refused_part(parts)}: this config cannot be built: {reason}") from error
     readers, writers = model.media_adapters()
     attached = {modality for adapter in (*readers.values(), *writers.values()) for modality in adapter.modalities}
     renderer = _renderer(recipe, model, attached)
@@ -80,19 +79,20 @@ def load_checkpoint(
     *,
     checked: bool = True,
 ) -> tuple[OmniModel, OmniProcessor]:
-    """A saved model, with its LoRA adapters if it has some, and its processor.
+    """Load a saved model, with its LoRA adapters if it has any, and its processor.
 
     Args:
-        folder: of a run (its newest checkpoint is taken), or written by ``save_pretrained`` of both.
-        frozen: components that do not train.
-        init_device: ``meta`` makes shapes only.
-        chat: replaces the saved chat format.
-        torch_dtype: of the weights; None: as saved.
-        checked: compare files with their checksums first, if weights are read; not those of an optimizer.
+        folder: folder of a run, whose newest checkpoint is loaded, or of a model and processor saved with
+            ``save_pretrained``.
+        frozen: names of components to freeze.
+        init_device: device of the weights; ``meta`` makes only shapes.
+        chat: chat format that replaces the saved one.
+        torch_dtype: dtype of the weights; None: as saved.
+        checked: verify the checksums of the files before reading weights, except those of the optimizer.
 
     Raises:
-        UserError: not such a folder.
-        WeightsError: tensors missing, left over or misshapen.
+        UserError: ``folder`` is not such a folder.
+        WeightsError: tensors are missing, unexpected or have the wrong shape.
     """
     folder = newest_checkpoint(folder)
     if checked and init_device != "meta":
@@ -106,9 +106,9 @@ def load_checkpoint(
 
 
 def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:
-    """Before operations are put in from outside, as where a checkpoint has adapters: both round alike.
+    """Add adapters before operations are replaced, as for a checkpoint with adapters, so both round alike.
 
-    A plan that does not fit is refused where it is applied, with all that is wrong.
+    Sharding the model raises for a plan that does not fit, with all its problems.
     """
     adapters, problems = adapters_for(model, plan)
     if not problems:
@@ -120,7 +120,7 @@ def _build(
 ) -> OmniModel:
     assert parts.foundation is not None
     return build_omni_model(
-        foundation=_source(parts.foundation),
+        foundation=parts.foundation.path if parts.foundation.path is not None else parts.foundation.config,
         encoders=dict(encoders),
         decoders=dict(decoders),
         init_device=init_device,
@@ -129,34 +129,34 @@ def _build(
 
 
 def _refused_part(parts: Model) -> str:
-    """The key of the part that cannot be built, found by building each alone."""
+    """Return the key of the component that cannot be built, by building each alone."""
     alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder]]] = [("model.foundation", {}, {})]
     alone += [(f"model.encoders.{name}", {name: encoder}, {}) for name, encoder in parts.encoders.items()]
     alone += [(f"model.decoders.{name}", {}, {name: decoder}) for name, decoder in parts.decoders.items()]
     for key, encoders, decoders in alone:
         try:
             _build(parts, encoders, decoders, "meta")
-        except Exception:  # as the whole was: by its HF class, in whatever way
+        except Exception:  # each HF class fails differently
             return key
     return "model"
 
 
 def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse backends of ``model.ops`` that cannot train the model, before anything is written.
+    """Raise for backends of ``model.ops`` that cannot train the model, before anything is written.
 
     Args:
-        model: on any device, ``meta`` too.
+        model: the model, on any device including ``meta``.
         ops: the recipe's ``model.ops`` node.
-        device: where the model will train.
-        dtype: in which the foundation computes there.
+        device: device that the model will train on.
+        dtype: dtype in which the foundation computes.
 
     Raises:
-        UserError: every backend that cannot, with the reason and what may be chosen instead, a line each.
+        UserError: backends cannot train the model; the message has a line for each, with the reason and alternatives.
     """
-    problems, elsewhere = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS, "experts": EXPERTS}
+    problems, other_backends = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS, "experts": EXPERTS}
     for name, wanted in ops.model_dump(exclude={"attention"}).items():
         try:
-            choose(name, elsewhere[name] if name in elsewhere else backends_of(name), wanted, device)
+            choose(name, other_backends[name] if name in other_backends else backends_of(name), wanted, device)
         except UserError as error:
             problems.append(f"model.ops.{error}")
     if ops.attention != AUTO:
@@ -171,34 +171,34 @@ def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.d
 
 
 def _idle_ops(model: OmniModel) -> Iterator[Idle]:
-    """Operations that neither the foundation nor an encoder has."""
+    """Yield the operations that neither the foundation nor an encoder has."""
     contract, parts = model.runner.contract, [model.foundation, *model.encoders.values()]
     for name in FUSED:
         if not any(has_operation(part, name) for part in parts):
-            yield Idle(name, "but no module of the model computes that in a form that could be replaced; remove it")
+            yield Idle(name, "but no module of the model computes it in a form that can be replaced; remove it")
     if not any(True for part in parts for _ in experts_in(part)):
-        yield Idle("experts", "but the model has none; remove it")
+        yield Idle("experts", "but the model has no experts; remove it")
     if contract.attention != "omnitrain" and not model.encoders:
-        yield Idle("attention", f"but {type(model.foundation).__name__} attends by code of its own; remove it")
+        yield Idle("attention", f"but {type(model.foundation).__name__} uses its own attention code; remove it")
     if not contract.row_local:
-        yield Idle("unread_rows", "but nothing of the model works row by row behind its last attention; remove it")
+        yield Idle("unread_rows", "but no module after the model's last attention works token by token; remove it")
     if contract.head != "inside" and not model.decoders:
-        yield Idle("cross_entropy", "but the model makes its loss from logits by itself; remove it")
+        yield Idle("cross_entropy", "but the model computes its loss from logits in its own code; remove it")
 
 
 def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, FusedOp]]:
-    """Run the foundation and the encoders by the backends of ``model.ops``, and every loss.
+    """Install the backends of ``model.ops`` in the foundation, the encoders and all losses.
 
-    Media tokenizers keep their own code: another rounding would make other codes.
+    Media tokenizers keep their code, because different rounding would give different codes.
 
     Args:
-        model: on any device: sharding will move it.
+        model: the model, on any device, because sharding will move it.
         ops: the recipe's ``model.ops`` node.
-        device: where the model will train.
-        dtype: in which the foundation computes there.
+        device: device that the model will train on.
+        dtype: dtype in which the foundation computes.
 
     Returns:
-        Component name -> what was done there.
+        Component name -> operation -> the backend and the number of modules that use it.
 
     Raises:
         UserError: a backend cannot train the model on its device.
@@ -218,56 +218,52 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
     if choose("unread_rows", UNREAD_ROWS, ops.unread_rows, device).run():
         done["foundation"]["unread_rows"] = FusedOp("skip", model.runner.skip_unread_rows())
     for name, part in {"foundation": model.foundation, **model.encoders}.items():
-        found = use_omnitrain_experts(part, ops.experts)
-        done[name]["experts"] = FusedOp(choose("experts", EXPERTS, ops.experts, device).name, found)
+        num_layers = use_omnitrain_experts(part, ops.experts)
+        done[name]["experts"] = FusedOp(choose("experts", EXPERTS, ops.experts, device).name, num_layers)
     return done
 
 
-def _source(source: HFSource) -> Any:
-    return source.path if source.path is not None else source.config
-
-
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> Renderer:
-    """The chat format: of the foundation's own processor where it has a say, else the recipe's."""
+    """Return the chat format of the HF processor if one is used, else that of the recipe."""
     data = recipe.data
-    found = _by_processor(recipe, _of_whole_rows(recipe, model.native_inputs))
+    by_processor = _by_processor(recipe, _without_shared_sequences(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()
-    marks = [getattr(starts, modality) for modality in sorted(attached)]
-    if isinstance(found, TemplateRenderer):
-        _add_tokens(found.tokenizer, marks)
-        return found
+    start_tokens = [getattr(starts, modality) for modality in sorted(attached)]
+    if isinstance(by_processor, TemplateRenderer):
+        _add_tokens(by_processor.tokenizer, start_tokens)
+        return by_processor
     tokenizer = _tokenizer(recipe)
     if data.chat is None and tokenizer.chat_template:
-        _add_tokens(tokenizer, marks)
-        return TemplateRenderer(tokenizer, NativeInputs({}, refused=found), starts=starts)
-    _add_tokens(tokenizer, [starts.end, *marks])
-    return ChatRenderer(tokenizer, starts, refused=found)
+        _add_tokens(tokenizer, start_tokens)
+        return TemplateRenderer(tokenizer, NativeInputs({}, refused=by_processor), starts=starts)
+    _add_tokens(tokenizer, [starts.end, *start_tokens])
+    return ChatRenderer(tokenizer, starts, refused=by_processor)
 
 
 def _by_processor(recipe: Recipe, native: NativeInputs) -> TemplateRenderer | Mapping[str, str]:
-    """The format of the HF processor that is named, or of the foundation's own; without one: modality -> why not."""
+    """Return the format of the HF processor of the recipe or foundation, or else modality -> why there is none."""
     data, source = recipe.data, recipe.model.foundation
     assert source is not None
-    is_asked = data.processor or data.audio_in_video or any(data.processor_arguments.model_dump().values())
+    is_required = data.processor or data.audio_in_video or any(data.processor_arguments.model_dump().values())
     is_free = data.chat is None and recipe.model.tokenizer is None
-    is_own = native.placeholders or (native.in_forward and is_free)
+    uses_foundations = native.placeholders or (native.in_forward and is_free)
     reason = "its own forward needs the HF processor; set data.processor"
-    if (named := data.processor or (source.path if is_own else None)) is not None:
+    if (path := data.processor or (source.path if uses_foundations else None)) is not None:
         try:
-            return TemplateRenderer.from_recipe(data, named, native)
+            return TemplateRenderer.from_recipe(data, path, native)
         except UserError as error:
-            if native.placeholders or is_asked:
+            if native.placeholders or is_required:
                 raise
             reason = str(error)
     return {**native.refused, **dict.fromkeys(native.in_forward, reason)}
 
 
-def _of_whole_rows(recipe: Recipe, native: NativeInputs) -> NativeInputs:
-    """Without what the foundation's own forward reads, where ranks share its sequences: they have parts of a row."""
+def _without_shared_sequences(recipe: Recipe, native: NativeInputs) -> NativeInputs:
+    """Refuse ``in_forward`` media if ranks share sequences, because each rank has only a slice of a sequence."""
     plan = recipe.parallel.of(FOUNDATION)
     if (plan.ulysses or 1) * (plan.cp or 1) == 1:
         return native
-    fact = "its own forward reads that over whole rows, and ranks share its sequences; set ulysses and cp to 1"
+    fact = "its own forward needs whole sequences, but ranks share them; set ulysses and cp to 1"
     return native.without_forward(dict.fromkeys(native.in_forward, fact))
 
 
@@ -275,21 +271,21 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     assert recipe.model.foundation is not None
     path = recipe.model.tokenizer or recipe.model.foundation.path
     if path is None:
-        raise UserError("model.tokenizer: a foundation made from a config needs the path of a text tokenizer")
+        raise UserError("model.tokenizer: set it to a text tokenizer, because the foundation is built from a config")
     require_folder(path, "text tokenizer")
     return load_tokenizer(path, "model.tokenizer")
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, wanted: list[str]) -> None:
-    """Ends of messages and starts of media become special tokens where the tokenizer does not have them."""
+    """Add texts that are not one token of the tokenizer as special tokens."""
     new = [token for token in wanted if len(tokenizer(token, add_special_tokens=False)["input_ids"]) != 1]
     tokenizer.add_tokens(new, special_tokens=True)
 
 
 def _fit_vocabulary(model: OmniModel, tokenizer: PreTrainedTokenizerBase, source: HFSource) -> None:
-    """Grow the foundation's embeddings where the tokenizer has more tokens than they have rows.
+    """Grow the foundation's embeddings if the tokenizer has more tokens than they have rows.
 
-    Far fewer tokens are an error where the embeddings are pretrained; fresh ones mean nothing yet.
+    With pretrained embeddings, a tokenizer with far fewer tokens is an error.
     """
     rows = model.foundation.get_input_embeddings().weight.size(0)
     if source.path is not None:

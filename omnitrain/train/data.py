@@ -1,4 +1,4 @@
-"""The data of a run: training steps of this rank, and the held-out data sets."""
+"""Open the data of a run: the training steps of this rank, and the held-out data sets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ def open_data(
     """Open all data sets, and prepare the first row of every kind.
 
     Args:
-        recipe: of the run.
-        model: laid out; what it needs decides how samples are packed and steps planned.
-        processor: of the model.
-        ranks: all of the run; this one's steps come out.
-        state: where the run's data stand.
+        recipe: recipe of the run.
+        model: sharded model, whose contract decides how samples are packed and steps planned.
+        processor: processor of the model.
+        ranks: ranks of the run.
+        state: state of the run's data.
+
+    Returns:
+        The loader of this rank's steps, and the held-out data sets.
 
     Raises:
-        UserError: a data set that cannot be read, a first row that is of no use to the model, media that no message
-            shows, or a component that no training data feed.
+        UserError: a data set cannot be read, the model cannot use a first row, no message shows some media, or a
+            component gets no training data.
     """
     contract = model.runner.contract
     loader = build_dataloader(
@@ -51,12 +54,13 @@ def open_data(
 
 
 def spared(recipe: Recipe, model: OmniModel) -> list[str]:
-    """Components that the data need not feed: those of a checkpoint, which cannot be left out, if nothing trains them.
+    """Return the components that need no data: frozen components of a checkpoint, which the recipe cannot remove.
 
     Args:
-        recipe: of the run.
-        model: frozen as it will train.
+        recipe: recipe of the run.
+        model: model with its frozen components.
     """
     if recipe.model.checkpoint is None:
         return []
-    return [name for name, own in model.components.items() if not any(p.requires_grad for p in own.values())]
+    parameters_by_name = model.components.items()
+    return [name for name, parameters in parameters_by_name if not any(p.requires_grad for p in parameters.values())]

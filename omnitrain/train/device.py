@@ -1,4 +1,4 @@
-"""The device that a run trains on."""
+"""Choose the device that a run trains on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from omnitrain.train.launch.environment import local_rank, local_world_size
 
 
 def use_device(settings: Train) -> torch.device:
-    """The device that ``settings`` name, with torch's threads set as they say.
+    """Return the device of ``settings``, and set torch's CPU threads and current CUDA device.
 
-    Of several ranks on a machine with CUDA, each has a device of its own: its local rank's.
+    With several ranks on a machine, each uses the CUDA device of its local rank.
 
     Raises:
-        UserError: no such device here, or not one for each rank.
+        UserError: the device does not exist, or the machine has fewer devices than ranks.
     """
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
@@ -27,26 +27,26 @@ def use_device(settings: Train) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"train.device: {name!r} is no device; expected auto, cpu, cuda or cuda:N")
+        raise UserError(f"train.device: {name!r} is not a device; expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"train.device: {name!r} asked for, and torch {torch.__version__} finds no CUDA device")
+        raise UserError(f"train.device is {name!r}, but torch {torch.__version__} finds no CUDA device")
     if device.type == "cpu":
         return device
     if local_world_size() > 1:
-        device = _own_device(device)
-    if device.index is not None:  # kernels of triton, process groups and meshes go by the current one
+        device = _device_of_rank(device)
+    if device.index is not None:  # triton kernels, process groups and meshes use the current device
         torch.cuda.set_device(device)
     return device
 
 
-def _own_device(asked: torch.device) -> torch.device:
-    """The CUDA device of this one of several ranks."""
+def _device_of_rank(requested: torch.device) -> torch.device:
+    """Return the CUDA device of this rank if the machine has several ranks."""
     ranks, devices = local_world_size(), torch.cuda.device_count()
-    if ":" in str(asked):
-        raise UserError(f"train.device: '{asked}' asked for by {ranks} ranks; expected cuda, which is one for each")
+    if ":" in str(requested):
+        raise UserError(f"train.device is '{requested}' for {ranks} ranks; use cuda, which gives each its own device")
     if ranks > devices:
         raise UserError(
-            f"{ranks} ranks on this machine, which has {devices} CUDA device{'s' * (devices > 1)}; expected at most "
-            "one rank for each (--nproc of omnitrain run, --nproc-per-node of torchrun), or train.device=cpu"
+            f"this machine runs {ranks} ranks but has {devices} CUDA device{'s' * (devices > 1)}; start at most one "
+            "rank per device (--nproc of omnitrain run, --nproc-per-node of torchrun), or set train.device=cpu"
         )
     return torch.device("cuda", local_rank())

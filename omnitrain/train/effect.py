@@ -1,4 +1,4 @@
-"""Keys of a recipe that can have no effect on its model: what only the model and its processor tell."""
+"""Find keys of a recipe that have no effect on its model, once the model and its processor are built."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 
 
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
-    """Every key that ``recipe`` sets can have an effect on its model.
+    """Check that every key that ``recipe`` sets has an effect on its model.
 
     Args:
-        recipe: what was built.
-        model: on any device.
-        processor: of the model.
+        recipe: recipe of the model.
+        model: the model, on any device.
+        processor: processor of the model.
 
     Raises:
-        UserError: those that cannot, a line each.
+        UserError: keys have no effect; the message has one line per key.
     """
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
     if problems := idle_problems(recipe, idle):
@@ -44,7 +44,7 @@ def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
         assert isinstance(decoder, TokenDecoder)
         kind = type(decoder.tokenizer).__name__
         for key in {"image_size", "num_codebooks", "max_tokens"} - settings_of(decoder.codec):
-            yield Idle(f"model.decoders.{name}.{key}", f"but a decoder of {kind} has no use for it; remove it")
+            yield Idle(f"model.decoders.{name}.{key}", f"but a decoder with {kind} does not use it; remove it")
 
 
 def _of_data(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Iterator[Idle]:
@@ -52,31 +52,31 @@ def _of_data(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Iter
     if not contract.packs:
         yield Idle("data.packing_buffer", f"but a pack has one sample ({contract.why_unpacked}); remove it")
     if isinstance(renderer, TemplateRenderer):
-        yield from _beside_a_template(recipe)
+        yield from _of_chat_format(recipe)
     for modality in set(MODALITIES) - processor.start_tokens.keys():
         yield Idle(f"data.chat.{modality}", f"but no attached encoder or decoder handles {modality}; remove it")
     yield from _of_hf_processor(renderer.native_modalities)
     if renderer.native_modalities:
-        yield Idle("model.tokenizer", "but the foundation's own processor brings its own; remove it")
+        yield Idle("model.tokenizer", "but the foundation's processor has its own tokenizer; remove it")
 
 
-def _beside_a_template(recipe: Recipe) -> Iterator[Idle]:
+def _of_chat_format(recipe: Recipe) -> Iterator[Idle]:
     if recipe.model.checkpoint is not None:
-        yield Idle("data.chat", "but `model.checkpoint` brings its chat template; remove it")
+        yield Idle("data.chat", "but `model.checkpoint` has a chat template; remove it")
         return
     for key in CHAT_TEXTS:
-        yield Idle(f"data.chat.{key}", "but a chat template of HF renders the conversations; remove it")
+        yield Idle(f"data.chat.{key}", "but a HF chat template renders the conversations; remove it")
 
 
 def _of_hf_processor(native: frozenset[str]) -> Iterator[Idle]:
-    """What is for media that a HF processor prepares: those that the foundation reads by itself."""
+    """Yield keys for media that a HF processor prepares, which are the native media of the foundation."""
     if not native:
-        why = "but no HF processor prepares media: the foundation reads none by itself; remove it"
+        why = "but no HF processor prepares media, because the foundation reads none natively; remove it"
         arguments = (f"processor_arguments.{kind}" for kind in _KINDS.values())
         yield from (Idle(f"data.{key}", why) for key in (*arguments, "audio_in_video", "max_frames"))
         return
     for modality in sorted(_KINDS.keys() - native):
-        why = f"but the foundation reads no {modality} by itself; remove it"
+        why = f"but the foundation reads no {modality} natively; remove it"
         yield Idle(f"data.processor_arguments.{_KINDS[modality]}", why)
         if modality != "image":
             yield Idle("data.audio_in_video", why)

@@ -1,4 +1,4 @@
-"""The experts of a run: their routers, what these decided, the number of chunks, and what is measured of them."""
+"""The experts of a run: router monitoring, recorded routing, chunk tuning and metrics."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from omnitrain.train.run_state.state import TrainingState
 
 
 class ExpertsOfRun:
-    """All that a run does with its experts; nothing where the model has none.
+    """Everything that a run does with its experts; it does nothing if the model has none.
 
     Args:
-        model: laid out, or on one process.
-        recipe: of the run.
-        ranks: all of it.
-        device: of this rank.
+        model: the model, sharded or in one process.
+        recipe: recipe of the run.
+        ranks: ranks of the run.
+        device: device of this rank.
         traces: folder for traces.
-        state: where the run stands.
+        state: state of the run.
 
     Attributes:
-        routers: their losses, biases and load.
-        routing: their decisions, recorded or replayed.
-        chunks: of the exchanges.
+        routers: losses, biases and load of the routers.
+        routing: recorded or replayed routing decisions.
+        chunks: number of chunks of the dispatch.
 
     Raises:
-        UserError: the recipe asks something of experts that the model does not have.
+        UserError: the recipe has settings for experts, but the model has none.
     """
 
     def __init__(
         self, model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device, traces: Path, state: TrainingState
     ) -> None:
-        asked = recipe.train.experts
-        self._ranks, self._replays = ranks, asked.replay is not None
-        self.routers = RouterMonitor(model, asked)
+        settings = recipe.train.experts
+        self._ranks, self._replays = ranks, settings.replay is not None
+        self.routers = RouterMonitor(model, settings)
         self.routers.continue_from(state.expert_shares)
-        self.routing = RoutingOfRun(model, asked.record, asked.replay, ranks.peers.rank)
+        self.routing = RoutingOfRun(model, settings.record, settings.replay, ranks.peers.rank)
         self.chunks = ExpertChunks(model, state.expert_chunks)
         self._spans = ExpertSpans(model, device, recipe, traces)
 
     @contextmanager
     def measured(self, step: int, tokens: int) -> Iterator[None]:
-        """Optimizer step ``step``, from 1, over so many tokens of all ranks."""
+        """Measure optimizer step ``step`` (from 1), which has ``tokens`` tokens over all ranks."""
         peers = self._ranks.peers
         with self._spans.step(step, peers.rank), self.chunks.measured(tokens, peers):
             yield
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step that was measured, over all ranks, each of which calls this."""
+        """Return the metrics of the last measured step over all ranks. Every rank calls this."""
         return {**self._load(), **self._replayed()}
 
     def _load(self) -> dict[str, Any]:
@@ -71,8 +71,8 @@ class ExpertsOfRun:
         }
 
     def _replayed(self) -> dict[str, dict[str, int]]:
-        """Where decisions of an earlier run are taken."""
+        """Return how replayed decisions differ from the routers' decisions."""
         if not self._replays:
             return {}
-        near_ties, others = (round(self._ranks.loss_peers.sum(number)) for number in self.routing.read())
+        near_ties, others = (round(self._ranks.loss_peers.sum(count)) for count in self.routing.read())
         return {"replay": {"near_ties": near_ties, "others": others}}

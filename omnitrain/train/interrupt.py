@@ -1,4 +1,4 @@
-"""Ctrl-C that lets a step finish, or a batch of answers."""
+"""Let a step, or a batch of answers, finish after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ TOGETHER_SECONDS = 1.0
 
 
 def heard(signals: Iterable[int]) -> list[int]:
-    """Those of ``signals`` that this process answers: a hang-up not where ``nohup`` has it ignore that."""
+    """Return those of ``signals`` that this process handles: all, without a hang-up under ``nohup``."""
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     return [number for number in signals if number not in ignored]
 
 
 class StoppedError(Exception):
-    """Work was left, on all ranks alike, because a signal asked for it."""
+    """All ranks stopped their work because of a signal."""
 
 
 class Interrupt:
     """Within this context the first Ctrl-C (SIGTERM, hang-up) only sets :attr:`requested`; the second one interrupts.
 
-    A terminal sends Ctrl-C to every process of the command, and a launcher hands it on to its ranks: signals that
-    arrive within a second of the first one are the first one. Under ``nohup`` a hang-up is no signal.
+    A terminal sends Ctrl-C to every process of the command, and a launcher forwards it to its ranks, so signals within
+    one second of the first count as the first. Under ``nohup`` a hang-up is ignored.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """There was a signal."""
+        """Whether a signal arrived."""
         return self._first is not None
 
     def __enter__(self) -> Interrupt:

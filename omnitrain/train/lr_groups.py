@@ -1,4 +1,4 @@
-"""Learning rates of their own for parts of a model."""
+"""Separate learning rates for modules of a model."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ _KEY = "train.optimizer.learning_rates"
 
 
 def peaks_of(model: OmniModel, settings: Optimizer) -> dict[nn.Parameter, float]:
-    """Trained parameters that ``learning_rates`` names -> their peaks.
+    """Return the peak learning rate of each trained parameter that ``learning_rates`` names.
 
     Args:
-        model: frozen and laid out as it will train.
-        settings: of the recipe.
+        model: the model, with frozen components, sharded as it will train.
+        settings: the recipe's optimizer node.
 
     Raises:
-        UserError: a name that matches no parameter, or none that trains; a rate that nothing trains with.
+        UserError: a name matches no trained parameter, or no parameter trains with a learning rate.
     """
     peaks: dict[nn.Parameter, float] = {}
     names: dict[nn.Parameter, str] = {}
     for name in sorted(settings.learning_rates, key=lambda name: name.count(".")):
         trained = [parameter for parameter in parameters_named(model, name, _KEY) if parameter.requires_grad]
         if not trained:
-            raise UserError(f"{_KEY}: nothing of {name!r} trains; remove it here, or from what freezes it")
+            raise UserError(f"{_KEY}: {name!r} has no trained parameter; remove it here, or do not freeze it")
         peaks |= dict.fromkeys(trained, settings.learning_rates[name])
         names |= dict.fromkeys(trained, name)
     if unused := sorted(settings.learning_rates.keys() - set(names.values())):
-        raise UserError(f"{_KEY}: longer names take all that trains of {', '.join(map(repr, unused))}; remove it")
+        raise UserError(
+            f"{_KEY}: longer names cover all trained parameters of {', '.join(map(repr, unused))}; remove it"
+        )
     if all(parameter in peaks for parameter in model.parameters() if parameter.requires_grad):
-        idle = Idle("learning_rate", "but `learning_rates` names all that trains; remove one of the two")
+        idle = Idle("learning_rate", "but `learning_rates` covers all trained parameters; remove one of the two")
         if problems := idle_problems(settings, [idle], "train.optimizer"):
             raise UserError(problems[0])
     return peaks

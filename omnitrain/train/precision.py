@@ -1,4 +1,4 @@
-"""In which number format a run computes: of `train.precision`, the device, and the plans of its components."""
+"""Choose the dtypes of a run from `train.precision`, the device, and the plans of its components."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 
 def mixed_precision(settings: Train, device_type: str) -> bool | None:
-    """What `train.precision` says to ``build_parallelize_model`` as ``enable_mixed_precision``.
+    """Return the ``enable_mixed_precision`` of ``build_parallelize_model`` that `train.precision` means.
 
     Args:
-        settings: of the recipe.
-        device_type: of the device that the run trains on, ``cuda`` or ``cpu``.
+        settings: the recipe's ``train`` node.
+        device_type: type of the device that the run trains on, ``cuda`` or ``cpu``.
 
     Returns:
-        True: bf16 over fp32 weights, but for components whose plan says otherwise. False: fp32, and no plan may say
-        otherwise. None: fp32, but for components whose plan says otherwise.
+        True: bf16 compute with fp32 weights, unless a component's plan differs. False: fp32, and no plan may differ.
+        None: fp32, unless a component's plan differs.
     """
     if settings.precision == "auto":
         return True if device_type == "cuda" else None
@@ -25,6 +25,6 @@ def mixed_precision(settings: Train, device_type: str) -> bool | None:
 
 
 def compute_dtype(plan: ParallelPlan, mixed: bool | None) -> torch.dtype:
-    """In which the foundation computes; ``mixed``: see :func:`mixed_precision`."""
-    own = plan.of(FOUNDATION).precision or Precision()
-    return getattr(torch, own.compute or ("bfloat16" if mixed else own.param) or "float32")
+    """Return the dtype in which the foundation computes; ``mixed``: see :func:`mixed_precision`."""
+    precision = plan.of(FOUNDATION).precision or Precision()
+    return getattr(torch, precision.compute or ("bfloat16" if mixed else precision.param) or "float32")

@@ -1,4 +1,4 @@
-"""The model of a run, ready to train: built, with its operations chosen, laid out, perhaps compiled."""
+"""Prepare the model of a run: build it, choose its operations, compile it and shard it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from omnitrain.train.process_groups import Ranks
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """What a run trains.
+    """The model of a run, ready to train.
 
     Attributes:
-        model: in place, in training mode.
-        processor: rows -> samples.
+        model: the model on its device, in training mode.
+        processor: turns data rows into samples.
         ops: component name -> the backends of its operations.
-        layout: how the model lies on the ranks; None: one process without a plan.
-        compiled: the blocks that are compiled; None: none.
+        layout: how the model is sharded. None: one process without a plan.
+        compiled: the compiled blocks. None: no block is compiled.
     """
 
     model: OmniModel
@@ -43,18 +43,18 @@ class PreparedModel:
 
 
 def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint: Path | None) -> PreparedModel:
-    """Build what ``recipe`` trains. Every rank calls it.
+    """Build the model of ``recipe``, ready to train. Every rank calls this.
 
     Args:
-        recipe: of the run.
-        ranks: all of it.
-        device: of this rank.
-        checkpoint: of the run, to continue from, compared with its checksums; None: it begins.
+        recipe: recipe of the run.
+        ranks: ranks of the run.
+        device: device of this rank.
+        checkpoint: verified checkpoint to resume from. None: start a new run.
 
     Raises:
-        UserError: whatever does not fit together in recipe and weights.
+        UserError: recipe and weights do not fit together.
     """
-    # The others get their part of the weights from the first rank when they lay the model out.
+    # When the model is sharded, the other ranks get their shards of the weights from the first rank.
     model, processor = ranks.rank_by_rank(lambda: _build(recipe, checkpoint, "cpu" if ranks.is_first else "meta"))
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
@@ -69,10 +69,10 @@ def _build(recipe: Recipe, checkpoint: Path | None, init_device: str) -> tuple[O
     if checkpoint is None:
         model, processor = build_from_recipe(recipe, init_device)
     else:
-        dtype = torch.float32  # as where it begins; the plan says what becomes of it
+        dtype = torch.float32  # as at the start of the run; the plan converts it
         model, processor = load_checkpoint(checkpoint, recipe.model.freeze, init_device, None, dtype, checked=False)
     require_heads(recipe, model.decoders)
-    require_effect(recipe, model, processor)  # checks the contract, too
+    require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor
 
 
@@ -86,7 +86,7 @@ def _compiled(model: OmniModel, recipe: Recipe, device: torch.device) -> Compile
 def _lay_out(
     model: OmniModel, recipe: Recipe, ranks: Ranks, device: torch.device, mixed: bool | None
 ) -> ModelLayout | None:
-    """Put the model on the ranks as the plan says; a process alone without a state just has it on its device."""
+    """Shard the model as the plan says; a single process without a parallel state only moves it to its device."""
     if ranks.state is None:
         model.to(device)
         return None

@@ -1,4 +1,4 @@
-"""The ranks of a run: this one, what they agree on, and where their data processes meet."""
+"""The ranks of a run, their process groups, and the rendezvous of their data processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a run, as one of them sees them.
+    """All ranks of a run, as seen by one of them.
 
     Attributes:
-        state: how they are factorised; None: one process that lays nothing out.
-        peers: what they tell each other.
-        loss_peers: those of them over which losses add up. Tensor parallel peers have the same losses, and run the same
-            evaluation, each among such ranks of its own.
-        rendezvous: of their data processes.
+        state: the parallel state. None: a single process that does not shard its model.
+        peers: group of all ranks.
+        loss_peers: group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the
+            same evaluation, each in its own group.
+        rendezvous: rendezvous of the data processes.
     """
 
     state: ParallelState | None
@@ -39,32 +39,32 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that draw samples; ranks that share a sequence or matrices have one place."""
+        """Rank among those that draw different samples; ranks that share a sequence or matrices have the same."""
         return self.state.dp_rank if self.state is not None else 0
 
     @property
     def data_size(self) -> int:
-        """How many draw samples of their own."""
+        """Number of ranks that draw different samples."""
         return self.state.dp_size if self.state is not None else 1
 
     @property
     def is_first(self) -> bool:
-        """The rank that writes, prints and scores."""
+        """Whether this is the rank that writes, prints and scores."""
         return self.peers.rank == 0
 
     def first(self, make: Callable[[], T]) -> T | None:
-        """What ``make`` returns on the first rank, None on the others; where it raises, all raise."""
+        """Call ``make`` on the first rank and return its result there, else None. If it raises, all ranks raise."""
         return all_or_raise(self.peers, lambda: make() if self.is_first else None)
 
     def rank_by_rank(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns, called on the first rank before it is on the others: they find what it cached."""
-        made = self.first(make)
-        return all_or_raise(self.peers, lambda: make() if made is None else made)
+        """Call ``make`` on the first rank, then on the others, which find its cached files. Return its result."""
+        of_first = self.first(make)
+        return all_or_raise(self.peers, lambda: make() if of_first is None else of_first)
 
     def watch(self, limit_s: float | None) -> StallMonitor:
-        """Ends the run when a rank fails, or none moves on for ``limit_s`` seconds (None: as slow as they like).
+        """Return a monitor that ends the run when a rank fails, or no rank makes progress for ``limit_s`` seconds.
 
-        A process alone is not watched.
+        None means no limit. A single process is not monitored.
         """
         if self.rendezvous.world_size == 1:
             return StallMonitor(dist.HashStore(), 0, 1, None)
@@ -74,21 +74,21 @@ class Ranks:
 
 
 def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = False) -> Ranks:
-    """Take part in a run: as one of the ranks that a launcher started, or alone.
+    """Join a run as one of the ranks that a launcher started, or as a single process.
 
     Args:
-        plan: of the run; its degrees factorise the ranks.
-        device: of this rank.
-        lays_out: the model is laid out by a process alone, too, whose plan says nothing.
+        plan: parallel plan of the run; its degrees factorise the ranks.
+        device: device of this rank.
+        lays_out: shard the model even in a single process with an empty plan.
 
     Raises:
         UserError: the plan's degrees do not fit the number of ranks.
     """
-    is_begun = dist.is_initialized()
-    num_ranks = dist.get_world_size() if is_begun else int(os.environ.get("WORLD_SIZE", "1"))
+    is_initialized = dist.is_initialized()
+    num_ranks = dist.get_world_size() if is_initialized else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
         return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
-    if device.type == "cpu" and num_ranks > 1 and not is_begun:
+    if device.type == "cpu" and num_ranks > 1 and not is_initialized:
         dist.init_process_group("gloo")
     state = init_state_of(plan)
     peers = loss_peers = GlooGroup() if state.world_size > 1 else SINGLE_PROCESS
@@ -98,7 +98,7 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
 
 
 def leave_ranks() -> None:
-    """End what :func:`join_ranks` began; after it this process is alone."""
+    """Leave the run that :func:`join_ranks` joined, and destroy its process groups."""
     forget_parallel_state()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from omnitrain.peers import GlooGroup
 
 def resumed(folder: Path) -> str:
     """The name of the checkpoint that this rank goes on from, or what it is told."""
-    with patch("omnitrain.checkpoint.shared._SEEN_WITHIN_S", 0.0):
+    with patch("omnitrain.checkpoint.shared._TIMEOUT_S", 0.0):
         try:
             return CheckpointStore(folder / f"machine-{dist.get_rank()}", keep=2).latest(GlooGroup()).name
         except UserError as error:
@@ -28,5 +28,5 @@ def test_all_ranks_go_on_from_the_checkpoint_that_the_first_one_found(ranks: Ran
     assert ranks.run(resumed, tmp_path, timeout_s=60, world=2) == ["step-00000002"] * 2
     CheckpointStore(tmp_path / "machine-0", keep=3).save(4, lambda folder: None)
     first, second = ranks.run(resumed, tmp_path, timeout_s=60, world=2)
-    assert "is not the folder of rank 0; every rank writes and reads its part" in second
+    assert "is not the folder of rank 0; every rank writes and reads its shards" in second
     assert first == f"rank 1 failed: {second}"

@@ -49,7 +49,7 @@ def test_one_that_its_run_removes_while_it_is_read_is_not_called_damaged(
         return "other"
 
     monkeypatch.setattr("omnitrain.checkpoint.store._checksum", meanwhile)
-    with pytest.raises(UserError, match="step-00000001 was removed while it was read: its run goes on"):
+    with pytest.raises(UserError, match="step-00000001 was removed while it was read: its run is still training"):
         store.latest()
 
 

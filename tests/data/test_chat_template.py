@@ -78,5 +78,5 @@ def test_the_end_of_an_answer_is_what_the_template_writes_last() -> None:
 
 def test_a_template_that_hides_answers_is_refused_for_its_rows() -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content | upper | length }};{% endfor %}"
-    with pytest.raises(ValueError, match="does not write what the assistant says in message 2"):
+    with pytest.raises(ValueError, match="does not write the text of the assistant's message 2"):
         written(template, "q", "a")

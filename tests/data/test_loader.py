@@ -111,7 +111,7 @@ def test_a_sample_that_fits_without_its_tail_is_no_overlong_one(processor: OmniP
     settings = data(tmp_path, [tiny_row(TASKS[0], 0)], pack_tokens=fits, overlong="error")
     (pack,) = first_packs(build_dataloader(settings, processor, without_tails=True), 1)
     assert pack.num_tokens == fits
-    with pytest.raises(DataError, match=f"{fits + 1} tokens, at most {fits} fit"):
+    with pytest.raises(DataError, match=f"{fits + 1} tokens, but a pack holds at most {fits}"):
         first_packs(build_dataloader(settings, processor), 1)
 
 
@@ -217,7 +217,7 @@ def test_a_data_set_of_nothing_but_damage_ends_with_an_error(
 def test_hopeless_data_are_given_up_long_before_they_end(processor: OmniProcessor, tmp_path: Path) -> None:
     lots = [tiny_row("text", i) for i in range(1500)]
     loader = build_dataloader(data(tmp_path, lots, pack_tokens=1), processor)
-    with pytest.raises(DataError, match=r"all of 1000 rows were rejected; the last, .* at most 1 fit into a pack"):
+    with pytest.raises(DataError, match=r"all of 1000 rows were rejected; the last, .* a pack holds at most 1"):
         next(iter(loader))
 
 

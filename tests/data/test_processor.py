@@ -74,14 +74,17 @@ def test_spans_fill_exactly_the_rows_that_the_component_declares(processor: Omni
 
 def test_a_part_without_its_file_rejects_the_row(processor: OmniProcessor) -> None:
     rejected = processor.sample(row(("user", [part("image")]), ("assistant", [part("text", "a")])))
-    assert isinstance(rejected, Rejected) and "show image 1, the row holds 0" in rejected.reason
+    assert isinstance(rejected, Rejected) and "show image 1, but the row has 0 files" in rejected.reason
 
 
 def test_a_file_that_no_part_shows_rejects_the_row(processor: OmniProcessor) -> None:
     messages = [{"role": "user", "content": "<image>\nwhich?"}, {"role": "assistant", "content": "7"}]
     rejected = processor.sample(Row("r", "s", messages, {"image": [png(0)]}, {}))
     assert isinstance(rejected, Rejected)
-    reason = "the row holds image 1, the messages show 0: each needs a part of type image (or <image> in a text, with "
+    reason = (
+        "the row has 1 image files, but the messages show 0: each file needs a part of type image in a message "
+        "(or <image> in its text, with "
+    )
     assert rejected.reason == f"{reason}`media_markers: [image]` of the data set)"
     nothing = {"image": [{"bytes": None, "path": None}], "audio": [None]}  # as columns of media are without any
     assert isinstance(processor.sample(Row("r", "s", messages, nothing, {})), Sample)

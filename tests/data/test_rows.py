@@ -42,7 +42,7 @@ def test_texts_without_parts_have_roles_only(tmp_path: Path) -> None:
 
 
 def test_columns_of_another_type_are_refused_when_the_data_are_opened(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"column 'messages' \(columns\.messages\) holds string, expected messages"):
+    with pytest.raises(DataError, match=r"column 'messages' \(columns\.messages\) has type string, expected messages"):
         plain(tmp_path, ["hello", "world"])
     said = [{"role": "user", "content": "hello"}]
     Dataset.from_dict({"messages": [said], "images": [[7]], "audios": [1.5], "videos": [["a.webp"]]}).to_parquet(
@@ -52,9 +52,10 @@ def test_columns_of_another_type_are_refused_when_the_data_are_opened(tmp_path: 
         open_sources([DataSource(path=str(tmp_path / "rows.parquet"))])
     found, *problems = str(caught.value).split("; ")
     assert (
-        "column 'images' (columns.images) holds lists of int64, expected files: {bytes, path}, bytes or paths" in found
+        "column 'images' (columns.images) has type lists of int64, expected files: {bytes, path}, bytes or paths"
+        in found
     )
-    assert [problem[:40] for problem in problems] == ["column 'audios' (columns.audios) holds f"]
+    assert [problem[:40] for problem in problems] == ["column 'audios' (columns.audios) has typ"]
 
 
 @pytest.mark.parametrize("kind", [List, LargeList])
@@ -130,19 +131,19 @@ def test_lines_that_are_no_rows_are_named_when_the_data_are_opened(tmp_path: Pat
     with pytest.raises(DataError) as caught:
         open_sources([DataSource(path=file)])
     one, two, three, more = str(caught.value).splitlines()
-    assert one.startswith(f"data: {file}, line 2: no JSON: Expecting value") and "each line of the file" in one
+    assert one.startswith(f"data: {file}, line 2: invalid JSON: Expecting value") and "each line of the file" in one
     assert two == f"data: {file}, line 3: found a list, expected an object with the columns of a row"
-    assert "line 4: `messages` (columns.messages) holds a text, expected a list of messages" in three
+    assert "line 4: `messages` (columns.messages) is a text, expected a list of messages" in three
     assert more == "data: ... and 1 more lines"
 
 
 def test_a_folder_of_both_kinds_and_one_of_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no parquet or jsonl file at '.*' \(looked at [^)]*\)$"):
+    with pytest.raises(DataError, match=r"no parquet or jsonl file at '.*' \(looked in [^)]*\)$"):
         open_sources([DataSource(path=str(tmp_path))])
     json_lines(tmp_path / "rows.jsonl", asked("hi"))
     write_parquet(tmp_path / "rows.parquet", [tiny_row("text", 0)])
     for both in (tmp_path, tmp_path / "rows*"):
-        with pytest.raises(DataError, match=r"1 file\(s\) of JSON Lines .* beside 1 other\(s\)") as refused:
+        with pytest.raises(DataError, match=r"1 file\(s\) of JSON Lines .* and 1 other file\(s\)") as refused:
             open_sources([DataSource(path=str(both))])
         advised = re.findall(r"'([^']*\*\.\w+)'", str(refused.value))
         assert [len(rows) for rows in open_sources([DataSource(path=path) for path in advised])] == [1, 1]

@@ -137,14 +137,14 @@ def test_samples_held_for_a_larger_buffer_are_not_lost_in_a_smaller_one() -> Non
 def test_a_state_without_a_ranks_slots_is_refused() -> None:
     first = loader(1, 2)
     next(iter(first))
-    with pytest.raises(ValueError, match=r"has slots \[1, 3\] and not 0; merge the states of all ranks"):
+    with pytest.raises(ValueError, match=r"has slots \[1, 3\], but not 0; merge the states of all ranks"):
         loader(0, 2, state=first.state())
 
 
 def test_states_of_different_steps_are_not_merged() -> None:
     first, second = loader(0, 8), loader(4, 8)
     next(iter(first))
-    with pytest.raises(ValueError, match="slot 0 stands at"):
+    with pytest.raises(ValueError, match="slot 0 has the states"):
         merge_states([first.state(), second.state()])
 
 
@@ -246,7 +246,7 @@ def test_a_rank_without_samples_gets_the_idle_pack() -> None:
         names = [pack.info.ids for (pack,) in packs]
         assert names.count(("idle",)) == 2
         assert [pack.loss_counts()["text"] for (pack,) in packs if pack.info.ids == ("idle",)] == [0, 0]
-    with pytest.raises(ValueError, match="give `idle`"):
+    with pytest.raises(ValueError, match="pass `idle`"):
         loader(0, 3, slots=1, idle=None)
 
 
@@ -267,8 +267,8 @@ def test_numbers_that_do_not_fit_are_refused_with_those_that_do() -> None:
     with pytest.raises(UserError) as caught:
         loader(0, 6, slots=4)
     assert str(caught.value) == (
-        "train.micro_batches: found 4 with 6 ranks that draw data; expected 1, 2, 3, 6 or a multiple of 6 for 6 ranks; "
-        "or change the number of ranks to 1, 2, 4 or a multiple of 4"
+        "train.micro_batches is 4, and 6 ranks draw data; set it to 1, 2, 3, 6 or a multiple of 6, or change the "
+        "number of ranks that draw data to 1, 2, 4 or a multiple of 4"
     )
 
 

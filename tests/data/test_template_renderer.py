@@ -200,7 +200,7 @@ def test_a_video_is_read_with_its_sound_where_asked(family: str, monkeypatch: py
 
 
 def test_sound_in_videos_is_refused_where_the_processor_has_none_of_it() -> None:
-    with pytest.raises(UserError, match="audio_in_video: Qwen2VLProcessor reads videos without their sound"):
+    with pytest.raises(UserError, match="audio_in_video: Qwen2VLProcessor cannot read videos with their sound"):
         processor_of("qwen2_vl", audio_in_video=True)
 
 
@@ -210,16 +210,16 @@ def test_a_clip_that_would_be_cut_rejects_its_row() -> None:
     conversation.media["audio"][0] = wav(0, 2.5)
     rejected = processor.sample(conversation)
     assert isinstance(rejected, Rejected)
-    assert "audio of 2.5 s, of which WhisperFeatureExtractor keeps 2.0 s" in rejected.reason
+    assert "WhisperFeatureExtractor keeps only 2.0 s of an audio of 2.5 s" in rejected.reason
     conversation.media["audio"][0] = wav(0, 2.0)
     assert isinstance(processor.sample(conversation), Sample)
 
 
 def test_text_that_spells_a_placeholder_rejects_its_row() -> None:
     rejected = processor_of("qwen2_vl").sample(row("i+what is <|image_pad|>", "b"))
-    assert isinstance(rejected, Rejected) and "'<|image_pad|>' 2 times, the messages show 1" in rejected.reason
+    assert isinstance(rejected, Rejected) and "'<|image_pad|>' 2 times, but the messages show 1" in rejected.reason
     rejected = processor_of("gemma3").sample(row("i+what is <image_soft_token>", "b"))
-    assert isinstance(rejected, Rejected) and "holds 1 placeholder tokens" in rejected.reason
+    assert isinstance(rejected, Rejected) and "contains 1 placeholder tokens" in rejected.reason
 
 
 def test_a_damaged_file_rejects_its_row() -> None:
@@ -237,7 +237,7 @@ def test_a_clip_shorter_than_a_window_rejects_its_row() -> None:
     assert rejected.reason.startswith("Qwen3OmniMoeProcessor cannot prepare this audio: RuntimeError: ")
     rejected = processor_of("qwen2_5_omni").sample(conversation)
     assert isinstance(rejected, Rejected)
-    assert rejected.reason == "Qwen2_5OmniProcessor makes no token of this audio: it is too short or too small"
+    assert rejected.reason == "Qwen2_5OmniProcessor makes no tokens for this audio: it is too short or too small"
 
 
 def test_messages_that_the_template_refuses_reject_their_row() -> None:
@@ -253,14 +253,14 @@ def test_messages_that_the_template_refuses_reject_their_row() -> None:
 
 
 def test_a_modality_that_the_foundation_lacks_names_the_row() -> None:
-    with pytest.raises(UserError, match=r"row 'r' of 's' asks the model to read audio, and it can read \['image'\]"):
+    with pytest.raises(UserError, match=r"row 'r' of 's' asks the model to read audio, but it can read \['image'\]"):
         processor_of("llava").sample(row("a", "b"))
 
 
 def test_a_processor_of_another_model_is_refused() -> None:
     made, native = FAMILIES["llava"]()
     other = dataclasses.replace(native, placeholders={"image": 5000})
-    with pytest.raises(UserError, match=r"row 'r': the processor's text has no token 5000 for the rows of this image"):
+    with pytest.raises(UserError, match=r"row 'r': the processor's text has no placeholder token 5000 for this image"):
         OmniProcessor(TemplateRenderer(made, other), {}, {}).sample(row("i", "b"))
 
 
@@ -281,7 +281,7 @@ def test_a_processor_whose_media_depend_on_each_other_is_refused() -> None:
     type(made).replace_image_token = lambda self, inputs, image_idx, **_: expand(self, inputs, 0)
     processor = OmniProcessor(TemplateRenderer(made, native), {}, {})
     sample_of(processor, "i", "b")
-    with pytest.raises(UserError, match="gives other input_ids for media alone than together"):
+    with pytest.raises(UserError, match="gives different input_ids for single media than for the whole"):
         processor.sample(row("i+i", "b"))
 
 
@@ -344,7 +344,7 @@ def test_token_types_come_from_the_given_function_and_must_be_the_processors() -
     assert not sample_of(processor, "q", "b").token_inputs["token_type_ids"].any()
     assert sample_of(processor, "i", "b").token_inputs["token_type_ids"].sum() == 4
     wrong = dataclasses.replace(native, token_types=lambda ids, _: {"token_type_ids": ids * 0})
-    with pytest.raises(UserError, match="gives other token_type_ids"):
+    with pytest.raises(UserError, match="gives different token_type_ids"):
         OmniProcessor(TemplateRenderer(made, wrong), {}, {}).sample(row("i", "b"))
 
 
@@ -418,16 +418,16 @@ def test_a_recipe_names_processor_and_arguments(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_processor_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.processor: no HF processor can be read from"):
+    with pytest.raises(UserError, match=r"data\.processor: cannot load a HF processor from"):
         load_hf_processor(tmp_path)
 
 
 def test_a_processor_without_template_or_media_token_is_refused() -> None:
     made, native = FAMILIES["llava"]()
-    with pytest.raises(UserError, match=r"LlavaProcessor names no token for \['audio'\]"):
+    with pytest.raises(UserError, match=r"LlavaProcessor has no token for \['audio'\]"):
         TemplateRenderer(made, type(native)({"audio": 2}))
     made.chat_template = None
-    with pytest.raises(UserError, match="has no chat template; name a processor that has one"):
+    with pytest.raises(UserError, match=r"has no chat template; set data\.processor to a processor that has one"):
         TemplateRenderer(made, native)
 
 
@@ -444,5 +444,5 @@ def test_a_modality_that_the_foundation_cannot_be_given_says_why() -> None:
     refusing = NativeInputs({}, refused={"audio": "its forward makes rows of no get_audio_features"})
     processor = OmniProcessor(TemplateRenderer(FAMILIES["qwen2_audio"]()[0], refusing), {}, {})
     asked = [{"role": "user", "content": [part("audio")]}]
-    with pytest.raises(UserError, match=r"read no media \(not by the foundation, for its forward makes rows of no"):
+    with pytest.raises(UserError, match=r"read no media \(the foundation cannot read it: its forward makes rows of no"):
         processor.sample(Row("r", "s", asked, {"audio": [b"sound"]}, {}))

@@ -32,10 +32,8 @@ def test_a_model_folder_without_tokenizer_files_is_refused_however_it_is_named(t
     model, data = {"foundation": {"config": FOUNDATION}}, {"train": [{"path": "rows.jsonl"}]}
     folder = str(tmp_path)
     Qwen3Config(**{k: v for k, v in FOUNDATION.items() if k != "model_type"}).save_pretrained(folder)
-    named = (
-        r"'.*' has no whole text tokenizer: the Qwen2Tokenizer from there knows 1 tokens and makes no token of a text"
-    )
-    advice = r".*put tokenizer\.json .*\(`model\.tokenizer`, or `data\.processor`"
+    named = r"'.*' has no complete text tokenizer: its Qwen2Tokenizer has 1 tokens and encodes a text as no token"
+    advice = r".*Add tokenizer\.json .*\(`model\.tokenizer`, or `data\.processor`"
     for key, part in (("model.tokenizer", {"model": model | {"tokenizer": folder}, "data": data}),
                       ("data.processor", {"model": model, "data": data | {"processor": folder}})):  # fmt: skip
         with pytest.raises(UserError, match=f"^{key}: {named}{advice}"):
@@ -54,7 +52,7 @@ def test_a_checkpoint_that_lost_its_tokenizer_is_refused(tmp_path: Path) -> None
     stored["model"] |= {"vocab": {token: i for i, token in enumerate(SPECIAL)}, "merges": []}
     file.write_text(json.dumps(stored))
     with pytest.raises(
-        UserError, match=r"^checkpoint: '.*' has no whole text tokenizer: .* knows 8 tokens and makes no"
+        UserError, match=r"^checkpoint: '.*' has no complete text tokenizer: .* has 8 tokens and encodes a text as no"
     ):
         OmniProcessor.from_pretrained(tmp_path, {}, {})
 
@@ -62,7 +60,7 @@ def test_a_checkpoint_that_lost_its_tokenizer_is_refused(tmp_path: Path) -> None
 def test_small_and_strange_tokenizers_are_whole() -> None:
     for tokenizer in (tiny_tokenizer(), byte_tokenizer(["<s>"]), words("rouge", "bleu"), words("7")):
         require_whole(tokenizer, "there", "model.tokenizer")
-    with pytest.raises(UserError, match=r"knows 1 tokens and makes \[0, 0, 0, 0\] of a text"):
+    with pytest.raises(UserError, match=r"has 1 tokens and encodes a text as \[0, 0, 0, 0\]"):
         require_whole(words(), "there", "model.tokenizer")
 
 
@@ -75,7 +73,7 @@ def test_padded_embeddings_are_no_missing_vocabulary(tokens: int, rows: int) -> 
             return tokens
 
     require_vocabulary(Counted(), rows, "model")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=f"'there' has {tokens} tokens, and .* 'model' has {3 * rows} embeddings"):
+    with pytest.raises(UserError, match=f"'there' has {tokens} tokens, but .* 'model' has {3 * rows} embeddings"):
         require_vocabulary(Counted(), 3 * rows, "model")  # type: ignore[arg-type]
 
 

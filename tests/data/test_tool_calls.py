@@ -209,7 +209,7 @@ def test_an_image_in_a_conversation_with_tools_keeps_its_place() -> None:
     [
         (
             {"content": None, "tool_calls": [call(1, "weather", "{place")]},
-            r"tool_calls\[0\].function.arguments: .*no JSON",
+            r"tool_calls\[0\].function.arguments: .*not valid JSON",
         ),
         ({"content": None, "tool_calls": [call(1, "weather", "[1]")]}, r"arguments: found \[1\]; expected an object"),
         (
@@ -218,7 +218,7 @@ def test_an_image_in_a_conversation_with_tools_keeps_its_place() -> None:
         ),
         ({"content": None, "tool_calls": 3}, "tool_calls: found 3; expected a list"),
         ({"content": None, "tool_calls": [call(1, "w\ud83d", {})]}, "surrogates not allowed"),
-        ({"content": "a", "function_call": {"name": "weather"}}, "function_call: .*expected `tool_calls`"),
+        ({"content": "a", "function_call": {"name": "weather"}}, "function_call: .*by `tool_calls`"),
         ({"content": None}, "content None"),
         ({"content": "a", "weight": 0.5}, r"weight 0\.5 of a message: expected 0 \(not trained\) or 1"),
         ({"content": "a", "weight": "0"}, "weight '0' of a message: expected 0"),
@@ -249,13 +249,16 @@ def test_a_template_without_tools_is_refused_for_rows_with_them() -> None:
         ("{% for i in range(messages | length) %}{% set m = messages[i] %}", "writes message 2 in 0 places"),
         (
             "{% for m in messages %}{% if not loop.last %}{{ messages[loop.index].content }}{% endif %}",
-            "within message 2",
+            "inside the assistant's message 2",
         ),
         (
             "{% for m in messages %}{% for r in m.tool_responses or [] %}{{ r.response }}{% endfor %}",
-            "within message 2",
+            "inside the assistant's message 2",
         ),
-        ("{% for m in messages %}{% set m = {'role': m.role, 'content': '-'} %}", "does not write what the assistant"),
+        (
+            "{% for m in messages %}{% set m = {'role': m.role, 'content': '-'} %}",
+            "does not write the text of the assistant",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_an_error_of_the_row(loop: str, reason: str) -> None:
@@ -278,8 +281,8 @@ def test_a_format_of_ones_own_refuses_tools_before_training(tmp_path: Path) -> N
             require_usable(open_sources([DataSource(path=str(tmp_path / file))]), processor)
         problems = str(caught.value).splitlines()
         assert len(problems) == 3 and "message role 'tool': expected system, user or assistant" in problems[1]
-        assert "a message has ['tool_calls'], for which a chat format of one's own has no place" in problems[0]
-        assert "the row has `tools`, for which a chat format of one's own has no place" in problems[2]
+        assert "a message has ['tool_calls'], which a data.chat format cannot write" in problems[0]
+        assert "the row has `tools`, which a data.chat format cannot write" in problems[2]
 
 
 def test_a_weight_of_zero_is_not_trained_in_a_format_of_ones_own() -> None:
@@ -291,8 +294,8 @@ def test_a_weight_of_zero_is_not_trained_in_a_format_of_ones_own() -> None:
     assert np.flatnonzero(sample.loss_mask).tolist() == [10, 11] and len(sample) == 12
     for wrong, reason in (
         (talk[1] | {"weight": 2}, "weight 2 of a message: expected 0"),
-        (talk[0] | {"weight": 1}, "role 'user': the assistant's alone are trained"),
-        ({"role": "assistant", "content": [part("image")], "weight": 0}, "media it writes are trained"),
+        (talk[0] | {"weight": 1}, "role 'user': only assistant messages are trained"),
+        ({"role": "assistant", "content": [part("image")], "weight": 0}, "such media are always trained"),
     ):
         with pytest.raises(ValueError, match=reason):
             is_trained(wrong)

@@ -73,7 +73,7 @@ def test_what_is_no_turn_is_left_to_those_who_say_so() -> None:
 
 
 def test_a_folder_of_media_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl': media_folder 'nowhere' is no folder"):
+    with pytest.raises(DataError, match=r"rows.jsonl': media_folder 'nowhere' is not a folder"):
         opened(as_lines(tmp_path), media_folder="nowhere")
 
 
@@ -113,7 +113,7 @@ def test_what_llava_data_lack_in_a_recipe_is_told(tmp_path: Path) -> None:
     lines.write_text(json.dumps(turns("<image> what?", image="a.png")) + "\n")
     with pytest.raises(DataError, match=r"set `columns\.messages: conversations`"):
         open_sources([DataSource(path=str(lines))])
-    with pytest.raises(ValueError, match=r"'a.png' in .*; `media_folder` of a data source says"):
+    with pytest.raises(ValueError, match=r"'a.png' in .*; set `media_folder` of the data source"):
         opened(lines)[0].media_bytes("image", 0)
     with pytest.raises(DataError, match=r"found a \.json file; .*jq -c '\.\[\]'"):
         open_sources([DataSource(path=str(lines.rename(tmp_path / "rows.json")))])

@@ -55,11 +55,11 @@ def said(text: str) -> dict[str, Any]:
 
 def test_a_forgotten_column_and_a_forgotten_marker_are_named(tmp_path: Path) -> None:
     column, unfed = problems([source(tmp_path, LLAVA, **OWN)], **SEES)
-    assert "column 'image' holds image files that no message shows: set `columns.images: image`" in column
+    assert "column 'image' has image files that no message shows: set `columns.images: image`" in column
     assert unfed.startswith("model.encoders.image_encoder: no message of a user in data.train shows image or video")
     columns = {"messages": "conversations", "images": "image"}
     marker, _ = problems([source(tmp_path, LLAVA, columns=columns)], **SEES)
-    assert "column 'image' (columns.images) holds files that no message shows" in marker
+    assert "column 'image' (columns.images) has files that no message shows" in marker
     assert "with `media_markers: [image]`" in marker
     assert problems([source(tmp_path, LLAVA, columns=columns, media_markers=["image"])], **SEES) == []
 
@@ -73,7 +73,7 @@ def test_whole_models_that_read_media_take_text_but_no_unread_media(tmp_path: Pa
 def test_a_marker_in_a_text_is_text_only_where_the_recipe_says_so(tmp_path: Path) -> None:
     html = said("what does <video> do in HTML?")
     (problem,) = problems([source(tmp_path, html)], **READS_NATIVELY)
-    assert "texts have <video>" in problem and "if it is text, set `media_markers: []`" in problem
+    assert "texts contain <video>" in problem and "or `media_markers: []` if it is text" in problem
     assert problems([source(tmp_path, html, media_markers=[])], **READS_NATIVELY) == []
     assert problems([source(tmp_path, html)]) == []  # of a language model
 
@@ -81,7 +81,7 @@ def test_a_marker_in_a_text_is_text_only_where_the_recipe_says_so(tmp_path: Path
 def test_media_that_messages_show_and_no_column_holds_are_named(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": [{"type": "image"}]}], "my_images": ["a.png"]}
     (problem,) = problems([source(tmp_path, row)], **SEES)
-    assert "messages show image, and column 'images' (columns.images) holds no file" in problem
+    assert "messages show image, but column 'images' (columns.images) has no file" in problem
     assert "set `columns.images: my_images`" in problem
 
 
@@ -107,5 +107,5 @@ def test_check_and_run_refuse_to_train_blind(tmp_path: Path) -> None:
         "model.encoders.image_encoder",
         "model.encoders.audio_encoder",
     }
-    with pytest.raises(UserError, match="holds files that no message shows"):
+    with pytest.raises(UserError, match="has files that no message shows"):
         Trainer(recipe)

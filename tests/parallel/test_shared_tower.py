@@ -67,7 +67,7 @@ def test_a_shared_tower_trains_as_in_one_process(ranks: RankPool, name: str, def
 
 
 def rows_between_blocks(drawn: list[list[Sample]]) -> tuple[list[int], list[bool], int]:
-    """Rows that this rank's second block was given, call by call; which calls were minimal; whether rows moved."""
+    """Rows that this rank's second block got, call by call; which calls had no items; whether rows moved."""
     model = laid_out(
         components={"image_encoder": {"ulysses": 2}}, state={"ulysses_size": 2}, model=factories.qwen2_5_vl().train()
     )
@@ -78,7 +78,7 @@ def rows_between_blocks(drawn: list[list[Sample]]) -> tuple[list[int], list[bool
     batch = step_planner(model)([Pack.from_samples(drawn[state.dp_rank])])
     ot.accumulate_gradients(model, batch)
     calls = batch.plan.calls_of(state.rank, "image_encoder", 0)
-    return rows, [call.is_minimal for call in calls], batch.plan.has_exchange("image_encoder", 0, state.rank)
+    return rows, [not call.items for call in calls], batch.plan.has_exchange("image_encoder", 0, state.rank)
 
 
 def test_each_rank_runs_the_blocks_over_its_part_of_every_item(ranks: RankPool) -> None:

@@ -109,7 +109,9 @@ def test_one_process_needs_no_launcher() -> None:
     assert set(map(tuple, members_of_all_groups(state).values())) == {(0,)}
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.rank = 1
-    with pytest.raises(UserError, match=r"these degrees do not fit 1 ranks:\ntp_size 2 = 2 and must divide 1"):
+    with pytest.raises(
+        UserError, match=r"these degrees do not fit 1 ranks:\ntp_size=2 needs a multiple of 2 ranks, but the run has 1"
+    ):
         ot.init_parallel_state(tp_size=2)
     assert ot.get_parallel_state() is state
 
@@ -137,7 +139,7 @@ def test_the_default_is_asked_for_too_early() -> None:
     [
         (
             {"ep_size": 3},
-            r"4 ranks:\nep_size is 3 and must divide dp_shard_size x cp_size x ulysses_size = 4; 1, 2, 4 would",
+            r"4 ranks:\nep_size=3 must divide dp_shard_size x cp_size x ulysses_size = 4; 1, 2, 4 would",
         ),
         ({"dp_mode": "fsdp1"}, "dp_mode is 'fsdp1'; expected one of fsdp2, hsdp, replicate"),
         ({"dp_mode": "replicate", "dp_shard_size": 2}, "dp_shard_size is 2, expected 1"),

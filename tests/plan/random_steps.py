@@ -32,7 +32,7 @@ def random_topology(rng: np.random.Generator) -> Topology:
         world_size=world_size,
         components=(
             PlannedComponent("image_encoder", some, (Port("image"), Port("video")), place=place[0]),
-            PlannedComponent("audio_encoder", everyone, (Port("audio", is_one_at_a_time=True),), place=place[1]),
+            PlannedComponent("audio_encoder", everyone, (Port("audio"),), place=place[1]),
             PlannedComponent("image_decoder", everyone, (Port("drawing"),), head="drawing"),
             PlannedComponent("foundation", everyone, reads_packs=True),
         ),
@@ -50,7 +50,6 @@ def random_facts(rng: np.random.Generator, topology: Topology, most_items: int =
             tuple(_micro_batch(rng, topology, most_items * (kind[rank] == "mixed")) for _ in range(rng.integers(0, 4)))
             if rank in owners and kind[rank] != "nothing"
             else (),
-            has_ended=bool(rng.integers(0, 8)),
         )
         for rank in range(topology.world_size)
     ]

@@ -2,15 +2,14 @@ import numpy as np
 import pytest
 
 from omnitrain.plan import (
-    Collective,
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
     Port,
     RankFacts,
     Topology,
-    implied_collectives,
 )
+from tests.plan.implied_collectives import Collective, implied_collectives
 from tests.plan.random_steps import plan_of, random_facts, random_topology
 
 IMAGE = MicroBatchFacts(

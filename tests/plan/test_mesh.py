@@ -35,17 +35,17 @@ def test_degrees_left_out_are_inferred(world_size: int, degrees: dict[str, int |
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"tp": 3}, "tp 3 = 3 and must divide 8\ntp is 3; 1, 2, 4, 8 would fit"),
-        ({"tp": 3, "sp": 2}, "ulysses 2 x tp 3 = 6 and must divide 8\ntp is 3; 1, 2, 4 would fit"),
-        ({"tp": 4, "sp": 4}, "ulysses is 4; 1, 2 would fit\ntp is 4; 1, 2 would fit"),
-        ({"dp": 8, "tp": 2}, "dp is 8 and must be 4, the ranks that the other degrees leave"),
-        ({"dp_replicate": 3}, "dp_replicate is 3 and must divide dp; 1, 2, 4, 8 would fit"),
-        ({"dp_shard": 3, "tp": 2}, "dp_shard is 3 and must divide dp; 1, 2, 4 would fit"),
-        ({"dp_shard": 2, "dp_replicate": 2}, "2 x 2 and must be 8: one of 8 x 1, 4 x 2, 2 x 4, 1 x 8"),
-        ({"ep": 3}, "ep is 3 and must divide dp_shard x cp x ulysses = 8; 1, 2, 4, 8 would fit"),
-        ({"ep": 8, "tp": 2}, "ep is 8 and must divide dp_shard x cp x ulysses = 4; 1, 2, 4 would fit"),
-        ({"tp": "2", "ep": None}, "tp is '2'; a degree .* 1\nep is None; a degree"),
-        ({"sp": 0, "dp": -1, "tp": 2.0}, "dp is -1; a degree .* 1\nulysses is 0; a degree .* 1\ntp is 2.0; a degree"),
+        ({"tp": 3}, "tp=3 needs a multiple of 3 ranks, but the run has 8\ntp=3: 1, 2, 4, 8 would fit"),
+        ({"tp": 3, "sp": 2}, "ulysses=2 x tp=3 needs a multiple of 6 ranks, .* 8\ntp=3: 1, 2, 4 would fit"),
+        ({"tp": 4, "sp": 4}, "ulysses=4: 1, 2 would fit\ntp=4: 1, 2 would fit"),
+        ({"dp": 8, "tp": 2}, "dp=8 must be 4, the number of ranks that the other degrees leave"),
+        ({"dp_replicate": 3}, "dp_replicate=3 must divide dp; 1, 2, 4, 8 would fit"),
+        ({"dp_shard": 3, "tp": 2}, "dp_shard=3 must divide dp; 1, 2, 4 would fit"),
+        ({"dp_shard": 2, "dp_replicate": 2}, "2 x 2 must be 8: one of 8 x 1, 4 x 2, 2 x 4, 1 x 8"),
+        ({"ep": 3}, "ep=3 must divide dp_shard x cp x ulysses = 8; 1, 2, 4, 8 would fit"),
+        ({"ep": 8, "tp": 2}, "ep=8 must divide dp_shard x cp x ulysses = 4; 1, 2, 4 would fit"),
+        ({"tp": "2", "ep": None}, "tp='2' is not a whole number of at least 1\nep=None is not a"),
+        ({"sp": 0, "dp": -1, "tp": 2.0}, "dp=-1 is not a .* 1\nulysses=0 is not a .* 1\ntp=2.0 is not a whole number"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_those_that_would(degrees: dict[str, int], message: str) -> None:
@@ -104,7 +104,7 @@ def test_experts_are_shared_by_neighbours_and_sharded_over_the_rest() -> None:
 
 def test_axes_of_two_views_have_no_common_groups() -> None:
     for axes in [("ep", "sp"), ("sp", "sp"), ("dp", "dp_shard"), ("width",)]:
-        with pytest.raises(ValueError, match="no view has the axes"):
+        with pytest.raises(ValueError, match="no mesh has the axes"):
             fit_mesh(8, sp=2).groups(*axes)
 
 

@@ -40,5 +40,5 @@ def test_small_example_of_the_docstring() -> None:
 
 
 def test_fewer_tokens_than_ranks_are_refused() -> None:
-    with pytest.raises(UserError, match=r"3 tokens cannot be dealt to 4 ranks \(ulysses 2 x cp 2\); expected 4"):
+    with pytest.raises(UserError, match=r"3 tokens among 4 ranks \(ulysses 2 x cp 2\); expected at least 4"):
         split_sequence(3, sp=2, cp=2)

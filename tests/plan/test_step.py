@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from omnitrain.plan import (
+    Call,
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
@@ -13,8 +14,8 @@ from omnitrain.plan import (
     RankFacts,
     StepPlan,
     Topology,
-    implied_collectives,
 )
+from tests.plan.implied_collectives import implied_collectives
 from tests.plan.random_steps import plan_of, random_facts, random_topology
 
 SEEDS = range(25)
@@ -35,6 +36,10 @@ def listed_items(plan: StepPlan, facts: list[RankFacts]) -> list[tuple[int, int,
     """All items in the order of their numbers."""
     ports = [port.name for port in plan.topology.ports]
     return [(r, m, port, item) for r, m, batch in batches(facts) for port in ports for item in batch.items[port]]
+
+
+def is_minimal(plan: StepPlan, rank: int, m: int, call: Call) -> bool:
+    return bool(call.index >= plan.calls_with_data[m, call.call_site, rank])
 
 
 def group_of(plan: StepPlan, rank: int) -> tuple[int, ...]:
@@ -78,13 +83,12 @@ def test_calls_are_equal_on_all_ranks_of_a_component_and_no_more_than_the_busies
             made = {rank: plan.calls_of(rank, component.name, m) for rank in component.ranks}
             assert len({tuple((call.call_site, call.index) for call in calls) for calls in made.values()}) == 1
             for calls in zip(*made.values(), strict=True):
-                assert not all(call.is_minimal for call in calls)
-                idle = tuple(rank for rank, call in zip(made, calls, strict=True) if call.is_minimal)
-                assert plan.minimal_ranks(m, calls[0].call_site, calls[0].index) == idle
+                idle = [is_minimal(plan, rank, m, call) for rank, call in zip(made, calls, strict=True)]
+                assert not all(idle)
+                if topology.call_sites[calls[0].call_site].kind == "encode":
+                    assert idle == [not call.items for call in calls]
             for call in (call for calls in made.values() for call in calls if call.items):
                 assert len({items[item][3].shape for item in call.items}) == 1
-                port = topology.ports[call.call_site]
-                assert len(call.items) == 1 or not port.is_one_at_a_time
                 assert list(call.items) == sorted(call.items)
 
 
@@ -105,14 +109,13 @@ def test_a_component_runs_where_any_rank_has_data_and_reduces_in_its_last_such_m
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_counts_tokens_and_the_end_are_those_of_all_ranks_together(seed: int) -> None:
+def test_counts_and_tokens_are_those_of_all_ranks_together(seed: int) -> None:
     plan, facts = random_plan(seed)
     for loss in plan.topology.losses:
         assert plan.loss_counts[loss] == sum(batch.counts[loss] for _, _, batch in batches(facts))
     for rank, own in enumerate(facts):
         drawn = [sum(batch.lengths) for batch in own.micro_batches]
         assert plan.tokens[:, rank].tolist() == drawn + [0] * (plan.num_micro_batches - len(drawn))
-    assert plan.is_last == all(own.has_ended for own in facts)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -139,14 +142,14 @@ def test_all_ranks_compute_the_same_plan_and_another_table_gives_another(seed: i
     plan, facts = random_plan(seed)
     again = plan_of(pickle.loads(pickle.dumps(plan.topology)), copy.deepcopy(facts))
     assert again.digest() == plan.digest()
-    facts[0] = RankFacts((*facts[0].micro_batches, MicroBatchFacts(lengths=(1,))), facts[0].has_ended)
+    facts[0] = RankFacts((*facts[0].micro_batches, MicroBatchFacts(lengths=(1,))))
     assert plan_of(plan.topology, facts).digest() != plan.digest()
 
 
 def test_nobody_has_data() -> None:
     topology = random_topology(np.random.default_rng(0))
-    plan = plan_of(topology, [RankFacts(has_ended=True)] * topology.world_size)
-    assert (plan.num_micro_batches, plan.is_last) == (0, True)
+    plan = plan_of(topology, [RankFacts()] * topology.world_size)
+    assert plan.num_micro_batches == 0
     assert plan.loss_counts == {"text": 0, "drawing": 0}
     assert plan.last_active("image_encoder") is None
     assert implied_collectives(plan, 0) == ()
@@ -163,10 +166,10 @@ def drew(*costs: int) -> MicroBatchFacts:
 
 def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_runs_no_encoder() -> None:
     plan = plan_of(two_ranks(), [RankFacts((drew(7, 7), drew())), RankFacts((drew(),))])
-    assert [call.is_minimal for call in plan.calls_of(1, "encoder", 0)] == [True]
+    assert [call.items for call in plan.calls_of(1, "encoder", 0)] == [()]
     assert plan.calls_of(0, "encoder", 0)[0].items == (0, 1)
     assert plan.calls_of(0, "encoder", 1) == plan.calls_of(1, "encoder", 1) == ()
-    assert plan.calls_of(1, "foundation", 1)[0].is_minimal
+    assert is_minimal(plan, 1, 1, plan.calls_of(1, "foundation", 1)[0])
     assert (plan.last_active("encoder"), plan.last_active("foundation")) == (0, 1)
 
 
@@ -177,7 +180,7 @@ def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() ->
     plan = plan_of(topology, [RankFacts((drew(7, 4),)), RankFacts(), RankFacts((drew(),)), RankFacts()])
     calls = [plan.calls_of(rank, "encoder", 0) for rank in everyone]
     assert calls[0] == calls[1] and calls[0][0].items == (0, 1)
-    assert [call.is_minimal for own in calls for call in own] == [False, False, True, True]
+    assert [not call.items for own in calls for call in own] == [False, False, True, True]
     assert not any(plan.has_exchange("encoder", 0, rank) for rank in everyone)
     assert plan.loads("encoder").tolist() == [[6, 6, 0, 0]]
     assert [(line.travelling, line.minimal_ranks) for line in plan.component_lines()] == [(0, 2)]
@@ -194,7 +197,7 @@ def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> 
 
 
 def test_the_dump_tells_what_each_component_does() -> None:
-    text = str(plan_of(two_ranks("world"), [RankFacts((drew(6, 4, 2), drew()), has_ended=True), RankFacts((drew(),))]))
+    text = str(plan_of(two_ranks("world"), [RankFacts((drew(6, 4, 2), drew())), RankFacts((drew(),))]))
     assert "2 ranks, 2 micro-batches" in text
     assert "predicted tokens: text 15" in text
     lines = [line.split() for line in text.splitlines()[4:]]

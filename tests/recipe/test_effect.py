@@ -75,17 +75,19 @@ STANDS: dict[str, Always | Idle] = {
     ),
     "Encoder.max_frames": idle("reads no video", "model.encoders.audio_encoder.max_frames=8"),
     "Encoder.processor": Always("its settings are taken; unknown ones are refused"),
-    "Decoder.image_size": idle("MelVQ has no use for it", "model.decoders.audio_decoder.image_size=8"),
-    "Decoder.num_codebooks": idle("JanusVQVAE has no use for it", "model.decoders.image_decoder.num_codebooks=2"),
-    "Decoder.max_tokens": idle("JanusVQVAE has no use for it", "model.decoders.image_decoder.max_tokens=9"),
-    "Ops.attention": idle("attends by code of its own", "model.ops.attention=sdpa", base="gpt2"),
+    "Decoder.image_size": idle("MelVQ does not use it", "model.decoders.audio_decoder.image_size=8"),
+    "Decoder.num_codebooks": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.num_codebooks=2"),
+    "Decoder.max_tokens": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.max_tokens=9"),
+    "Ops.attention": idle("uses its own attention code", "model.ops.attention=sdpa", base="gpt2"),
     "Ops.rms_norm": idle("no module of the model computes", "model.ops.rms_norm=torch", base="gpt2"),
     "Ops.swiglu": idle("no module of the model computes", "model.ops.swiglu=torch", base="gpt2"),
     "Ops.rotary": idle("no module of the model computes", "model.ops.rotary=torch", base="gpt2"),
     "Ops.patch_embed": idle("no module of the model computes", "model.ops.patch_embed=linear", base="gpt2"),
-    "Ops.unread_rows": idle("nothing of the model works row by row", "model.ops.unread_rows=torch", base="gpt2"),
-    "Ops.experts": idle("the model has none", "model.ops.experts=torch", base="gpt2"),
-    "Ops.cross_entropy": idle("makes its loss from logits", "model.ops.cross_entropy=torch", base="gpt2"),
+    "Ops.unread_rows": idle(
+        "no module after the model's last attention works token by token", "model.ops.unread_rows=torch", base="gpt2"
+    ),
+    "Ops.experts": idle("the model has no experts", "model.ops.experts=torch", base="gpt2"),
+    "Ops.cross_entropy": idle("computes its loss from logits", "model.ops.cross_entropy=torch", base="gpt2"),
     "Data.processor": idle(
         "`model.checkpoint` contains its HF processor",
         "data.chat=null",
@@ -103,7 +105,7 @@ STANDS: dict[str, Always | Idle] = {
     "DataSource.name": Always("metrics have it"),
     "DataSource.split": idle("files, which have no splits", "data.train.0.split=test"),
     "DataSource.weight": idle("the only training data set", "data.train.0.weight=2"),
-    "DataSource.media_markers": idle("no text has <image>", "data.train.0.media_markers=[image]", base="text"),
+    "DataSource.media_markers": idle("no text content has <image>", "data.train.0.media_markers=[image]", base="text"),
     "DataSource.media_folder": idle("no message shows a medium", "data.train.0.media_folder=.", base="text"),
     **{
         f"Columns.{field}": idle("is missing", f"data.train.0.columns.{field}=nothing")
@@ -142,10 +144,10 @@ STANDS: dict[str, Always | Idle] = {
     "Train.stop_seconds": DEVICE,
     "Train.stall_seconds": DEVICE,
     "Optimizer.learning_rate": idle(
-        "names all that trains", TEXT_RATES, "train.optimizer.learning_rate=0.01", base="text"
+        "covers all trained parameters", TEXT_RATES, "train.optimizer.learning_rate=0.01", base="text"
     ),
     "Optimizer.learning_rates": idle(
-        "longer names take all that trains of 'foundation'",
+        "longer names cover all trained parameters of 'foundation'",
         "train.optimizer.learning_rates={foundation: 0.1, foundation.model: 0.2}",
         base="text",
     ),
@@ -174,7 +176,7 @@ STANDS: dict[str, Always | Idle] = {
         "tp 1, where it does nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
     ),
     "ParallelPlan.ep_plan": idle(
-        "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
+        "the model has no experts", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
     ),
     "ComponentPlan.dp_replicate": plan("dp_replicate=2", "keeps one copy", "image_encoder", "mode=fsdp2"),
     "ComponentPlan.dp_shard": plan("dp_shard=2", "shards nothing", "image_encoder", "mode=replicate"),

@@ -42,7 +42,7 @@ def test_more_ranks_than_devices_are_refused_unless_on_cpu(
     _two_devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="3 ranks on this machine, which has 2 CUDA devices"):
+    with pytest.raises(UserError, match="this machine runs 3 ranks but has 2 CUDA devices"):
         use_device(Train())
     assert use_device(Train(device="cpu")) == torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_one_device_for_several_ranks_is_refused(
     _two_devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="'cuda:1' asked for by 2 ranks"):
+    with pytest.raises(UserError, match="'cuda:1' for 2 ranks"):
         use_device(Train(device="cuda:1"))
 
 

@@ -59,7 +59,7 @@ def test_rows_that_ranks_share_cannot_hold_such_media_and_text_is_trained(recipe
     loaded = Recipe.load(str(recipe), ["parallel.default.ulysses=2"])
     _, processor = build_from_recipe(loaded, init_device="meta")
     assert len(processor.sample(tiny_row("text", 0))) > 0
-    with pytest.raises(UserError, match="not by the foundation, for its own forward reads that over whole rows"):
+    with pytest.raises(UserError, match="the foundation cannot read it: its own forward needs whole sequences"):
         processor.sample(tiny_row("speech_to_text", 1))
 
 
@@ -69,5 +69,5 @@ def test_without_its_processor_text_is_trained_and_sound_refused(recipe: Path) -
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "NoSuchProcessor"}))
     _, processor = build_from_recipe(Recipe.load(str(recipe)), init_device="meta")
     assert len(processor.sample(tiny_row("text", 0))) > 0
-    with pytest.raises(UserError, match="not by the foundation, for "):
+    with pytest.raises(UserError, match="the foundation cannot read it: "):
         processor.sample(tiny_row("speech_to_text", 1))

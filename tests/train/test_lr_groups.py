@@ -62,10 +62,10 @@ def test_ranks_give_the_same_rates_to_the_same_parameters(ranks: RankPool, tmp_p
     ("overrides", "problem"),
     [
         ([f"{KEY}={{image_encodr: 1.0e-5}}"], r"learning_rates: 'image_encodr' matches no parameter; did you mean"),
-        ([f"{KEY}={{foundation: 1.0e-5}}", "model.freeze=[foundation]"], "nothing of 'foundation' trains"),
+        ([f"{KEY}={{foundation: 1.0e-5}}", "model.freeze=[foundation]"], "'foundation' has no trained parameter"),
         (
             [RATES, "parallel.components={image_encoder: {freeze: true}}"],
-            "nothing of 'image_encoder' trains",
+            "'image_encoder' has no trained parameter",
         ),
     ],
 )

@@ -140,21 +140,21 @@ def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Pat
 
 def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS]
-    with pytest.raises(RankError, match=r"train.micro_batches: found 2 with 3 ranks"):
+    with pytest.raises(RankError, match=r"train.micro_batches is 2, and 3 ranks draw data"):
         ranks.run(fit, recipe, arguments, timeout_s=60, world=3)
     assert not (tmp_path / "run").exists()
 
 
 def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
     """Each rank has a folder of its own."""
-    with patch("omnitrain.checkpoint.shared._SEEN_WITHIN_S", 0.0):
+    with patch("omnitrain.checkpoint.shared._TIMEOUT_S", 0.0):
         fit(recipe, [*overrides, f"output_dir={folder / str(dist.get_rank())}"])
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankError, match=r"output_dir: .*name a folder that all machines share"):
+    with pytest.raises(RankError, match=r"output_dir: .*use a folder that all machines share"):
         ranks.run(fit_elsewhere, recipe, tmp_path, TWO_SLOTS, timeout_s=60, world=2)
     assert sorted(file.name for file in (tmp_path / "0").iterdir()) == [".lock", "metrics.jsonl", "recipe.yaml"]
 
@@ -180,7 +180,7 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
     arguments += ["model.encoders={}", "model.decoders={}", "data.heldout=[]", "evaluation=null"]
     with pytest.raises(RankError, match=r"failed on 4 of 4 ranks") as failure:
         ranks.run(fit, recipe, [*arguments, f"data.workers={workers}", "train.steps=40"], timeout_s=60, world=4)
-    assert "at most 96 fit" in str(failure.value)
+    assert "a pack holds at most 96" in str(failure.value)
     assert "TrainingError: the data failed on another rank" in str(failure.value)
 
 

@@ -1,1 +1,1 @@
-"""Held-out loss and generation during training, and their files."""
+"""Evaluate held-out data: losses, generated answers, scores, and their files."""

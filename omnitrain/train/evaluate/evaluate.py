@@ -1,4 +1,4 @@
-"""Held-out loss, generated answers and their scores."""
+"""Compute the held-out loss, generate answers and score them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Answered:
-    """A held-out row and what the model answered.
+    """A held-out row and the model's answer.
 
     Attributes:
-        row: the whole row, its reference answer and extra columns included.
+        row: the whole row, with its reference answer and extra columns.
         answer: the generated answer.
     """
 
@@ -48,12 +48,12 @@ Scorer = Callable[[Sequence[Answered]], dict[str, float]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out results, the same on all ranks but for the answers.
+    """Held-out results. All are the same on all ranks, except the answers.
 
     Attributes:
-        losses: as :meth:`LossMeter.read` gives them.
-        answers: one per held-out row that could be read, those of one source together; on rank 0 only.
-        scores: what the scorer made of the answers.
+        losses: result of :meth:`LossMeter.read`.
+        answers: one per readable held-out row, sorted by source; on rank 0 only.
+        scores: result of the scorer.
         rejected: rows that could not be read.
     """
 
@@ -64,10 +64,10 @@ class Evaluation:
 
 
 class Evaluator:
-    """A recipe's evaluation of its model: the held-out loss on the way, everything at the end.
+    """A recipe's evaluation: the held-out loss during training, and everything at the end.
 
-    Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... and no others; rank 0 reads all
-    of them once more, as they are, for the scorer. Packs are made at the first use, and kept: to decode media is slow.
+    Of ``n`` ranks, rank ``r`` reads the held-out rows ``r``, ``r + n``, ``r + 2n``, ... For the scorer, rank 0 reads
+    all rows again, without decoding. Packs are made at the first use and kept, because decoding media is slow.
     """
 
     def __init__(
@@ -78,28 +78,28 @@ class Evaluator:
         recipe: Recipe,
         peers: Peers = SINGLE_PROCESS,
     ) -> None:
-        """Nothing is read yet.
+        """Take the settings; nothing is read yet.
 
         Args:
-            model: it may be sharded.
-            processor: of the model.
+            model: the model, sharded or not.
+            processor: processor of the model.
             heldout: the held-out data sets.
-            recipe: with an ``evaluation`` node and held-out data.
-            peers: ranks that share the model, all of which call every method.
+            recipe: recipe with an ``evaluation`` node and held-out data.
+            peers: ranks that share the model, which all call every method.
         """
         assert recipe.evaluation is not None
         self._model, self._processor, self._heldout, self._recipe = model, processor, heldout, recipe
         self._settings, self._peers = recipe.evaluation, peers
 
     def losses(self, notify: Progress = lambda _: None) -> dict[str, Any]:
-        """As :meth:`LossMeter.read` gives them; the model is left in training mode.
+        """Return the held-out losses (:meth:`LossMeter.read`), and leave the model in training mode.
 
         Args:
-            notify: told what is going on: by all ranks alike, before every pack and batch. What it raises ends the
-                evaluation, if it raises on all of them.
+            notify: called with the progress before every pack and batch, on all ranks. It may raise, on all ranks
+                together, to end the evaluation.
 
         Raises:
-            UserError: a row that asks for what the model cannot do; on all ranks.
+            UserError: raised on all ranks if the model cannot use a row.
         """
         self._model.eval()
         try:
@@ -109,25 +109,25 @@ class Evaluator:
             self._model.train()
 
     def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> Evaluation:
-        """Losses, answers and scores; the model is left in evaluation mode.
+        """Compute losses, answers and scores, and leave the model in evaluation mode.
 
         Args:
-            notify: as of :meth:`losses`.
-            losses: of the model as it is, where they were measured already.
+            notify: see :meth:`losses`.
+            losses: losses of the current model, if they are already known.
 
         Raises:
-            UserError: no such scorer, or a row that asks for what the model cannot do; on all ranks.
-            TrainingError: something else failed on another rank, such as the scorer, which runs on rank 0.
+            UserError: raised on all ranks if the scorer does not exist, or the model cannot use a row.
+            TrainingError: another rank failed, for example in the scorer, which runs on rank 0.
         """
         peers, places = self._peers, self._places
-        packs = self._packs  # they tell which rows can be used
+        packs = self._packs  # making them finds the rows that can be used
         score = all_or_raise(peers, lambda: load_scorer(self._settings.scorer))
         self._model.eval()
         with gathered(self._model):
             if losses is None:
                 losses = heldout_loss(self._model, packs, peers, notify)
-            made = self._answers(notify)
-        answers = {index: answer for answers in peers.gather(made) for index, answer in answers.items()}
+            of_rank = self._answers(notify)
+        answers = {index: answer for answers in peers.gather(of_rank) for index, answer in answers.items()}
         order = _by_source(answers, places) if peers.rank == 0 else []
         answered = all_or_raise(peers, lambda: [Answered(places[index].row(), answers[index]) for index in order])
         scores = all_or_raise(peers, lambda: score(answered) if peers.rank == 0 else {})
@@ -149,16 +149,16 @@ class Evaluator:
         return all_or_raise(self._peers, lambda: list(pack_all(samples, capacity, alone=alone)))
 
     def _answers(self, notify: Progress) -> dict[int, Answer]:
-        """Index -> answer, for the readable rows of this rank; the others' are answered at the same time."""
+        """Return index -> answer for the readable rows of this rank, while the other ranks answer theirs."""
         settings = self._settings
         batches = self._share.batches(settings.batch_size)
         rounds = self._peers.most({"batches": len(batches)})["batches"]
         answers: dict[int, Answer] = {}
-        for number, batch in enumerate(batches + [[]] * (rounds - len(batches))):
-            notify(f"answers, batch {number + 1} of {rounds}")
+        for count, batch in enumerate(batches + [[]] * (rounds - len(batches)), 1):
+            notify(f"answers, batch {count} of {rounds}")
             prompts = all_or_raise(self._peers, partial(self._share.prompts, batch))
             numbers = [prompt.index for prompt in prompts]
-            made = generate(
+            generated = generate(
                 self._model,
                 self._processor,
                 prompts,
@@ -168,13 +168,13 @@ class Evaluator:
                 numbers=numbers,
                 peers=self._peers,
             )
-            answers |= zip(numbers, made, strict=True)
+            answers |= zip(numbers, generated, strict=True)
         return answers
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a held-out row is; nothing of it is read before :meth:`row`."""
+    """The position of a held-out row, which is read by :meth:`row`."""
 
     table: RowSource
     position: int
@@ -185,7 +185,7 @@ class _Place:
 
 
 def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Place]:
-    """Where the held-out rows are, ``limit`` of each source at most."""
+    """Return the positions of the held-out rows, at most ``limit`` of each source."""
     return [
         _Place(table, position, source)
         for table in heldout
@@ -195,19 +195,19 @@ def heldout_places(heldout: Sequence[RowSource], limit: int | None) -> list[_Pla
 
 
 class _Share:
-    """The held-out rows of one rank, by their index among all.
+    """The held-out rows of one rank, by their index among all rows.
 
     Attributes:
-        rejected: rows that turned out to be unreadable.
+        rejected: index -> unreadable row found so far.
     """
 
     def __init__(self, places: Sequence[_Place], processor: OmniProcessor, peers: Peers) -> None:
         self._processor, self._places = processor, places
-        self._own = range(peers.rank, len(places), peers.size)
+        self._indices = range(peers.rank, len(places), peers.size)
         self.rejected: dict[int, Rejected] = {}
 
     def samples(self, max_tokens: int) -> Iterator[Sample]:
-        for index in self._own:
+        for index in self._indices:
             yield from self._readable(self._processor.sample(self._places[index].row(), index, max_tokens))
 
     def prompts(self, indices: Iterable[int]) -> list[Sample]:
@@ -215,8 +215,8 @@ class _Share:
         return [sample for one in prepared for sample in self._readable(one)]
 
     def batches(self, size: int) -> list[list[int]]:
-        """Indices of readable rows; prompts of one source have similar lengths."""
-        order = _by_source((index for index in self._own if index not in self.rejected), self._places)
+        """Return batches of readable rows, sorted by source, because prompts of one source have similar lengths."""
+        order = _by_source((index for index in self._indices if index not in self.rejected), self._places)
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def _readable(self, prepared: Sample | Rejected) -> list[Sample]:
@@ -234,19 +234,19 @@ def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
 def heldout_loss(
     model: OmniModel, packs: Sequence[Pack], peers: Peers = SINGLE_PROCESS, notify: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
+    """Return the mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
     meter = LossMeter()
-    for number, (pack, work) in enumerate(in_step(model, packs, peers)):
-        notify(f"held-out loss, pack {number + 1}")
-        there = pack.to(model.device)
-        output = model(there, work)
-        if number < len(packs):
-            meter.add(there, output)
+    for index, (pack, work) in enumerate(in_step(model, packs, peers)):
+        notify(f"held-out loss, pack {index + 1}")
+        on_device = pack.to(model.device)
+        output = model(on_device, work)
+        if index < len(packs):
+            meter.add(on_device, output)
     return meter.read(peers)
 
 
 def exact_match(answers: Sequence[Answered]) -> dict[str, float]:
-    """Share of answers whose text equals the reference's, per source; sources with text references only."""
+    """Return source -> share of answers whose text equals the reference, for sources with text references."""
     hits: dict[str, list[bool]] = {}
     for answered in answers:
         reference = reference_text(answered.row)
@@ -256,7 +256,7 @@ def exact_match(answers: Sequence[Answered]) -> dict[str, float]:
 
 
 def reference_text(row: Row) -> str:
-    """Text of the row's last message, if an assistant said it; else empty."""
+    """Return the text of the row's last message if it is an assistant message, else an empty text."""
     last = row.messages[-1]
     if last["role"] != "assistant":
         return ""
@@ -264,19 +264,19 @@ def reference_text(row: Row) -> str:
 
 
 def load_scorer(name: str | None) -> Scorer:
-    """The function behind ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``; None: :func:`exact_match`.
+    """Load the function ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``; None: :func:`exact_match`.
 
     Raises:
-        UserError: no such file, module or function.
+        UserError: the file, module or function does not exist or cannot be loaded.
     """
     if name is None:
         return exact_match
-    place, _, function = name.rpartition(":")
+    source, _, function = name.rpartition(":")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
         scorer = getattr(module, function)
         if not callable(scorer):
-            raise TypeError(f"{function} is no function")
+            raise TypeError(f"{function} is not a function")
         return scorer
     except Exception as error:  # a user's file may fail in any way
         raise UserError(

@@ -1,4 +1,4 @@
-"""Generated answers as files that a person can look at and listen to."""
+"""Write generated answers to files that people can view and play."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SHOWN_WIDTH = 128  # pixels; generated digits are 8 wide
 
 
 def save_samples(answers: Sequence[Answered], folder: Path, per_source: int) -> Path:
-    """Write the first answers of each source: ``samples.md`` with prompts and texts, images and sounds beside it.
+    """Write the first answers of each source: ``samples.md`` with prompts and texts, and files of images and sounds.
 
     Args:
-        answers: in any order.
-        folder: made if it does not exist.
-        per_source: answers written of each source.
+        answers: the answers, in any order.
+        folder: folder of the files; created if missing.
+        per_source: maximum number of answers of each source.
 
     Returns:
-        The markdown file.
+        The path of the markdown file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     counts: dict[str, int] = {}
@@ -37,10 +37,10 @@ def save_samples(answers: Sequence[Answered], folder: Path, per_source: int) -> 
         counts[row.source] = counts.get(row.source, 0) + 1
         if counts[row.source] <= per_source:
             stem = re.sub(r"\W+", "_", f"{row.source}_{counts[row.source]}")
-            asked = [_markdown(part) for part in _write_prompt(row, folder, stem)]
-            said = [_markdown(part) for part in write_parts(answered.answer.parts, folder, stem)]
-            lines += [f"## {row.source} {counts[row.source]}", "", f"Asked (`{row.id}`): {' '.join(asked)}", ""]
-            lines += [f"Answered: {' '.join(said)}", ""]
+            prompt = [_markdown(part) for part in _write_prompt(row, folder, stem)]
+            answer = [_markdown(part) for part in write_parts(answered.answer.parts, folder, stem)]
+            lines += [f"## {row.source} {counts[row.source]}", "", f"Asked (`{row.id}`): {' '.join(prompt)}", ""]
+            lines += [f"Answered: {' '.join(answer)}", ""]
             lines += [f"Reference: {reference_text(row)}", ""] if reference_text(row) else []
     page = folder / "samples.md"
     page.write_text("\n".join(lines))
@@ -52,11 +52,11 @@ def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Pat
 
     Args:
         parts: texts, ``PIL.Image`` and ``Waveform``.
-        folder: where.
-        stem: how the file names begin.
+        folder: folder of the files.
+        stem: start of the file names.
 
     Returns:
-        One entry per part: the text, or the file written.
+        One entry per part: the text, or the path of the written file.
     """
     shown: list[str | Path] = []
     for position, part in enumerate(parts):
@@ -73,7 +73,7 @@ def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Pat
 
 
 def _write_prompt(row: Row, folder: Path, stem: str) -> list[str | Path]:
-    """The texts of the question, and its media as files."""
+    """Write the question's media to files. Return its texts and these files, in order."""
     shown: list[str | Path] = []
     seen = dict.fromkeys(MODALITIES, 0)
     for message in row.question:

@@ -1,4 +1,4 @@
-"""What the evaluation of a run leaves behind: ``eval.json``, answers to look at, rows that were skipped."""
+"""Write the results of a run's evaluation: ``eval.json``, sample answers, and skipped rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from omnitrain.train.run_state.run_folder import RunFolder
 def write_results(
     run: RunFolder, result: Evaluation, scores: dict[str, float], skipped: Sequence[Rejected], per_source: int
 ) -> None:
-    """Write and show them; the first rank calls it.
+    """Write and print the results. Only the first rank calls this.
 
     Args:
-        run: where to.
-        result: of the evaluation.
-        scores: of its answers, and what else belongs beside them.
-        skipped: rows of the whole run.
-        per_source: answers written of each source.
+        run: folder of the run.
+        result: result of the evaluation.
+        scores: scores of the answers, and other numbers to report with them.
+        skipped: skipped rows of the whole run.
+        per_source: maximum number of answers to write for each source.
     """
     written = run.write_scores(scores | {"losses": result.losses})
     page = save_samples(result.answers, run.path / "samples", per_source)

@@ -1,1 +1,1 @@
-"""Start of the ranks of a command."""
+"""Start the ranks of a command."""

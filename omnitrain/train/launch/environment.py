@@ -1,4 +1,4 @@
-"""What a process does otherwise where it is one of several ranks: the environment of a launcher says so."""
+"""Read the launcher's environment variables, and talk to the launcher as one of several ranks."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ if TYPE_CHECKING:
 
 LAUNCHER = "OMNITRAIN_LAUNCHER"  # process id of the launcher of `omnitrain run --nproc`
 
-FIRST_TO_FAIL = "omnitrain/first_to_fail"  # in the launcher's store: the rank
+FIRST_TO_FAIL = "omnitrain/first_to_fail"  # key of this rank in the launcher's store
 
-_LAST_WORDS = "omnitrain/last_words"
+_LAST_MESSAGE = "omnitrain/last_words"
 _CONNECT = timedelta(seconds=5)
-_PATIENCE_SECONDS = 5.0  # of the other ranks, for what rank 0 has to say
+_PATIENCE_SECONDS = 5.0  # how long other ranks wait for the message of rank 0
 _POLL_SECONDS = 0.05
 
 
 def global_rank() -> int:
-    """This process's rank among all; 0 for a process alone."""
+    """Return the global rank of this process; 0 for a single process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Its rank among those on this machine."""
+    """Return its rank on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """Ranks on this machine."""
+    """Return the number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def end_with_launcher() -> None:
-    """Let no rank outlive the launcher of ``omnitrain run --nproc``, however that ends (on Linux)."""
+    """End this rank when the launcher of ``omnitrain run --nproc`` ends for any reason (on Linux)."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
         return
     from omnitrain.data.ahead import end_with_parent
 
     end_with_parent()
-    if os.getppid() != int(launcher):  # it ended before the line above
+    if os.getppid() != int(launcher):  # the launcher ended before the call above
         os._exit(1)
 
 
 def name_to_launcher(rank: int) -> None:
-    """Tell the launcher that ``rank`` was the first one to fail, whoever ends first."""
-    with suppress(RuntimeError):  # as below
+    """Tell the launcher that ``rank`` was the first to fail, even if another rank ends first."""
+    with suppress(RuntimeError):  # torch raises it if the launcher's store is gone
         store = _launcher_store()
         if store is not None:
             store.set(FIRST_TO_FAIL, str(rank))
 
 
 def own_words(message: str) -> str | None:
-    """What this rank has to print where it ends with ``message``.
+    """Return the text that this rank prints when it ends with ``message``, or None.
 
-    A mistake in a recipe is found by all ranks, and is to be read once: rank 0 says it, another rank speaks only if
-    rank 0 has nothing to say within some seconds, or something else.
+    All ranks find an error in a recipe, but it should be printed once. Rank 0 prints it; another rank prints its
+    message only if rank 0 has none within a few seconds, or a different one.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return message
@@ -68,25 +68,25 @@ def own_words(message: str) -> str | None:
     try:
         store = _launcher_store()
         if store is not None and rank == 0:
-            store.set(_LAST_WORDS, message)
-        if store is not None and rank != 0 and _words_of_rank_0(store) == message:
+            store.set(_LAST_MESSAGE, message)
+        if store is not None and rank != 0 and _message_of_rank_0(store) == message:
             return None
-    except RuntimeError:  # torch's own for a store that is gone: so is the launcher
+    except RuntimeError:  # torch raises it if the launcher's store is gone
         pass
     return message if rank == 0 else f"rank {rank}: {message}"
 
 
-def _words_of_rank_0(store: TCPStore) -> str | None:
+def _message_of_rank_0(store: TCPStore) -> str | None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        if store.check([_LAST_WORDS]):
-            return store.get(_LAST_WORDS).decode()
+        if store.check([_LAST_MESSAGE]):
+            return store.get(_LAST_MESSAGE).decode()
         time.sleep(_POLL_SECONDS)
     return None
 
 
 def _launcher_store() -> TCPStore | None:
-    """The launcher's store; None where rank 0 would have to provide it."""
+    """Return the launcher's store, or None if the launcher has none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     from torch.distributed import TCPStore

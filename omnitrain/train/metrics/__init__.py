@@ -1,1 +1,1 @@
-"""Figures of a run: meters, trackers, traces, the display."""
+"""Metrics of a run: meters, trackers, traces, the display."""

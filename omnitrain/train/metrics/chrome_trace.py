@@ -1,4 +1,4 @@
-"""Spans as a Chrome trace: for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Write spans as a Chrome trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,35 +8,33 @@ from typing import Any
 
 from omnitrain.ops.timing import Recorded, Span, What
 
-_COMPUTE = 0  # the track of what is computed and of waiting; exchanges of chunk n, which overlap others, are on n + 1
+_COMPUTE = 0  # the track of compute and waiting; exchanges of chunk n overlap others and are on track n + 1
 
 
 def write_chrome_trace(recorded: Recorded, file: Path, rank: int) -> None:
-    """Write one rank's spans; several files of a step can be loaded together, ranks are processes.
+    """Write one rank's spans. Files of several ranks can be loaded together; each rank is a process of the trace.
 
     Args:
-        recorded: of a step.
-        file: its folder is made.
-        rank: whose.
+        recorded: spans of a step.
+        file: path of the file; its folder is created.
+        rank: rank of the spans.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"traceEvents": trace_events(recorded, rank), "displayTimeUnit": "ms"}) + "\n")
 
 
 def trace_events(recorded: Recorded, rank: int) -> list[dict[str, Any]]:
-    """Names of the tracks and then the spans, in Chrome's Trace Event Format; times in microseconds since 1970."""
-    tracks = sorted({_track(span.what) for span in recorded.spans})
+    """Return track names and spans in Chrome's Trace Event Format, with times in microseconds since 1970."""
     names = [_named("process_name", rank, _COMPUTE, f"rank {rank}")]
-    names += [_named("thread_name", rank, track, _name_of(track)) for track in tracks]
+    names += [
+        _named("thread_name", rank, track, "compute" if track == _COMPUTE else f"link, chunk {track - 1}")
+        for track in sorted({_track(span.what) for span in recorded.spans})
+    ]
     return [*names, *(_event(span, recorded.began, rank) for span in recorded.spans)]
 
 
 def _track(what: What) -> int:
     return _COMPUTE if what.kind != "link" or what.chunk is None else what.chunk + 1
-
-
-def _name_of(track: int) -> str:
-    return "compute" if track == _COMPUTE else f"link, chunk {track - 1}"
 
 
 def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:

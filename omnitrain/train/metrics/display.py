@@ -1,4 +1,4 @@
-"""What a run shows: tables at the start, a live bar, a table of scores at the end."""
+"""The terminal output of a run: tables at the start, a progress bar, and a table of scores at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omnitrain.models.hf.unused_weights import unused_line
 from omnitrain.models.omni.summary import ComponentRow
 from omnitrain.train.launch.environment import global_rank
 
-_NARROW = 120  # columns where no terminal says how many
+_NARROW = 120  # columns without a terminal
 
 console = Console(highlight=False, quiet=global_rank() > 0)
 if not console.is_terminal:
@@ -26,10 +26,10 @@ if not console.is_terminal:
 
 
 def quiet_libraries() -> None:
-    """No progress bars and advice from the libraries below: what matters is said here, or raised."""
+    """Turn off progress bars and advice of HF libraries; omnitrain prints or raises everything that matters."""
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # a file that cannot be read is an error of ours
-    hub_logging.set_verbosity_error()  # it tells every retry
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # omnitrain raises an error for unreadable files
+    hub_logging.set_verbosity_error()  # it logs every retry
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
 
@@ -44,7 +44,7 @@ def show_components(rows: list[ComponentRow]) -> None:
 
 
 def show_contract(contract: Contract, *, in_full: bool) -> None:
-    """Print what the contract check measured; not ``in_full``: only where something other than the usual is done."""
+    """Print the findings of the contract check; without ``in_full`` only those that did not pass."""
     findings = [finding for finding in contract.findings if in_full or finding.outcome != "passed"]
     if findings:
         table = Table("check", "outcome", "what was measured", title="Contract of the foundation", title_justify="left")
@@ -54,19 +54,19 @@ def show_contract(contract: Contract, *, in_full: bool) -> None:
 
 
 def show_unused(unused: Mapping[str, int] | None) -> None:
-    """Print which tensors of its checkpoint the foundation does not have, if any."""
+    """Print the tensors of the checkpoint that the foundation does not have, if any."""
     if line := unused_line(unused):
         console.print(line, markup=False)
 
 
 def show_kept_memory(by_source: Mapping[str, float], pack_tokens: int) -> None:
-    """Print how many bytes a full pack of each source keeps for its backward."""
+    """Print the memory that a full pack of each source keeps for its backward, in GiB."""
     shown = ", ".join(f"{source} {size / 2**30:.2f}" for source, size in by_source.items())
-    console.print(f"kept for the backward by a pack full of {pack_tokens:,} tokens, about, in GiB: {shown}")
+    console.print(f"activations that a full pack of {pack_tokens:,} tokens keeps for its backward, in GiB: {shown}")
 
 
 def show_scores(scores: dict[str, Any], title: str) -> None:
-    """Print named numbers, shares as percentages."""
+    """Print a table of scores, with shares as percentages."""
     table = Table("held-out", "score", title=title, title_justify="left")
     for name, value in scores.items():
         is_share = isinstance(value, float) and 0 <= value <= 1
@@ -75,10 +75,10 @@ def show_scores(scores: dict[str, Any], title: str) -> None:
 
 
 class StepProgress:
-    """A live bar on a terminal; elsewhere a line every tenth of the way."""
+    """A progress bar on a terminal; otherwise one line per tenth of the steps."""
 
     def __init__(self, steps: int, done: int) -> None:
-        """``steps`` in all, ``done`` before this start."""
+        """Show ``steps`` in total, of which ``done`` were made before this start."""
         self._steps = steps
         self._printed = 10 * done // steps
         self._bar = Progress(
@@ -102,7 +102,7 @@ class StepProgress:
         self._bar.stop()
 
     def update(self, step: int, status: str | None = None) -> None:
-        """Move to ``step``; ``status`` replaces the text beside the bar."""
+        """Move to ``step``; ``status`` replaces the text next to the bar."""
         self._bar.update(self._task, completed=step)
         if status:
             self._bar.update(self._task, status=status)

@@ -1,4 +1,4 @@
-"""What experts and their exchanges did in the steps that somebody looks at: exposed communication, and traces."""
+"""Time the experts and their exchanges in steps with metrics or traces: exposed communication, and traces."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from omnitrain.train.metrics.chrome_trace import write_chrome_trace
 
 @dataclass(frozen=True)
 class Exposed:
-    """Communication behind which nothing was computed, in one step; the mean over all ranks.
+    """Communication time in one step that no compute overlapped, as the mean over all ranks.
 
     Attributes:
-        seconds: of all layers.
-        share: of the step.
-        layers: name of the experts -> seconds.
+        seconds: time of all layers in seconds.
+        share: share of the step's time.
+        layers: name of a layer's experts -> seconds.
     """
 
     seconds: float
@@ -35,16 +35,16 @@ class Exposed:
 
 
 class ExpertSpans:
-    """Records the steps of which a line of metrics or a trace is written, and no others.
+    """Records only steps for which a line of metrics or a trace is written.
 
     Args:
-        model: laid out, or on one process.
-        device: of this rank.
-        recipe: says which steps.
-        folder: where traces go.
+        model: the model, sharded or in one process.
+        device: device of this rank.
+        recipe: recipe with the steps to record.
+        folder: folder for traces.
 
     Raises:
-        UserError: traces are asked for, and the model has no experts.
+        UserError: the recipe sets traces, but the model has no experts.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
@@ -53,8 +53,8 @@ class ExpertSpans:
         layers = list(experts_in(model))
         if (traced := recipe.train.trace.steps) and not layers:
             raise UserError(
-                f"train.trace.steps: found {traced}, but {type(model.foundation).__name__} has no experts "
-                "whose work could be traced; remove it"
+                f"train.trace.steps: found {traced}, but {type(model.foundation).__name__} has no experts to trace; "
+                "remove it"
             )
         self._has_experts = bool(layers)
         for name, module in layers:
@@ -62,7 +62,7 @@ class ExpertSpans:
 
     @contextmanager
     def step(self, number: int, rank: int) -> Iterator[None]:
-        """Optimizer step ``number``, from 1, on ``rank``."""
+        """Record optimizer step ``number`` (from 1) on ``rank``, if its metrics or trace are written."""
         is_traced = number in self._recipe.train.trace.steps
         if not self._has_experts or not (is_traced or self._recipe.writes_metrics(number)):
             yield
@@ -74,14 +74,14 @@ class ExpertSpans:
             write_chrome_trace(self._last, self._folder / f"step-{number:08d}-rank-{rank}.json", rank)
 
     def exposed(self, peers: Peers) -> Exposed:
-        """Of the last recorded step. Every rank calls it."""
-        own: defaultdict[str, float] = defaultdict(float)
+        """Return the exposed communication of the last recorded step. Every rank calls this."""
+        waits: defaultdict[str, float] = defaultdict(float)
         for span in self._last.spans:
             if span.what.kind == "wait":
-                own[span.what.layer] += span.seconds
-        everywhere = peers.gather((dict(own), self._last.seconds))
-        names = {name for waited, _ in everywhere for name in waited}
-        layers = {n: sum(waited.get(n, 0.0) for waited, _ in everywhere) / peers.size for n in sorted(names)}
+                waits[span.what.layer] += span.seconds
+        of_ranks = peers.gather((dict(waits), self._last.seconds))
+        names = {name for of_rank, _ in of_ranks for name in of_rank}
+        layers = {n: sum(of_rank.get(n, 0.0) for of_rank, _ in of_ranks) / peers.size for n in sorted(names)}
         seconds = sum(layers.values())
-        step = sum(took for _, took in everywhere) / peers.size
+        step = sum(step_seconds for _, step_seconds in of_ranks) / peers.size
         return Exposed(seconds, seconds / step if step else 0.0, layers)

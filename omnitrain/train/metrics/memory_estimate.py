@@ -1,8 +1,8 @@
-"""How much memory a pack keeps for its backward: measured on small packs, told for full ones before the run.
+"""Estimate the memory that a full pack keeps for its backward, from measurements of small packs.
 
-What autograd saves grows linearly with the tokens of a pack, with the tokens that are predicted, and with the numbers
-that encoders read: attention that is fused keeps no scores. So a few small packs tell what a pack keeps that is full of
-anything, one long video or a hundred images.
+The tensors that autograd saves grow linearly with the tokens of a pack, the predicted tokens, and the numbers that
+encoders read, because fused attention saves no scores. So a few small packs are enough to estimate a full pack, whether
+it has one long video or a hundred images.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from omnitrain.data.sample import Sample
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.plan import facts_of
 
-_COPIES = (1, 2)  # of each sample, for a slope
+_COPIES = (1, 2)  # copies of each sample in a pack; two points give a slope
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,23 @@ class KeptMemory:
     """Bytes that a micro-batch keeps for its backward.
 
     Attributes:
-        constant: whatever is in it.
-        per_unit: what is counted in a pack -> bytes for each of it.
+        constant: bytes of any pack.
+        per_unit: unit (such as ``tokens``) -> bytes per unit in a pack.
     """
 
     constant: float
     per_unit: Mapping[str, float]
 
     def of(self, pack: Pack) -> float:
-        """Bytes that ``pack`` keeps."""
-        return self.constant + sum(number * self.per_unit[unit] for unit, number in _units(pack).items())
+        """Return the bytes that ``pack`` keeps."""
+        return self.constant + sum(count * self.per_unit[unit] for unit, count in _units(pack).items())
 
     def of_full_packs(self, samples: Sequence[Sample], pack_tokens: int) -> dict[str, float]:
-        """Source of each sample -> bytes that a pack keeps which is full of rows like it; the most, where several.
+        """Return source -> bytes that a pack full of samples like its sample keeps; the maximum if it has several.
 
         Args:
-            samples: one of each kind.
-            pack_tokens: length of a pack.
+            samples: one sample of each kind.
+            pack_tokens: length of a pack in tokens.
         """
         largest: dict[str, float] = {}
         for sample in samples:
@@ -61,17 +61,16 @@ class KeptMemory:
 def kept_by_source(
     model: OmniModel, processor: OmniProcessor, sources: Sequence[RowSource], pack_tokens: int
 ) -> dict[str, float]:
-    """Source -> bytes that a pack keeps which is full of its rows, measured on the first of each kind.
+    """Return source -> bytes that a pack full of its samples keeps, measured on the first row of each source.
 
     Args:
         model: see :func:`measure_kept_memory`.
-        processor: of the model.
+        processor: processor of the model.
         sources: data sets.
-        pack_tokens: length of a pack; rows of which no two fit are left out.
+        pack_tokens: length of a pack in tokens; samples of which two do not fit are skipped.
     """
-    firsts = first_samples(sources, processor)
-    found = [first for _, first in firsts if isinstance(first, Sample)]
-    samples = [first for first in found if 2 * len(first) <= pack_tokens and not first.is_alone]
+    firsts = [first for _, first in first_samples(sources, processor) if isinstance(first, Sample)]
+    samples = [first for first in firsts if 2 * len(first) <= pack_tokens and not first.is_alone]
     return measure_kept_memory(model, samples).of_full_packs(samples, pack_tokens) if samples else {}
 
 
@@ -79,14 +78,15 @@ def measure_kept_memory(model: OmniModel, samples: Sequence[Sample]) -> KeptMemo
     """Run the forward of small packs and count what autograd saves.
 
     Args:
-        model: on its device, in training mode; of one process, not compiled. Weights and gradients stay as they are.
-        samples: at least one with each kind of media that packs will have; two of the same make a pack.
+        model: the model on its device, in training mode, in one process and not compiled. Its weights and gradients do
+            not change.
+        samples: at least one with each kind of media that packs will have. Packs of two copies are made.
     """
-    _kept(model, Pack.from_samples(samples[:1]))  # what a first forward finds out and keeps is not of a pack
+    _kept(model, Pack.from_samples(samples[:1]))  # warm-up: tensors that a first forward caches do not count
     few, many = ([Pack.from_samples([sample] * copies) for sample in samples] for copies in _COPIES)
     units = [_units(pack) for pack in few]
     names = list(dict.fromkeys(chain.from_iterable(units)))
-    counts = np.array([[found.get(name, 0) for name in names] for found in units]) / _COPIES[0]
+    counts = np.array([[of_pack.get(name, 0) for name in names] for of_pack in units]) / _COPIES[0]
     kept = np.array([[_kept(model, pack) for pack in packs] for packs in (few, many)], dtype=np.float64)
     slopes = (kept[1] - kept[0]) / (_COPIES[1] - _COPIES[0])
     scale = counts.max(axis=0)
@@ -98,23 +98,23 @@ def measure_kept_memory(model: OmniModel, samples: Sequence[Sample]) -> KeptMemo
 
 
 def _units(pack: Pack) -> dict[str, float]:
-    """What the memory of a pack grows with, as the step plan counts it."""
+    """Return the counts that the memory of a pack grows with, as the step plan counts them."""
     facts = facts_of(pack)
     read = {f"numbers of {name}": float(sum(item.cost for item in items)) for name, items in facts.items.items()}
     return {"tokens": float(sum(facts.lengths)), **read}
 
 
 def _kept(model: OmniModel, pack: Pack) -> int:
-    """Bytes of the tensors that one forward saves; parameters and buffers are there anyway."""
-    there = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    saved: dict[int, tuple[int, Tensor]] = {}  # tensors are held, so that no storage is counted for another
+    """Return the bytes of the tensors that one forward saves, without parameters and buffers."""
+    of_model = {_storage(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    saved: dict[int, tuple[int, Tensor]] = {}  # holds the tensors, so that no storage address is reused
 
-    def note(tensor: Tensor) -> Tensor:
-        if (storage := _storage(tensor)) not in there:
+    def record(tensor: Tensor) -> Tensor:
+        if (storage := _storage(tensor)) not in of_model:
             saved[storage] = tensor.untyped_storage().nbytes(), tensor
         return tensor
 
-    with saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors_hooks(record, lambda tensor: tensor):
         output = model(pack.to(model.device))
         loss = torch.stack([term.sum for term in output.losses.values()]).sum()
     del output, loss

@@ -1,4 +1,4 @@
-"""Metrics of a run in programs that draw them: TensorBoard, Weights & Biases, Trackio."""
+"""Log metrics of a run to trackers: TensorBoard, Weights & Biases, Trackio."""
 
 from __future__ import annotations
 
@@ -13,67 +13,67 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.display import console
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-_ID = "tracked_as"  # file of a run's id, by which a resumed run goes on in its curves
+_ID = "tracked_as"  # file with the run's id, so that a resumed run continues its curves
 
 
 class Tracker(Protocol):
-    """What draws metrics.
+    """Logs metrics to a program.
 
     Attributes:
-        name: in ``train.track.to``.
+        name: name in ``train.track.to``.
     """
 
     name: str
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of a step, by names such as ``heads/text/loss``."""
+        """Log the values of a step, with names such as ``heads/text/loss``."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """The run is over, or an error ended it."""
+        """End the run in the tracker; ``failed``: an error ended it."""
         ...
 
 
 def require_trackers(recipe: Recipe) -> None:
-    """The packages of ``train.track.to`` are there.
+    """Check that the packages of ``train.track.to`` are installed.
 
     Raises:
-        UserError: some are not.
+        UserError: a package is missing.
     """
     for name in recipe.train.track.to:
         _module(name)
 
 
 def open_trackers(recipe: Recipe, folder: Path, resume_step: int) -> list[Tracker]:
-    """Those that ``train.track`` names.
+    """Open the trackers of ``train.track``.
 
     Args:
-        recipe: of the run; it is shown beside the curves.
-        folder: of the run, which is there.
-        resume_step: steps done; what an earlier start drew behind them is replaced, where that is possible.
+        recipe: recipe of the run, which trackers show with the curves.
+        folder: existing folder of the run.
+        resume_step: steps done. Values that an earlier start logged after them are replaced if the tracker can do so.
 
     Raises:
-        UserError: a package is missing, or its program cannot begin.
+        UserError: a package is missing, or a tracker cannot start.
     """
     return [_begun(name, recipe, folder, resume_step) for name in recipe.train.track.to]
 
 
 def tell(trackers: list[Tracker], what: Callable[[Tracker], None]) -> None:
-    """Do ``what`` with each. One that fails is taken from the list: the run goes on without it."""
+    """Call ``what`` for each tracker. A tracker that fails is removed from the list, and the run continues."""
     for tracker in list(trackers):
         try:
             what(tracker)
-        except Exception as error:  # of a disk, a network, a program
+        except Exception as error:  # an error of a disk, a network, or the tracker
             trackers.remove(tracker)
             console.print(
-                f"train.track: {tracker.name} failed ({type(error).__name__}: {error}) and is told no more; "
-                "metrics.jsonl has all numbers",
+                f"train.track: {tracker.name} failed ({type(error).__name__}: {error}) and gets no more metrics; "
+                "metrics.jsonl has all of them",
                 markup=False,
             )
 
 
 def numbers_in(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a line of metrics with their names, joined by slashes."""
+    """Yield the numbers of a line of metrics with their names, joined by slashes."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from numbers_in(value, f"{prefix}{key}/")
@@ -87,10 +87,10 @@ def _begun(name: str, recipe: Recipe, folder: Path, resume_step: int) -> Tracker
         if name == "tensorboard":
             return _TensorBoard(program, folder, resume_step)
         return _Session(name, program, recipe, folder)
-    except Exception as error:  # each program refuses in its own way
+    except Exception as error:  # each tracker fails differently
         raise UserError(
-            f"train.track.to: {name!r} cannot begin ({type(error).__name__}: {error}); see its own settings, or "
-            "remove it from the list"
+            f"train.track.to: {name!r} cannot start ({type(error).__name__}: {error}); check its settings, or remove "
+            "it from the list"
         ) from error
 
 
@@ -112,24 +112,24 @@ class _TensorBoard:
 
 
 class _Session:
-    """A run of a program with the functions of wandb: ``init``, ``log`` and ``finish``."""
+    """A run of a tracker with the functions of wandb: ``init``, ``log`` and ``finish``."""
 
     def __init__(self, name: str, program: Any, recipe: Recipe, folder: Path) -> None:
         self.name, self._program = name, program
         file, settings = folder / _ID, recipe.train.track
         if not (file.is_file() and file.read_text()):
             file.write_text(uuid.uuid4().hex)
-        own = {"id": file.read_text(), "name": settings.name or folder.name, "dir": str(folder)}
-        if name != "wandb":  # they know a run by its name: one of that name in another folder would get these values
-            own = {"name": f"{own['name']}-{own['id'][:8]}"}
-        program.init(project=settings.project, config=recipe.model_dump(mode="json"), resume="allow", **own)
+        options = {"id": file.read_text(), "name": settings.name or folder.name, "dir": str(folder)}
+        if name != "wandb":  # other trackers identify a run by its name, which a run in another folder may have, too
+            options = {"name": f"{options['name']}-{options['id'][:8]}"}
+        program.init(project=settings.project, config=recipe.model_dump(mode="json"), resume="allow", **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._program.log(dict(values), step=step)
 
     def close(self, *, failed: bool) -> None:
-        own = {"exit_code": int(failed)} if self.name == "wandb" else {}
-        self._program.finish(**own)
+        options = {"exit_code": int(failed)} if self.name == "wandb" else {}
+        self._program.finish(**options)
 
 
 def _module(name: str) -> Any:
@@ -137,5 +137,5 @@ def _module(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
     except ImportError as error:
         raise UserError(
-            f"train.track.to: {name!r} needs its package ({error}); pip install {name}, or remove it from the list"
+            f"train.track.to: {name!r} is not installed ({error}); pip install {name}, or remove it from the list"
         ) from None

@@ -1,1 +1,1 @@
-"""A run's folder: its lock, what is saved, and how it resumes."""
+"""The folder of a run: its lock, its checkpoints, and resuming."""

@@ -1,4 +1,4 @@
-"""A resumed run is the uninterrupted run: what may not change between its starts."""
+"""Check that a resumed run equals the uninterrupted run: the recipe keys and data that must not change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 
-# Keys (with all below them) that neither the order of the data nor the math of an update depends on, and the end of
-# the run.
+# Keys (with all keys below them) that change neither the order of the data nor the math of an update; train.steps only
+# moves the end of the run.
 _MAY_CHANGE = (
     "output_dir",
     "plugins",
@@ -34,42 +34,42 @@ _MAY_CHANGE = (
     "train.trace",
     "train.track",
 )
-_WHAT_TRAINS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
+_LORA_KEYS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
 
 
 def require_same_run(begun: Recipe, now: Recipe, folder: Path) -> None:
-    """Refuse to continue a run with a recipe that would make another run of it.
+    """Raise if a run cannot be resumed with a changed recipe.
 
     Args:
         begun: the recipe that the run was started with.
-        now: the recipe to continue with.
-        folder: of the run.
+        now: the recipe to resume with.
+        folder: folder of the run.
 
     Raises:
-        UserError: every key that may not change and did, with both values.
+        UserError: keys changed that must not; the message lists them with both values.
     """
-    was, is_ = (dict(_leaves(recipe.model_dump())) for recipe in (begun, now))
-    keys = sorted(key for key in was.keys() | is_.keys() if was.get(key) != is_.get(key) and not _may_change(key))
+    old, new = (dict(_leaves(recipe.model_dump())) for recipe in (begun, now))
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and not _may_change(key))
     if keys:
-        changes = [f"  {key}: was {_shown(was, key)}, is {_shown(is_, key)}" for key in keys]
-        raise UserError("\n".join([f"{folder} was begun with another recipe:", *changes, _way_out(folder)]))
+        changes = [f"  {key}: was {_shown(old, key)}, is {_shown(new, key)}" for key in keys]
+        raise UserError("\n".join([f"{folder} was started with another recipe:", *changes, _way_out(folder)]))
 
 
 def require_same_rows(had: Sequence[int], have: Sequence[int], folder: Path) -> None:
-    """Refuse to continue on data sets that grew or shrank: the order of their rows would be another.
+    """Raise if the number of rows of a training data set changed, because the order of rows would change.
 
     Args:
         had: rows of each training data set when the checkpoint was saved.
         have: rows of each now.
-        folder: of the run.
+        folder: folder of the run.
 
     Raises:
-        UserError: every data set with another number of rows.
+        UserError: numbers of rows changed; the message lists the data sets.
     """
     pairs = enumerate(zip(had, have, strict=True))
     changes = [f"  data.train.{source}: had {old} rows, has {new}" for source, (old, new) in pairs if old != new]
     if changes:
-        raise UserError("\n".join([f"{folder} was begun with other data:", *changes, _way_out(folder)]))
+        raise UserError("\n".join([f"{folder} was started with other data:", *changes, _way_out(folder)]))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -81,7 +81,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(key: str) -> bool:
-    return not _WHAT_TRAINS.match(key) and any(key == free or key.startswith(f"{free}.") for free in _MAY_CHANGE)
+    return not _LORA_KEYS.match(key) and any(key == free or key.startswith(f"{free}.") for free in _MAY_CHANGE)
 
 
 def _shown(values: dict[str, Any], key: str) -> str:
@@ -90,6 +90,6 @@ def _shown(values: dict[str, Any], key: str) -> str:
 
 def _way_out(folder: Path) -> str:
     return (
-        f"resume it with its own recipe ({folder / 'recipe.yaml'}), or start another run: a new output_dir, "
-        f"and model.checkpoint={folder} to start from the weights of this one"
+        f"resume it with its own recipe ({folder / 'recipe.yaml'}), or start a new run with another output_dir and "
+        f"model.checkpoint={folder}, which starts from the weights of this run"
     )

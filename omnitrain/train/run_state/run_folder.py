@@ -24,7 +24,7 @@ from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_fr
 
 
 class RunFolder:
-    """Where a run writes; nothing is written before :meth:`open`.
+    """The folder that a run writes to. Nothing is written before :meth:`open`.
 
     Attributes:
         path: the folder.
@@ -32,10 +32,10 @@ class RunFolder:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        """Look at ``recipe.output_dir``.
+        """Check ``recipe.output_dir``.
 
         Raises:
-            UserError: it cannot be made, or holds something else than a run.
+            UserError: the folder cannot be created, or has other files than those of a run.
         """
         self.recipe, self.path = recipe, Path(recipe.output_dir)
         self.store = CheckpointStore(self.path / "checkpoints", recipe.train.keep_checkpoints)
@@ -43,50 +43,50 @@ class RunFolder:
         _require_writable(self.path)
 
     def require_free(self) -> None:
-        """No other run writes there; :meth:`open` asks again, but perhaps minutes later.
+        """Check that no other run writes there. :meth:`open` checks again, perhaps minutes later.
 
         Raises:
-            UserError: one does.
+            UserError: another run writes there.
         """
         require_free(self.path)
 
     def checkpoint_to_resume(self, peers: Peers) -> Path:
-        """The newest checkpoint of the run in this folder.
+        """Return the newest checkpoint of the run in this folder.
 
         Args:
             peers: the ranks of the run, which all call this.
 
         Raises:
-            UserError: there is none, it is damaged, or the run was begun with another recipe.
+            UserError: no checkpoint exists, it is damaged, or the run was started with another recipe.
         """
-        all_or_raise(peers, self._require_same_run)  # told before checksums are taken, which may last minutes
+        all_or_raise(peers, self._require_same_run)  # before checksums, which may take minutes
         return self.store.latest(peers)
 
     def _require_same_run(self) -> None:
         begun = self.path / "recipe.yaml"
-        if begun.is_file():  # else there is no checkpoint either
+        if begun.is_file():  # otherwise no checkpoint exists either
             require_same_run(Recipe.load(str(begun)), self.recipe, self.path)
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
-        """Make the folder, which is this process's until :meth:`close`. A new run moves an older one aside.
+        """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
 
         Args:
-            resumed: whether the run that is there goes on.
-            checkpoint_bytes: of each checkpoint.
+            resumed: whether the run in the folder is resumed.
+            checkpoint_bytes: size of a checkpoint.
 
         Raises:
-            UserError: another run writes there, the system does not let us, or there is no space for a checkpoint.
+            UserError: another run writes there, the folder cannot be written, or has no space for a checkpoint.
         """
         try:
             if resumed:
                 self._lock.take(self.path)
-                self.store.clear_unfinished()  # what a crashed save left takes the space of a checkpoint
+                self.store.clear_unfinished()  # files of a crashed save take the space of a checkpoint
             _require_space(self.path, checkpoint_bytes)
             if not resumed:
                 self._make()
             self.save_recipe(self.recipe)
         except OSError as error:
-            raise UserError(f"output_dir: {str(self.path)!r} cannot be written: {error}; name another folder") from None
+            raise UserError(f"output_dir: {str(self.path)!r} cannot be written: {error}; use another folder") from None
 
     def _make(self) -> None:
         if (self.path / "recipe.yaml").is_file():
@@ -96,26 +96,26 @@ class RunFolder:
         self._lock.take(self.path)
 
     def _move_aside(self) -> None:
-        there = self.path.resolve()  # behind a link, which stays
-        if Path.cwd().is_relative_to(there):
+        target = self.path.resolve()  # a link stays, and its target is renamed
+        if Path.cwd().is_relative_to(target):
             raise UserError(
-                f"output_dir: {str(self.path)!r} holds an earlier run, and this command was started inside of it; "
-                "start it from another folder, which lets that run be moved aside"
+                f"output_dir: {str(self.path)!r} has an earlier run, and this command was started inside of it; "
+                "start it from another folder, so that the earlier run can be renamed"
             )
-        aside = next(p for n in count(1) if not (p := there.with_name(f"{there.name}.old{n}")).exists())
-        there.rename(aside)
-        there.mkdir()
-        console.print(f"{self.path} held an earlier run; it is now {self.path.with_name(aside.name)}")
+        aside = next(p for n in count(1) if not (p := target.with_name(f"{target.name}.old{n}")).exists())
+        target.rename(aside)
+        target.mkdir()
+        console.print(f"{self.path} had an earlier run; it is now in {self.path.with_name(aside.name)}")
 
     def close(self) -> None:
-        """Another run may write there."""
+        """Release the folder for other runs."""
         self._lock.release()
 
     def require_shared(self, peers: Peers) -> None:
-        """All ranks, which all call this once the folder is open, have the same one.
+        """Check that all ranks have the same folder. All of them call this once the folder is open.
 
         Raises:
-            UserError: some do not.
+            UserError: some ranks have another folder.
         """
         mark = self.path / f".seen-by-{peers.gather(uuid.uuid4().hex)[0]}"
         all_or_raise(peers, lambda: mark.touch() if peers.rank == 0 else None)
@@ -126,15 +126,15 @@ class RunFolder:
                 mark.unlink()
 
     def save_recipe(self, recipe: Recipe) -> None:
-        """Write ``recipe.yaml``; at the start, and when something was measured that belongs into it."""
+        """Write ``recipe.yaml``, at the start, and when a measured setting is added to it."""
         self.recipe = recipe
         save_recipe(recipe, self.path / "recipe.yaml")
 
     def list_rejected(self, rejected: Iterable[Rejected]) -> Path:
-        """Write ``rejected.jsonl``: rows that were skipped, and why.
+        """Write ``rejected.jsonl``: the skipped rows, with reasons.
 
         Raises:
-            TrainingError: the disk is full, or cannot be written.
+            TrainingError: the disk is full or not writable.
         """
         return self._written("rejected.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in rejected))
 
@@ -142,7 +142,7 @@ class RunFolder:
         """Write ``eval.json``.
 
         Raises:
-            TrainingError: the disk is full, or cannot be written.
+            TrainingError: the disk is full or not writable.
         """
         return self._written("eval.json", json.dumps(scores, indent=2) + "\n")
 
@@ -158,22 +158,22 @@ class RunFolder:
 def _require_space(folder: Path, checkpoint_bytes: int) -> None:
     free = shutil.disk_usage(_existing(folder)).free
     if free < checkpoint_bytes:
-        needed, left = (f"{number / 2**30:,.1f} GiB" for number in (checkpoint_bytes, free))
+        needed, left = (f"{size / 2**30:,.1f} GiB" for size in (checkpoint_bytes, free))
         raise UserError(
-            f"output_dir: a checkpoint of this run takes {needed}, and {left} are free where {str(folder)!r} is; make "
-            "room, or name another folder"
+            f"output_dir: a checkpoint of this run takes {needed}, but the disk of {str(folder)!r} has {left} free; "
+            "free some space, or use another folder"
         )
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def _require_writable(folder: Path) -> None:
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if files - {LOCK_FILE} and not (folder / "recipe.yaml").is_file():
-        raise UserError(f"output_dir: {str(folder)!r} holds files and no run (no recipe.yaml); name a new folder")
+        raise UserError(f"output_dir: {str(folder)!r} has files but no run (no recipe.yaml); use a new folder")
     existing = _existing(folder)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"output_dir: {str(folder)!r} cannot be written: {existing} is no folder that we may write to")
+        raise UserError(f"output_dir: {str(folder)!r} cannot be written: {existing} is not a writable folder")

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""Lock a folder, so that one run at a time writes to it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import TextIO
 
 from omnitrain.errors import UserError
 
-LOCK_FILE = ".lock"  # stays; what counts is who holds it
+LOCK_FILE = ".lock"  # the file is never removed; only a process's lock on it counts
 
 
 class FolderLock:
-    """Held by this process until it is released, or the process ends, however that is.
+    """A lock that this process holds until it releases it or ends.
 
-    On a shared disk it holds for all machines. Where a file system has no locks, every folder is free.
+    On a shared disk it is valid for all machines. On a file system without locks, every folder is free.
     """
 
     def __init__(self) -> None:
         self._stream: TextIO | None = None
 
     def take(self, folder: Path) -> None:
-        """Hold ``folder``, which is there, and no other.
+        """Lock ``folder``, which must exist, and release a folder locked before.
 
         Raises:
-            UserError: another process holds it.
+            UserError: another process holds the lock.
         """
         stream = (folder / LOCK_FILE).open("a+")
         try:
@@ -41,17 +41,17 @@ class FolderLock:
         self._stream = stream
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
 
 def require_free(folder: Path) -> None:
-    """Nothing is written; ``folder`` need not be there.
+    """Check that no other process holds ``folder``, which may not exist. Nothing is written.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds the lock.
     """
     if (folder / LOCK_FILE).is_file():
         with (folder / LOCK_FILE).open() as stream:
@@ -60,11 +60,11 @@ def require_free(folder: Path) -> None:
 
 def _lock(stream: TextIO, kind: int, folder: Path) -> None:
     try:
-        fcntl.lockf(stream, kind | fcntl.LOCK_NB)  # of the process: what it forks has no part in it
+        fcntl.lockf(stream, kind | fcntl.LOCK_NB)  # belongs to this process; forked processes do not inherit it
     except (BlockingIOError, PermissionError):
         stream.seek(0)
         raise UserError(
-            f"output_dir: a run ({stream.read()}) writes into {str(folder)!r}; wait for its end, or name another folder"
+            f"output_dir: a run ({stream.read()}) writes to {str(folder)!r}; wait for its end, or use another folder"
         ) from None
     except OSError:  # a file system without locks
         pass

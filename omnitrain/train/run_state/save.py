@@ -1,4 +1,4 @@
-"""A checkpoint of a run, whatever its layout: each rank writes a part of it."""
+"""Save a checkpoint of a run under any layout. Each rank writes its shards."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: TrainingState,
 ) -> None:
-    """Write ``state.step``'s folder, which is complete or not there at all. Every rank calls it.
+    """Write the checkpoint folder of ``state.step`` atomically. Every rank calls this.
 
     Args:
-        run: where to.
-        ranks: all of the run.
-        model: sharded or not; adapters go into files of their own.
-        processor: of the model.
-        optimizer: of its trained parameters.
-        state: where the run stands, the same on all ranks.
+        run: folder of the run.
+        ranks: ranks of the run.
+        model: the model, sharded or not; adapters are written to separate files.
+        processor: processor of the model.
+        optimizer: optimizer of its trained parameters.
+        state: state of the run, the same on all ranks.
     """
 
     def write(folder: Path) -> None:
         save_whole(model, folder, ranks.peers)
         save_optimizer(model, optimizer, folder / OPTIMIZER)
-        ranks.first(lambda: beside(folder))
+        ranks.first(lambda: write_on_first(folder))
 
-    def beside(folder: Path) -> None:
+    def write_on_first(folder: Path) -> None:
         processor.save_pretrained(folder)
         write_state(folder, state, trainable(model))
 
@@ -48,7 +48,7 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(model: torch.nn.Module) -> int:
-    """Of a checkpoint: weights, and of what trains two moments in fp32, and a copy in fp32 where it is not fp32."""
+    """Return the size of a checkpoint: weights, and two fp32 moments and an fp32 copy (if not fp32) of trained ones."""
     weights = set(model.state_dict(keep_vars=True).values())
     trained = [weight for weight in weights if weight.requires_grad]
     moments = sum(weight.numel() * (8 if weight.dtype == torch.float32 else 12) for weight in trained)

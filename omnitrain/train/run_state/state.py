@@ -1,11 +1,10 @@
-"""What a checkpoint keeps of training, beside the model and its processor."""
+"""The training state in a checkpoint, in addition to the model and its processor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,21 +15,21 @@ from omnitrain.errors import UserError
 
 _FILE = "trainer.pt"
 _SHOWN = 3
-OPTIMIZER = "optimizer"  # folder of its state
+OPTIMIZER = "optimizer"  # folder of the optimizer's state
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a run stands.
+    """The state of a run, from which it resumes.
 
     Attributes:
         step: optimizer steps done.
-        seconds: spent so far, over all starts.
-        steps_without_targets: steps in which nothing was to be predicted.
-        data: where its data stand, over all ranks.
+        seconds: training time so far, over all starts.
+        steps_without_targets: steps without tokens to predict.
+        data: state of the data, over all ranks.
         rows: rows of each training data set.
-        expert_shares: layer with experts -> their shares of the last step's tokens.
-        expert_chunks: component -> the number that was found to be fastest; None: nothing was measured.
+        expert_shares: layer with experts -> the experts' shares of the last step's tokens.
+        expert_chunks: component -> the fastest number of chunks. None: it was not measured.
         losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
     """
 
@@ -45,38 +44,35 @@ class TrainingState:
 
 
 def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) -> None:
-    """Write ``state`` into ``folder``, that of a checkpoint, with the names of the trained parameters."""
+    """Write ``state`` and the names of the trained parameters to ``folder``, the folder of a checkpoint."""
     torch.save({"state": asdict(state), "trainable": list(trainable)}, folder / _FILE)
 
 
 def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
-    """The state that :func:`write_state` wrote; the optimizer continues from its own, under any layout.
+    """Read the state that :func:`write_state` wrote, and load the optimizer's state, under any layout.
 
     Args:
-        folder: of the checkpoint, with the optimizer's state in ``optimizer``.
-        model: what goes on training; all its ranks call this.
-        optimizer: of it.
+        folder: folder of the checkpoint, with the optimizer's state in ``optimizer``.
+        model: the model to train; all its ranks call this.
+        optimizer: optimizer of the model.
 
     Raises:
-        UserError: other parameters train now.
+        UserError: the trained parameters are not those of the checkpoint.
     """
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
         raise UserError(
-            f"{folder}: other parameters trained than those of this recipe, {len(changed)} in all, such as "
-            f"{', '.join(changed[:_SHOWN])}; go on with the `freeze` and `lora` that the run was begun with, or start "
-            "another run from its weights"
+            f"{folder}: this recipe trains other parameters than the run did; {len(changed)} differ, such as "
+            f"{', '.join(changed[:_SHOWN])}; resume with the `freeze` and `lora` that the run was started with, or "
+            "start a new run from its weights"
         )
     load_optimizer(model, optimizer, folder / OPTIMIZER)
-    return TrainingState(**(saved["state"] | {"data": _loader_state(**saved["state"]["data"])}))
-
-
-def _loader_state(slots: dict[int, dict[str, Any]], rejected: tuple[dict[str, Any], ...]) -> LoaderState:
-    return LoaderState(
-        {slot: SlotState(**state) for slot, state in slots.items()}, tuple(Rejected(**row) for row in rejected)
-    )
+    data = saved["state"]["data"]
+    slots = {slot: SlotState(**state) for slot, state in data["slots"].items()}
+    rejected = tuple(Rejected(**row) for row in data["rejected"])
+    return TrainingState(**(saved["state"] | {"data": LoaderState(slots, rejected)}))
 
 
 def trainable(model: torch.nn.Module) -> list[str]:
-    """Names of the trained parameters."""
+    """Return the names of the trained parameters."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

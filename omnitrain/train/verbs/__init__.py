@@ -1,1 +1,1 @@
-"""The commands beside ``run``: check, answer, export, verify."""
+"""The commands in addition to ``run``: check, answer, export, verify."""

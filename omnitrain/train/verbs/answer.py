@@ -1,4 +1,4 @@
-"""``omnitrain generate``: one prompt, one answer."""
+"""``omnitrain generate``: answer one prompt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answer(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> tuple[Answer, list[str | Path]]:
-    """Answer one prompt, on CUDA if there is one.
+    """Answer one prompt, on CUDA if available.
 
     Generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``.
 
@@ -38,16 +38,16 @@ def answer(
         images: image files.
         audios: sound files.
         videos: video files.
-        output_dir: made if it does not exist.
-        max_new_tokens: longest answer, text and media tokens together.
-        temperature: 0 is greedy.
-        seed: of sampling.
+        output_dir: folder for generated media; created if missing.
+        max_new_tokens: maximum length of the answer, text and media tokens together.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of sampling.
 
     Returns:
-        The answer, and an entry per part: text, or the file written.
+        The answer, and one entry per part: a text, or the path of a written file.
 
     Raises:
-        UserError: no such checkpoint or file, or a modality that the model cannot read.
+        UserError: the checkpoint or a file does not exist, or the model cannot read a modality.
     """
     quiet_libraries()
     model, processor = load_checkpoint(checkpoint)
@@ -60,7 +60,7 @@ def answer(
         raise UserError(prepared.reason)
     sampling = {name: Sampling(temperature=temperature) for name in ("text", *model.decoders)}
     model.to(use_device(Train()))
-    made = generate(model, processor, [prepared], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0]
+    generated = generate(model, processor, [prepared], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0]
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    return made, write_parts(made.parts, folder, "answer")
+    return generated, write_parts(generated.parts, folder, "answer")

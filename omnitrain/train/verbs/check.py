@@ -1,4 +1,4 @@
-"""``omnitrain check``: a recipe tried without memory for its weights, in seconds."""
+"""``omnitrain check``: validate a recipe in seconds, without loading weights."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from omnitrain.train.verbs.fit_check import forward_problems, weights_problems
 
 
 def check_recipe(recipe: Recipe) -> list[str]:
-    """Build the model without weights, open the data, prepare one row of every source; print what was found.
+    """Build the model without weights, open the data, prepare one row of every source, and print the results.
 
-    Weight files are compared with the model by name and shape; every component runs once, on tensors without content.
+    Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
 
     Returns:
-        Every problem, one message each; empty when the recipe would run.
+        One message per problem; empty if the recipe would run.
     """
     quiet_libraries()
     problems: list[str] = []
@@ -62,8 +62,8 @@ def check_recipe(recipe: Recipe) -> list[str]:
     device = attempt(lambda: use_device(recipe.train))
     if runs:
         _show_model(built[0])
-        for require in _demands_on_model(recipe, built[0], built[1], device):
-            attempt(require)
+        for check in _model_checks(recipe, built[0], built[1], device):
+            attempt(check)
         broken = forward_problems(built[0])
         problems += broken
         runs = not broken
@@ -78,13 +78,14 @@ def check_recipe(recipe: Recipe) -> list[str]:
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     attempt(lambda: require_trackers(recipe))
-    return _each_once(problems)
+    # A problem that another message repeats with its key is dropped.
+    return [one for one in dict.fromkeys(problems) if not any(other.endswith(f": {one}") for other in problems)]
 
 
-def _demands_on_model(
+def _model_checks(
     recipe: Recipe, model: OmniModel, processor: OmniProcessor, device: torch.device | None
 ) -> Iterator[Callable[[], None]]:
-    """What a run asks of its model; without a device, all but what that must be able to do."""
+    """Yield the checks of a run's model; without a device, those that need none."""
     mixed = mixed_precision(recipe.train, device.type if device is not None else "cpu")
     yield lambda: _require_plan(model, recipe.parallel, mixed)
     if device is not None:
@@ -93,19 +94,14 @@ def _demands_on_model(
     yield lambda: require_effect(recipe, model, processor)
 
 
-def _each_once(problems: list[str]) -> list[str]:
-    """Without those that another one tells together with their key."""
-    return [one for one in dict.fromkeys(problems) if not any(other.endswith(f": {one}") for other in problems)]
-
-
 def check_model(path: str) -> None:
     """Check a HF model or a saved omni model as a foundation, without its weights; print components and findings.
 
     Args:
-        path: Hub id, folder, or folder of a run (its newest checkpoint is taken).
+        path: Hub id, folder of a model, or folder of a run (its newest checkpoint is used).
 
     Raises:
-        UserError: there is no model, or it cannot be trained here; names what was measured.
+        UserError: there is no model, or it cannot be trained here; the message gives the measurements.
     """
     quiet_libraries()
     if Path(path, "checkpoints").is_dir():
@@ -123,7 +119,7 @@ def _require_plan(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | 
 
 
 def _require_rates(model: OmniModel, recipe: Recipe) -> None:
-    """``learning_rates`` name what trains; the model is frozen as the plan says."""
+    """Freeze the model as the plan says, and check that ``learning_rates`` names trained parameters."""
     freeze(model, [name for name in model.components if recipe.parallel.of(name).freeze])
     peaks_of(model, recipe.train.optimizer)
 
@@ -141,8 +137,8 @@ def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pa
             problems.append(str(sample))
         elif isinstance(sample, Rejected):
             problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}")
-        elif (given := len(sample.without_tail() if cut else sample)) > pack_tokens:
-            problems.append(f"data.{kind}: row {sample.id!r} has {given} tokens, data.pack_tokens is {pack_tokens}")
+        elif (length := len(sample.without_tail() if cut else sample)) > pack_tokens:
+            problems.append(f"data.{kind}: row {sample.id!r} has {length} tokens, data.pack_tokens is {pack_tokens}")
         else:
             trained = int(sample.loss_mask.sum()) + sum(s.item.num_tokens for s in sample.spans if s.is_target)
             console.print(f"{kind} {name}: the first row has {len(sample)} tokens, {trained} of them trained")

@@ -1,4 +1,4 @@
-"""The foundation of a saved model as a model of plain transformers."""
+"""Export the foundation of a saved model as a transformers model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None) -> list[str]:
-    """Write what ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
+    """Write the files that ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
 
     LoRA adapters are merged into the weights.
 
     Args:
-        checkpoint: folder of a run (its newest checkpoint is taken), or of a saved omni model.
-        folder: a new one.
-        dtype: of the weights, ``float32``, ``bfloat16`` or ``float16``; None: as saved. What the model's class keeps in
-            fp32, such as biases of a choice of experts, stays so.
+        checkpoint: folder of a run (its newest checkpoint is used), or of a saved omni model.
+        folder: a new folder.
+        dtype: dtype of the weights, ``float32``, ``bfloat16`` or ``float16``; None: as saved. Tensors that the model's
+            class keeps in fp32, such as routing biases of experts, stay fp32.
 
     Returns:
-        Attached components, which no class of transformers has; they are left out.
+        Names of the attached components, which are not exported because transformers has no class for them.
 
     Raises:
-        UserError: no such model, a folder that holds files, or an unknown dtype.
+        UserError: the model does not exist, the folder has files, or the dtype is unknown.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{str(folder)!r} holds files already; name a new folder")
+        raise UserError(f"{str(folder)!r} already has files; use a new folder")
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"dtype: found {dtype!r}; expected one of {', '.join(_DTYPES)}")
     quiet_libraries()
@@ -51,7 +51,7 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Weights and buffers, but for those that the model keeps in fp32: transformers would load them as such."""
+    """Cast weights and buffers, except those that the model keeps in fp32, as transformers does when it loads them."""
     stays = stays_fp32(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and not stays(name):

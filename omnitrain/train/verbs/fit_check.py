@@ -1,4 +1,4 @@
-"""What ``omnitrain check`` finds out about a model without memory for it: do its weights fit, can it run?"""
+"""Check for ``omnitrain check``, without memory for weights, that weight files fit and components run."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _NEEDS_CONTENT = (
 
 
 def weights_problems(recipe: Model) -> list[str]:
-    """Compare the names and shapes in the weight files of a recipe with the models; no weights are read.
+    """Compare the names and shapes in a recipe's weight files with the models, without reading weights.
 
-    Tensors of a foundation's files that it does not have are printed.
+    It prints tensors of a foundation's files that the foundation does not have.
 
     Returns:
-        A message per checkpoint that does not fit.
+        One message per checkpoint that does not fit.
     """
     problems = []
     for key, path in _weight_folders(recipe):
@@ -67,20 +67,20 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
 
 
 def forward_problems(model: OmniModel) -> list[str]:
-    """Run every encoder and decoder on its smallest input, on tensors that have a shape and no content.
+    """Run every encoder and decoder on its smallest input, with tensors that have a shape but no content.
 
-    The contract check tries the foundation. A config may be refused by nothing but the model's forward.
-    Where a forward goes on by the content of a tensor, it is tried up to there.
+    Some configs only fail in the model's forward. The contract check runs the foundation. A forward that depends on the
+    content of a tensor runs up to that point.
 
     Args:
-        model: on ``meta``; its tensors are replaced.
+        model: the model on ``meta``; its tensors are replaced.
 
     Returns:
-        A message per component that cannot run.
+        One message per component that cannot run.
     """
     components = {**model.encoders, **model.decoders}
-    found = [_problem(name, functools.partial(_run_component, part)) for name, part in components.items()]
-    return [problem for problem in found if problem]
+    problems = [_problem(name, functools.partial(_run_component, part)) for name, part in components.items()]
+    return [problem for problem in problems if problem]
 
 
 def _problem(name: str, trial: Callable[[], Any]) -> str:
@@ -90,16 +90,16 @@ def _problem(name: str, trial: Callable[[], Any]) -> str:
         return ""
     except UserError as error:
         return f"model, {name}: cannot run: {error}"
-    except Exception as error:  # each model stumbles in its own way
+    except Exception as error:  # each model fails differently
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return f"model, {name}: cannot run with this config: {reason}"
     return ""
 
 
 def _run_component(component: Any) -> None:
-    given = component.minimal_input()
+    arguments = component.minimal_input()
     with _without_content(component):
-        component.lm_encode(*given)
+        component.lm_encode(*arguments)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""``verify`` of a recipe's model: on samples of the caller's, or (``omnitrain verify``) on the recipe's own data."""
+"""``verify`` a recipe's model on given samples, or (``omnitrain verify``) on the recipe's data."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def verify(
 ) -> VerifyReport:
     """Train one global batch under each layout and compare with one process.
 
-    A model that is too large for this machine is cut in layers, experts and vocabulary rows; hidden widths stay.
-    :attr:`VerifyReport.size` says what was used.
+    If the model is too large for this machine, its layers, experts and vocabulary are reduced; hidden widths stay.
+    :attr:`VerifyReport.size` gives the size that was used.
 
     Args:
-        model_factory: makes the model: a picklable function, one that a notebook defines, or ``"module:function"``,
-            that returns a HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed
-            0, and must make the same model. On the meta device it has no weights: they are drawn. Or a recipe, whose
-            model is meant; its data and its plan are left out.
+        model_factory: a picklable function, a function defined in a notebook, or ``"module:function"``, that returns a
+            HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed 0, and must make
+            the same model. A model on the meta device gets random weights. Or a recipe, of which only the model is
+            used, not its data and its plan.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
-        layouts: such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``; or parallel plans. A plan takes the ranks that
-            its foundation's degrees multiply to, or all of them if they are unset. Number formats that a plan leaves
+        layouts: layouts such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``, or parallel plans. A plan uses as many
+            ranks as the product of its foundation's degrees, or all ranks if they are unset. Dtypes that a plan leaves
             unset are fp32.
-        nproc: ranks that may run at a time.
-        tolerance: relative error that is allowed; where rounding is larger (the reference itself in another order of
-            samples), 20 times that. A gradient that is zero up to rounding has no relative error: it must be as small,
-            within 20 times, as in one process.
-        timeout_s: of one layout, seconds.
-        pool: ranks to run on; None: a pool of its own.
-        memory: bytes that it may take; None: what is available.
+        nproc: maximum number of ranks at a time.
+        tolerance: allowed relative error. If rounding is larger (measured on the reference with another order of
+            samples), 20 times the rounding is allowed. A gradient that is zero up to rounding has no relative error: it
+            may be at most 20 times as large as in one process.
+        timeout_s: time limit of one layout in seconds.
+        pool: ranks to run on; None: start new ones.
+        memory: bytes that may be used; None: all available.
 
     Raises:
-        UserError: no samples or layouts, nothing to predict, no such factory or layout, an argument of another type, a
-            factory that cannot be sent to another process or makes another model each time, a model that is too large
-            even when it is cut, or what does not fit together in a recipe.
+        UserError: there are no samples or layouts, there is nothing to predict, a factory or layout does not exist, an
+            argument has the wrong type, the factory cannot be pickled or makes a different model each time, the model
+            is too large even when reduced, or parts of a recipe do not fit together.
     """
     if isinstance(model_factory, Recipe):
         require_ranks(nproc)
@@ -92,21 +92,22 @@ def verify_recipe(
     """Train one global batch of the recipe's first samples under each layout and compare with one process.
 
     Args:
-        recipe: model, data and seed.
-        layouts: such as ``dp4``, see :func:`verify`; ``plan`` is the recipe's own, in fp32 and without compilation,
-            which round in ways of their own. None given: that, if it has one, ``dp2``, ``dp4`` and ``hsdp2x2``.
+        recipe: recipe with the model, data and seed.
+        layouts: layouts such as ``dp4``, see :func:`verify`. ``plan`` is the recipe's plan, in fp32 and without
+            compilation, because both change rounding. If empty: ``plan`` if the recipe has one, ``dp2``, ``dp4`` and
+            ``hsdp2x2``.
         nproc: ranks on this machine.
-        num_samples: of the global batch.
-        pool: ranks to run on; None: a pool of its own.
-        memory: bytes that it may take; None: what is available. A model that needs more is cut, see there.
+        num_samples: samples of the global batch.
+        pool: ranks to run on; None: start new ones.
+        memory: bytes that may be used; None: all available. A larger model is reduced, see :func:`verify`.
 
     Raises:
-        UserError: whatever does not fit together in the recipe; an unknown layout; no usable sample.
+        UserError: parts of the recipe do not fit together, a layout is unknown, or no sample can be used.
     """
     quiet_libraries()
     if not layouts:
         layouts = _USUAL if recipe.parallel == ParallelPlan() else [_OWN_PLAN, *_USUAL]
-    parsed = [_parsed(recipe, layout) for layout in layouts]  # a mistake in them comes before the work
+    parsed = [_parsed(recipe, layout) for layout in layouts]  # first, so that errors in them come before the work
     shapes, processor = build_from_recipe(recipe, "meta")
     samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
     memory = available_memory() if memory is None else memory
@@ -120,39 +121,43 @@ def _parsed(recipe: Recipe, layout: str) -> Layout | ParallelPlan:
     try:
         return parse_layout(layout)
     except UserError as error:
-        raise UserError(f"{error}\n  or `{_OWN_PLAN}` alone: the recipe's own `parallel`") from None
+        raise UserError(f"{error}\n  or `{_OWN_PLAN}`, which is the recipe's own `parallel`") from None
 
 
 def _own_plan(recipe: Recipe) -> ParallelPlan:
-    """In fp32 and not compiled: roundings of their own would hide what is compared."""
+    """Return the recipe's plan in fp32 and not compiled, because both would change rounding."""
 
     def exact(plan: ComponentPlan) -> ComponentPlan:
         return plan.model_copy(update={"precision": None, "compile": None})
 
-    own = recipe.parallel
-    parts = {name: exact(plan) for name, plan in own.components.items()}
-    return own.model_copy(update={"default": exact(own.default), "components": parts})
+    plan = recipe.parallel
+    components = {name: exact(component_plan) for name, component_plan in plan.components.items()}
+    return plan.model_copy(update={"default": exact(plan.default), "components": components})
 
 
 def model_of(recipe: Recipe, device: str) -> OmniModel:
-    """The model of a recipe; the same on every rank, for its weights come from files or from the recipe's seed.
+    """Build the model of a recipe. It is the same on every rank, with weights from files or from the recipe's seed.
 
-    On the device ``meta`` it has none.
+    On the device ``meta`` it has no weights.
     """
     quiet_libraries()
     return build_from_recipe(recipe, device)[0]
 
 
 def _factory(recipe: Recipe, shapes: OmniModel, nproc: int, memory: float | None) -> Factory:
-    """Makes the recipe's model; on the device ``meta``, as ``shapes`` is, if it is too large for ``nproc`` ranks."""
+    """Return a function that makes the recipe's model, on ``meta`` if it is too large for ``nproc`` ranks."""
     return partial(model_of, recipe, "cpu" if fits(shapes, nproc, memory) else "meta")
 
 
 def first_usable(loader: StepLoader, number: int) -> list[Sample]:
-    """The first samples of a run's data order; rows that cannot be used are left out.
+    """Return the first samples of a run's data order, without rows that cannot be used.
+
+    Args:
+        loader: loader of the run.
+        number: number of samples.
 
     Raises:
-        UserError: there are none among ten times as many rows.
+        UserError: none of the first ``10 * number`` rows can be used.
     """
     drawn = (loader.rows[draw] for draw in islice(loader.order.draws(0), 10 * number))
     samples = list(islice((sample for sample in drawn if isinstance(sample, Sample)), number))

@@ -55,7 +55,7 @@ def by_default(**fields: Any) -> ot.ParallelPlan:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (plan(mode="hsdp", dp_replicate=3), r"dp_replicate is 3 and must divide dp; 1, 2, 4 would fit"),
+        (plan(mode="hsdp", dp_replicate=3), r"dp_replicate=3 must divide dp; 1, 2, 4 would fit"),
         (plan(dp_replicate=2, dp_shard=4), r"must be 4: one of 4 x 1, 2 x 2, 1 x 4"),
         (plan(mode="hsdp"), r"components.image_encoder.mode: hsdp needs dp_replicate or dp_shard"),
         (plan("image_encodr"), r"components.image_encodr: unknown component; did you mean `image_encoder`"),

@@ -15,8 +15,9 @@ import omnitrain as ot
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.plan import StepPlan, implied_collectives
+from omnitrain.plan import StepPlan
 from omnitrain.recipe.parallel import FOUNDATION
+from tests.plan.implied_collectives import implied_collectives
 
 _KINDS = {
     "_allgather_base_": "gather",

@@ -118,7 +118,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(capfd: pytest.CaptureFix
         raise ValueError("no such thing")
     time.sleep(600)
     """)
-    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the others were ended$"):
+    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the other ranks were ended$"):
         launch(script, 3, stop_seconds=60)
     assert_gone(process_ids(3), within_s=0)
     shown = capfd.readouterr()
@@ -141,7 +141,7 @@ def test_the_rank_that_failed_first_is_named_and_heard_though_another_ends_befor
         time.sleep(0.02)
     sys.exit(1)
     """)
-    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the others were ended$"):
+    with pytest.raises(TrainingError, match=r"^rank 1 ended with exit code 1; the other ranks were ended$"):
         launch(script, 2, stop_seconds=60)
     assert capfd.readouterr().err.splitlines()[-1] == "[rank 1] ValueError: no such thing"
 
@@ -150,7 +150,9 @@ def test_a_killed_rank_is_named_and_no_process_is_left() -> None:
     script = program("announce()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)")
     sender = send_when_up(3, rank=2, number=signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(TrainingError, match=r"^rank 2 was killed by SIGKILL \(exit code -9\); the others were ended$"):
+    with pytest.raises(
+        TrainingError, match=r"^rank 2 was killed by SIGKILL \(exit code -9\); the other ranks were ended$"
+    ):
         launch(script, 3, stop_seconds=60)
     assert time.monotonic() - began < 20
     sender.join()
@@ -230,5 +232,5 @@ def test_a_mistake_that_all_ranks_find_is_told_once() -> None:
     Path("recipe.yaml").write_text("model: {foundation: some/model}\ndata: {train: [{path: train.parquet}]}\n")
     command = [sys.executable, "-m", "omnitrain", "run", "recipe.yaml", "train.device=gpu", "--nproc", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    message = "omnitrain: train.device: 'gpu' is no device; expected auto, cpu, cuda or cuda:N\n"
+    message = "omnitrain: train.device: 'gpu' is not a device; expected auto, cpu, cuda or cuda:N\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

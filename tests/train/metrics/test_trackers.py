@@ -78,7 +78,7 @@ def test_a_program_that_is_not_installed_is_named_before_the_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.track.to=[trackio]"])
-    with pytest.raises(UserError, match=r"train.track.to: 'trackio' needs its package \(.*\); pip install trackio"):
+    with pytest.raises(UserError, match=r"train.track.to: 'trackio' is not installed \(.*\); pip install trackio"):
         Trainer(recipe)
     assert [problem for problem in check_recipe(recipe) if "pip install trackio" in problem]
     assert not (tmp_path / "run").exists()
@@ -118,6 +118,6 @@ def test_a_program_that_cannot_begin_is_named_before_the_first_step(
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=raises))
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", raises)
     recipe = tiny_recipe(tmp_path)
-    with pytest.raises(UserError, match=rf"train.track.to: '{name}' cannot begin \(RuntimeError: no server\)"):
+    with pytest.raises(UserError, match=rf"train.track.to: '{name}' cannot start \(RuntimeError: no server\)"):
         run(recipe, f"train.track.to=[{name}]")
     assert len(run(recipe, "train.steps=1")) == 1  # nothing of it is in the way

@@ -35,7 +35,7 @@ def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_e
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        told = rf"output_dir: a run \(process {other.pid} on .*\) writes into '{path}'"
+        told = rf"output_dir: a run \(process {other.pid} on .*\) writes to '{path}'"
         for resumed in (False, True):
             with pytest.raises(UserError, match=told):
                 run_folder(recipe, path).open(resumed, 0)
@@ -71,7 +71,7 @@ def test_an_earlier_run_is_not_moved_from_under_the_command(tmp_path: Path, monk
     recipe = tiny_recipe(tmp_path)
     run_folder(recipe, tmp_path / "run").open(False, 0)
     monkeypatch.chdir(tmp_path / "run")
-    with pytest.raises(UserError, match=r"'\.' holds an earlier run, and this command was started inside of it"):
+    with pytest.raises(UserError, match=r"'\.' has an earlier run, and this command was started inside of it"):
         run_folder(recipe, Path()).open(False, 0)
 
 

@@ -79,7 +79,7 @@ def test_adapters_are_merged_into_the_weights(tmp_path: Path) -> None:
 
 def test_unknown_dtypes_and_full_folders_are_refused(tmp_path: Path) -> None:
     saved = saved_llava(tmp_path)
-    with pytest.raises(UserError, match="holds files already; name a new folder"):
+    with pytest.raises(UserError, match="already has files; use a new folder"):
         export(saved, tmp_path)
     for dtype in ("int8", "float8_e4m3fn"):
         with pytest.raises(UserError, match=f"dtype: found '{dtype}'; expected one of float32, bfloat16, float16"):

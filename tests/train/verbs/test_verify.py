@@ -49,5 +49,5 @@ def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> No
 
 
 def test_a_misspelt_layout_is_told_the_words_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"(?s)`plam`: not understood.*or `plan` alone: the recipe's own"):
+    with pytest.raises(UserError, match=r"(?s)`plam`: not understood.*or `plan`, which is the recipe's own"):
         verify_recipe(Recipe.load(str(tiny_recipe(tmp_path))), ["plam"])

@@ -1,4 +1,4 @@
-"""The collectives that a step plan implies, in order, as data: what a replay compares with those that ran."""
+"""An oracle: the collectives that a step plan implies, in order. A replay compares them with those that ran."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ class Collective:
     Attributes:
         kind: in the forward ``unshard`` and ``exchange``; in the backward ``exchange_back``, ``unshard_again``,
             ``reduce_scatter`` and, across replicas, ``all_reduce``.
-        component: whose parameters or items move.
-        micro_batch: in which.
-        call: index among the component's calls in this micro-batch; -1: once for all of them, as exchanges and
-            reductions are.
+        component: component whose parameters or features move.
+        micro_batch: index of the micro-batch.
+        call: index among the component's calls in this micro-batch. -1: once for all calls (exchanges, reductions).
     """
 
     kind: CollectiveKind
@@ -32,16 +31,17 @@ class Collective:
 
 
 def implied_collectives(plan: StepPlan, rank: int) -> tuple[Collective, ...]:
-    """The collectives that ``rank`` takes part in, in order.
+    """Return the collectives that ``rank`` takes part in, in order.
 
     A micro-batch encodes component by component, each followed by its exchange, then runs the foundation, then the
-    heads; its backward is the mirror image, as far as there are gradients. A step without a token to predict has no
-    backward.
+    heads. The backward runs in reverse order through everything that has gradients. A step without a token to predict
+    has no backward.
 
-    A component is several sharded units: blocks, and an outermost one around them. Each unit reduces once in a
-    micro-batch, because autograd adds up the gradients of all calls first; one that is given no gradient at its input,
-    as the outermost of an encoder, does so at the micro-batch's end. In the backward, blocks are gathered again for
-    each call; the outermost unit is gathered again once and kept, that of the foundation never.
+    A component consists of several sharded units: its blocks, and one outermost unit around them. Each unit reduces
+    once per micro-batch, because autograd first adds up the gradients of all calls. A unit whose input needs no
+    gradient, such as the outermost unit of an encoder, reduces at the end of the micro-batch. In the backward, blocks
+    are gathered again for each call. The outermost unit is gathered again once and kept; that of the foundation is
+    never gathered again.
     """
     return tuple(
         collective for micro_batch in range(plan.num_micro_batches) for collective in _of_one(plan, rank, micro_batch)
@@ -50,7 +50,7 @@ def implied_collectives(plan: StepPlan, rank: int) -> tuple[Collective, ...]:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A call, or the exchange behind the last call of a component's ports."""
+    """A call, or the exchange after the last call of a component's ports."""
 
     component: PlannedComponent
     call: int
@@ -70,16 +70,16 @@ def _of_one(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[Collective]
 
 
 def _phases(plan: StepPlan, rank: int, micro_batch: int) -> Iterator[_Phase]:
-    topology, made = plan.topology, dict.fromkeys((c.name for c in plan.topology.components), 0)
+    topology, num_calls = plan.topology, dict.fromkeys((c.name for c in plan.topology.components), 0)
     has_gradient = any(c.is_trained for c in topology.components) and any(plan.loss_counts.values())
     for index, call_site in enumerate(topology.call_sites):
         component = topology.component(call_site.component)
-        # Gradients reach the foundation and the heads on their way to whatever trains.
+        # Gradients pass through the foundation and the heads to every trained component.
         has_backward = has_gradient and (component.is_trained or call_site.kind != "encode")
         if rank in component.ranks:
             for _ in range(int(plan.calls[micro_batch, index])):
-                yield _Phase(component, made[component.name], has_backward)
-                made[component.name] += 1
+                yield _Phase(component, num_calls[component.name], has_backward)
+                num_calls[component.name] += 1
         if _is_last_port(topology.call_sites, index) and plan.has_exchange(component.name, micro_batch, rank):
             yield _Phase(component, -1, has_backward)
 
@@ -99,7 +99,7 @@ def _backward(plan: StepPlan, phase: _Phase, micro_batch: int) -> Iterator[Colle
         return
     if component.num_shards > 1:
         yield Collective("unshard_again", component.name, micro_batch, phase.call)
-    if not component.is_trained or phase.call > 0:  # the backward comes to the first call last
+    if not component.is_trained or phase.call > 0:  # the backward reaches the first call last
         return
     if component.num_shards > 1:
         yield Collective("reduce_scatter", component.name, micro_batch, -1)
