@@ -18,7 +18,7 @@ import torch
 from gpu_harness import synchronize
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import IGNORED
+from omnitrain.data.packing.pack import IGNORED
 
 
 def operations(config: Any, model: PreTrainedModel, samples: Sequence[dict[str, Any]]) -> float:

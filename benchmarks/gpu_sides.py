@@ -22,7 +22,7 @@ from omni_step import OmniStep
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.model import OmniModel

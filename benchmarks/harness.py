@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from omnitrain.data.loader import StepLoader
+from omnitrain.data.loading.loader import StepLoader
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = "recipes/quickstart.yaml"

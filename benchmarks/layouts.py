@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedModel
 
-from omnitrain.data.pack import IGNORED, Pack
+from omnitrain.data.packing.pack import IGNORED, Pack
 from omnitrain.models.discovery import Discovery, discover
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.hf.samples import to_samples

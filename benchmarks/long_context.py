@@ -26,7 +26,7 @@ from omni_step import OmniStep
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, PreTrainedModel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.discovery import discover
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.hf.samples import to_samples

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.optim.adamw import build_optimizer
 from omnitrain.optim.gradients import clip_gradients

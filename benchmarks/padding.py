@@ -41,10 +41,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from omnitrain.data.loader import StepLoader
-from omnitrain.data.pack import IGNORED
-from omnitrain.data.rows import RowSource
-from omnitrain.data.sample import Rejected, Sample
+from omnitrain.data.loading.loader import StepLoader
+from omnitrain.data.packing.pack import IGNORED
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.sources.rows import RowSource
 from omnitrain.models.omni.build import build_foundation_model
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import step_planner

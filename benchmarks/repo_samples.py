@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from omnitrain.data.pack import IGNORED
+from omnitrain.data.packing.pack import IGNORED
 
 TOKENIZER = "tasks/quickstart/tokenizers/text"
 IMAGES = "tasks/quickstart/data/train.parquet"

@@ -24,8 +24,8 @@ from statistics import median
 import torch
 from harness import QUICKSTART, Around, Result, in_turn, parser, report, start
 
-from omnitrain.data.loader import build_dataloader
-from omnitrain.data.pack import Pack
+from omnitrain.data.loading.loader import build_dataloader
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import build_optimizer
 from omnitrain.parallel.step.media_dispatch import StepBatch

@@ -10,13 +10,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omnitrain.data.chat_renderer import ChatRenderer
-    from omnitrain.data.loader import build_dataloader
-    from omnitrain.data.pack import Pack
-    from omnitrain.data.packing import OmniDataCollatorWithPacking
-    from omnitrain.data.processor import OmniProcessor
-    from omnitrain.data.sample import MediaSpan, Sample
-    from omnitrain.data.template_renderer import TemplateRenderer
+    from omnitrain.data.loading.loader import build_dataloader
+    from omnitrain.data.packing.pack import Pack
+    from omnitrain.data.packing.packing import OmniDataCollatorWithPacking
+    from omnitrain.data.packing.sample import MediaSpan, Sample
+    from omnitrain.data.render.chat_renderer import ChatRenderer
+    from omnitrain.data.render.processor import OmniProcessor
+    from omnitrain.data.render.template_renderer import TemplateRenderer
     from omnitrain.models.adapters.lora import merge_lora
     from omnitrain.models.components.outputs import OmniOutput
     from omnitrain.models.omni.build import build_foundation_model, build_omni_model
@@ -39,27 +39,27 @@ __version__ = "0.1.0"
 _HOMES = {
     "ComponentLayout": "omnitrain.parallel.layout",
     "ModelLayout": "omnitrain.parallel.layout",
-    "ChatRenderer": "omnitrain.data.chat_renderer",
+    "ChatRenderer": "omnitrain.data.render.chat_renderer",
     "ComponentPlan": "omnitrain.recipe",
     "Layout": "omnitrain.recipe",
     "LossTerm": "omnitrain.ops.loss.cross_entropy",
-    "MediaSpan": "omnitrain.data.sample",
-    "OmniDataCollatorWithPacking": "omnitrain.data.packing",
+    "MediaSpan": "omnitrain.data.packing.sample",
+    "OmniDataCollatorWithPacking": "omnitrain.data.packing.packing",
     "OmniModel": "omnitrain.models.omni.model",
     "OmniOutput": "omnitrain.models.components.outputs",
-    "OmniProcessor": "omnitrain.data.processor",
-    "Pack": "omnitrain.data.pack",
+    "OmniProcessor": "omnitrain.data.render.processor",
+    "Pack": "omnitrain.data.packing.pack",
     "ParallelPlan": "omnitrain.recipe",
     "ParallelState": "omnitrain.parallel.state",
     "Precision": "omnitrain.recipe",
     "Recipe": "omnitrain.recipe",
-    "Sample": "omnitrain.data.sample",
-    "TemplateRenderer": "omnitrain.data.template_renderer",
+    "Sample": "omnitrain.data.packing.sample",
+    "TemplateRenderer": "omnitrain.data.render.template_renderer",
     "Trainer": "omnitrain.train.trainer",
     "VerifyReport": "omnitrain.parallel.verify.verify",
     "VerifyRow": "omnitrain.parallel.verify.verify",
     "accumulate_gradients": "omnitrain.parallel.step.accumulate",
-    "build_dataloader": "omnitrain.data.loader",
+    "build_dataloader": "omnitrain.data.loading.loader",
     "build_foundation_model": "omnitrain.models.omni.build",
     "build_omni_model": "omnitrain.models.omni.build",
     "build_parallelize_model": "omnitrain.parallel.parallelize",

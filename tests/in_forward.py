@@ -15,11 +15,11 @@ from transformers import BatchFeature, PreTrainedModel, ProcessorMixin
 from transformers.models.phi4_multimodal.feature_extraction_phi4_multimodal import Phi4MultimodalFeatureExtractor
 from transformers.models.phi4_multimodal.processing_phi4_multimodal import Phi4MultimodalProcessor
 
-from omnitrain.data.media import decode_audio
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import Row
-from omnitrain.data.sample import Sample
-from omnitrain.data.template_renderer import TemplateRenderer
+from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.media import decode_audio
+from omnitrain.data.sources.rows import Row
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model

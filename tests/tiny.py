@@ -16,10 +16,10 @@ from PIL import Image as Pillow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from omnitrain.data.chat_renderer import ChatRenderer
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import Row
-from omnitrain.data.sample import Rejected, Sample
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.chat_renderer import ChatRenderer
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import Row
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import ChatFormat

@@ -26,7 +26,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from omnitrain.data.native import NativeInputs
+from omnitrain.data.render.native import NativeInputs
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import MODALITIES
-from omnitrain.data.template_renderer import TemplateRenderer
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.rows import MODALITIES
 from omnitrain.errors import UserError
 from omnitrain.models.decoders.media_tokenizers import settings_of
 from omnitrain.models.decoders.tokens import TokenDecoder

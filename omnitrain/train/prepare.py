@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import FusedOp

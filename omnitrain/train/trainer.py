@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.slots import merge_states
+from omnitrain.data.loading.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import seed_device

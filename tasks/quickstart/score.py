@@ -9,7 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-from omnitrain.data.media import Waveform
+from omnitrain.data.sources.media import Waveform
 from omnitrain.train.evaluate.evaluate import Answered
 
 HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.samples import Probe
 from tests.models.plain import (
     Pair,

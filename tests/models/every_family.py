@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.samples import Probe, probe_samples
 from omnitrain.models.discovery import MediaFeatures, config_nodes, discover, init_peaked_, override
 from omnitrain.models.foundation.runner import EncodedMedia

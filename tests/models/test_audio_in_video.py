@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel, ProcessorMixin
 
-from omnitrain.data import expansion
-from omnitrain.data.media import Waveform, decode_audio, decode_clip
-from omnitrain.data.pack import Pack
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import Row
-from omnitrain.data.sample import Sample
-from omnitrain.data.template_renderer import TemplateRenderer
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render import expansion
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.media import Waveform, decode_audio, decode_clip
+from omnitrain.data.sources.rows import Row
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model

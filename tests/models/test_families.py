@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings

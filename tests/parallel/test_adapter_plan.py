@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.adapters.lora import adapters_of
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import omnitrain as ot
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.verify import verify

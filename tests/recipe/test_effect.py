@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from omnitrain.data.rows import open_sources
+from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
 from omnitrain.parallel.resolve import require_fit
 from omnitrain.recipe import Recipe, list_recipes, save_recipe

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from omnitrain.data.pack import MediaBatch, MediaGroup
+from omnitrain.data.packing.pack import MediaBatch, MediaGroup
 
 Apart = Literal["samples", "items"]
 

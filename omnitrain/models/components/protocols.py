@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.sample import Features
+from omnitrain.data.packing.sample import Features
 from omnitrain.ops.loss.cross_entropy import LossTerm
 
 TensorFeatures = dict[str, torch.Tensor]

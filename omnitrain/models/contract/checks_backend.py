@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.contract.harness import Trial
 from omnitrain.models.foundation.runner import FoundationRunner

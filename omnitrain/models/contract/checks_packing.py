@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.harness import Case, Trial, head_of, largest, relative
 from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours
 from omnitrain.models.foundation.recurrent_segments import cut_rows

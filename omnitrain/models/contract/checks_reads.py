@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.harness import Trial
 from omnitrain.models.discovery import ParameterReads
 from omnitrain.recipe.globs import any_layer

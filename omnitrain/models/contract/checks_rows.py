@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.contract.harness import Case, Trial
 from omnitrain.models.foundation.runner import EncodedMedia

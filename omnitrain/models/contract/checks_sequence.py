@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.checks_packing import TOLERANCE

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import IGNORED, Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import IGNORED, Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import Contract, Outcome
 from omnitrain.models.contract.samples import Probe, ordinary_words, probe_samples, reworded
 from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config

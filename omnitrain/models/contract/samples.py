@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
+from omnitrain.data.packing.sample import NATIVE_PREFIX, Features, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.contract.tiny_model import TINY_THRESHOLD
 from omnitrain.models.discovery import Discovery, config_nodes, special_ids

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from transformers import PreTrainedModel
 
-from omnitrain.data.media import Waveform
-from omnitrain.data.sample import Features
+from omnitrain.data.packing.sample import Features
+from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures, one_item
 from omnitrain.models.decoders.mel_vq import MelVQ, log_mel

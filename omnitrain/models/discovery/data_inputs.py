@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from omnitrain.data.native import NativeInputs
-from omnitrain.data.sample import Features
+from omnitrain.data.packing.sample import Features
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.models.discovery.discover import Discovery
 from omnitrain.models.discovery.positions import PositionFunction
 
@@ -45,7 +45,7 @@ class SamplePositions:
         *,
         audio_in_video: bool,
     ) -> np.ndarray:
-        """See :class:`omnitrain.data.native.PositionFunction`."""
+        """See :class:`omnitrain.data.render.native.PositionFunction`."""
         joined: dict[str, Any] = {}
         for items in features.values():
             for name in dict.fromkeys(name for item in items for name in item):

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.feature_extraction_auto import feature_extractor_class_from_name
 
-from omnitrain.data.media import Waveform
-from omnitrain.data.sample import Features
+from omnitrain.data.packing.sample import Features
+from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_frames

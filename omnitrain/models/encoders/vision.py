@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 
-from omnitrain.data.sample import Features
+from omnitrain.data.packing.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
 from omnitrain.models.encoders.projector import Projector, ProjectorSettings, merge_grid

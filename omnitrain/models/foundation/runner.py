@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.media_calls import Apart, MediaCall, media_calls

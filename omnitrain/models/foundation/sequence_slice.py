@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from omnitrain.data.pack import Pack, PackInfo
+from omnitrain.data.packing.pack import Pack, PackInfo
 from omnitrain.ops.attention import RowPart
 from omnitrain.ops.device import to_device
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnitrain.data.pack import IGNORED
-from omnitrain.data.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
+from omnitrain.data.packing.pack import IGNORED
+from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import Discovery
 from omnitrain.models.discovery.placeholders import MODALITY_CODES

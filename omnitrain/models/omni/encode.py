@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.models.components.media_calls import MediaCall, media_calls
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings

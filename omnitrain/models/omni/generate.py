@@ -18,10 +18,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.packing import pack_all
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.packing import pack_all
+from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings

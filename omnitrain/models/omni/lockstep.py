@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import special_ids
 from omnitrain.models.omni.encode import MicroBatchWork, num_calls
 from omnitrain.peers import Peers

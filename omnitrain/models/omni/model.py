@@ -11,9 +11,9 @@ from typing import Any, ClassVar, cast
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.native import NativeInputs
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import NATIVE_PREFIX
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters, remove_adapters, save_adapters, split_weights
 from omnitrain.models.components.model import ComponentModel

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from omnitrain.data.pack import MediaBatch, Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import MediaBatch, Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import Apart
 from omnitrain.models.omni.lockstep import idle_prompt

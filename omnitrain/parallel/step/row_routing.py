@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.plan import PlannedComponent, RowRoutes
 from omnitrain.plan.sequence import SequenceSplit
 

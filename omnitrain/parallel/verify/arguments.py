@@ -12,8 +12,8 @@ import torch
 from pydantic import BaseModel
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.notebook import pickled
 from omnitrain.recipe.layout import Layout

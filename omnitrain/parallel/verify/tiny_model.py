@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.pack import IGNORED
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import IGNORED
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, adapters_of, adapters_within, add_lora
 from omnitrain.models.contract.tiny_model import build_tiny_model, moved_tokens, sizes, tiny_config, tower_config

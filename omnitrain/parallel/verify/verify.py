@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, add_lora
 from omnitrain.models.hf.samples import to_samples

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.packing import pack_all
-from omnitrain.data.parts import content_parts
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import Row, RowSource
-from omnitrain.data.sample import Rejected, Sample
+from omnitrain.data.chat.parts import content_parts
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.packing import pack_all
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import Row, RowSource
 from omnitrain.errors import UserError
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.lockstep import in_step

@@ -10,8 +10,8 @@ from typing import Any
 import soundfile
 from PIL import Image
 
-from omnitrain.data.parts import content_parts
-from omnitrain.data.rows import MODALITIES, Row
+from omnitrain.data.chat.parts import content_parts
+from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.train.evaluate.evaluate import Answered, reference_text
 
 _SUFFIXES = ((b"\x89PNG", ".png"), (b"\xff\xd8", ".jpg"), (b"GIF8", ".gif"), (b"fLaC", ".flac"), (b"OggS", ".ogg"))

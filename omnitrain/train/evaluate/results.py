@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from omnitrain.data.sample import Rejected
+from omnitrain.data.packing.sample import Rejected
 from omnitrain.train.evaluate.evaluate import Evaluation
 from omnitrain.train.evaluate.media_files import save_samples
 from omnitrain.train.metrics.display import console, show_scores

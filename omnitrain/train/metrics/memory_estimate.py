@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from omnitrain.data.loader import first_samples
-from omnitrain.data.pack import Pack
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import RowSource
-from omnitrain.data.sample import Sample
+from omnitrain.data.loading.loader import first_samples
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import RowSource
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.plan import facts_of
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.ops.device import to_device

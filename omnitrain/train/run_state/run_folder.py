@@ -14,7 +14,7 @@ from typing import Any
 
 from omnitrain.checkpoint.shared import require_seen
 from omnitrain.checkpoint.store import CheckpointStore
-from omnitrain.data.sample import Rejected
+from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe

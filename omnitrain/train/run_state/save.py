@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from omnitrain.checkpoint.optimizer import save_optimizer
-from omnitrain.data.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.save import save_whole
 from omnitrain.train.process_groups import Ranks

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from omnitrain.checkpoint.optimizer import load_optimizer
-from omnitrain.data.sample import Rejected
-from omnitrain.data.slots import LoaderState, SlotState
+from omnitrain.data.loading.slots import LoaderState, SlotState
+from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import UserError
 
 _FILE = "trainer.pt"

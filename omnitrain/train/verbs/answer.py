@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from omnitrain.data.rows import Row
-from omnitrain.data.sample import Rejected
+from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.recipe import Sampling, Train

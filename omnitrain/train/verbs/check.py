@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from omnitrain.checkpoint.store import newest_checkpoint
-from omnitrain.data.loader import first_samples, require_usable
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import RowSource, open_sources
-from omnitrain.data.sample import Rejected
-from omnitrain.data.unshown import require_shown
+from omnitrain.data.loading.loader import first_samples, require_usable
+from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.unshown import require_shown
+from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import config_at
 from omnitrain.models.omni.build import build_omni_model

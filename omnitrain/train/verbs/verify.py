@@ -7,8 +7,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from omnitrain.data.loader import StepLoader, build_dataloader
-from omnitrain.data.sample import Sample
+from omnitrain.data.loading.loader import StepLoader, build_dataloader
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.memory.allocator import available_memory

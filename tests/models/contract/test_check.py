@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, RobertaForCausalLM
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import MediaItem, MediaSpan
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import MediaItem, MediaSpan
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract import check

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract, SkippedModule
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.foundation.skipped_modules import call_what_is_left_out

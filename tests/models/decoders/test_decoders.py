@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.media import Waveform
+from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, to_tensors
 from omnitrain.models.decoders.tokens import TokenDecoder

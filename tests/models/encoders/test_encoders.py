@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from omnitrain.data.media import Waveform
+from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import to_tensors
 from omnitrain.models.encoders.projector import merge_frames, merge_grid

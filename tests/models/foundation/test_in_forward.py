@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.in_forward import beyond_text, outermost_unreached
 from omnitrain.models.hf.samples import to_samples

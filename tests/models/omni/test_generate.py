@@ -7,9 +7,9 @@ import torch
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omnitrain.data.media import Waveform
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.media import Waveform
 from omnitrain.models.omni import generate as generation
 from omnitrain.models.omni.generate import _sampler, generate
 from omnitrain.models.omni.model import OmniModel

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
 from omnitrain.models.omni.encode import MicroBatchWork

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts import experts_in, set_experts
 from omnitrain.parallel.expert.deepep import DeepEpDispatcher, deepep_problem, open_deepep

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.spawn.pool import RankPool
 from tests.parallel import factories

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 import omnitrain as ot
 from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
 from omnitrain.checkpoint.whole import whole_tensors
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model

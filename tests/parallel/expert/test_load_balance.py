@@ -11,7 +11,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 import omnitrain as ot
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.summon import gathered
 from omnitrain.parallel.parallelize import build_parallelize_model

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import omnitrain as ot
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model

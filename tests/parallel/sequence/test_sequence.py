@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import omnitrain as ot
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.encode import MicroBatchWork

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.media_dispatch import StepBatch

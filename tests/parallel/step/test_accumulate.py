@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.omni.encode import MicroBatchWork, num_calls
 from omnitrain.models.omni.lockstep import idle_prompt

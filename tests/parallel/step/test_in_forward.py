@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.foundation.in_forward import ForwardReader
 from omnitrain.models.omni.build import build_omni_model

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.rows import Row, open_sources
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import Row, open_sources
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate

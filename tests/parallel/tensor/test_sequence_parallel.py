@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import omnitrain as ot
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.collectives import gather_rows, scatter_rows
 from omnitrain.parallel.spawn.pool import RankPool

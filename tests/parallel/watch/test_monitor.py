@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.watch.board import StallBoard

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from omnitrain.data.rows import Row
+from omnitrain.data.sources.rows import Row
 from omnitrain.models.omni.generate import Answer
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.evaluate.media_files import save_samples

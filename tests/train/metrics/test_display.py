@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.data.rows import RowSource
+from omnitrain.data.sources.rows import RowSource
 from omnitrain.errors import DataError
 from omnitrain.recipe import DataSource
 from omnitrain.train.metrics.display import quiet_libraries

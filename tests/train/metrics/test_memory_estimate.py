@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.data.pack import Pack
-from omnitrain.data.processor import OmniProcessor
-from omnitrain.data.sample import Sample
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention.backends import sdpa
 from omnitrain.recipe import Recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from omnitrain.data.sample import Rejected
+from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.recipe import Recipe
 from omnitrain.train.run_state.run_folder import RunFolder

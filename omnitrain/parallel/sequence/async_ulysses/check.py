@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from omnitrain.data.pack import Pack
+from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.harness import Failure, Trial, attempt
 from omnitrain.models.foundation.runner import EncodedMedia

@@ -1,0 +1,194 @@
+"""Find the text that a chat template writes for each message, with marks that the template's loops print.
+
+A template iterates over the messages in ``for`` loops. In a copy of its source, each iteration first prints a mark,
+which the message carries under a reserved key, and prints another mark at its end. Loops over other things print
+nothing, because their items have no such key. So each character of the text belongs to a known message, whatever the
+template does with contents, reasoning or tool calls. Without the marks, the text must equal the unmarked text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import jinja2
+
+from omnitrain.data.chat.parts import Message
+
+Span = tuple[int, int]
+
+OWN, OTHERS = "\U000f0010", "\U000f0011"  # mark before the last character of a text of the assistant, or of others
+_BEGIN, _BEGUN, _END = "\U000f0012", "\U000f0013", "\U000f0014"
+_GENERATES, _GENERATED = "\U000f0015", "\U000f0016"
+_MARKS = re.compile(f"{_BEGIN}(\\d+){_BEGUN}|[{OWN}-{_GENERATED}]")
+_BEGIN_KEY, _END_KEY = "omnitrain_begin", "omnitrain_end"
+_WITHOUT_OUTPUT = {"comment_begin", "comment", "comment_end", "raw_begin", "raw_end"}
+
+
+@dataclass
+class MarkedText:
+    """A rendered conversation with the information of its marks.
+
+    Attributes:
+        text: the text without the marks.
+        pieces: index of a message -> characters ``[start, stop)`` that the template wrote for this message; not empty,
+            and merged if adjacent.
+        generated: spans of characters inside ``{% generation %}``.
+        seen: index of a message -> kinds of texts (:data:`OWN`, :data:`OTHERS`) inside it.
+        last_stop: end of the last iteration of a loop over messages.
+    """
+
+    text: str = ""
+    pieces: dict[int, list[Span]] = field(default_factory=dict)
+    generated: list[Span] = field(default_factory=list)
+    seen: dict[int, set[str]] = field(default_factory=dict)
+    last_stop: int = 0
+
+    @classmethod
+    def of(cls, marked: str) -> MarkedText:
+        """Read the marks of ``marked``.
+
+        Raises:
+            ValueError: the marks do not form pairs.
+        """
+        read, end = cls(), 0
+        at: list[int] = []
+        began: list[int] = []
+        for mark in _MARKS.finditer(marked):
+            read._write(marked[end : mark.start()], at)
+            end = mark.end()
+            if mark[1] is not None:
+                at.append(int(mark[1]))
+            elif mark[0] == _GENERATES:
+                began.append(len(read.text))
+            elif mark[0] in (OWN, OTHERS):
+                read.seen.setdefault(at[-1] if at else -1, set()).add(mark[0])
+            elif not (at if mark[0] == _END else began):
+                raise ValueError("the chat template does not write its messages one after another")
+            elif mark[0] == _END:
+                at.pop()
+                read.last_stop = len(read.text)
+            else:
+                read.generated.append((began.pop(), len(read.text)))
+        read._write(marked[end:], at)
+        return read
+
+    def _write(self, text: str, at: Sequence[int]) -> None:
+        start, self.text = len(self.text), self.text + text
+        if text and at:
+            pieces = self.pieces.setdefault(at[-1], [])
+            if pieces and pieces[-1][1] == start:
+                start = pieces.pop()[0]
+            pieces.append((start, len(self.text)))
+
+
+def has_marks(text: str) -> bool:
+    """Whether a text contains characters that are reserved for marks."""
+    return _MARKS.search(text) is not None
+
+
+def marked_messages(messages: Sequence[Message], *, texts: bool) -> list[Message]:
+    """Return the messages with keys that a template of :func:`marking_template` prints.
+
+    With ``texts``, each text gets a mark as well, before its last non-space character, so that trimming keeps it.
+    """
+    return [
+        (_marked_texts(message) if texts else message) | {_BEGIN_KEY: f"{_BEGIN}{index}{_BEGUN}", _END_KEY: _END}
+        for index, message in enumerate(messages)
+    ]
+
+
+def _marked_texts(message: Message) -> Message:
+    """Mark the content, and nested fields that the assistant does not write (``tool_responses``)."""
+    mark = OWN if message["role"] == "assistant" else OTHERS
+    nested = {key: value for key, value in message.items() if isinstance(value, (list, dict)) and key != "tool_calls"}
+    marked = message | {key: _marked_within(value, OTHERS) for key, value in nested.items()}
+    return marked | ({"content": _marked_within(message["content"], mark)} if "content" in message else {})
+
+
+def _marked_within(value: Any, mark: str) -> Any:
+    if isinstance(value, str):
+        return _marked(value, mark)
+    if isinstance(value, dict):
+        return {key: one if key == "type" else _marked_within(one, mark) for key, one in value.items()}
+    return [_marked_within(one, mark) for one in value] if isinstance(value, list) else value
+
+
+def _marked(text: str, mark: str) -> str:
+    last = len(text.rstrip()) - 1
+    return text if last < 0 else text[:last] + mark + text[last:]
+
+
+@lru_cache
+def marking_template(source: str) -> str:
+    """Return a chat template that prints the text of ``source`` and the marks of :func:`marked_messages`.
+
+    Raises:
+        jinja2.TemplateError: ``source`` is not a template.
+    """
+    lexer = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers reads chat templates
+    blocks = _Blocks()
+    return "".join(blocks.around(s) if isinstance(s, list) else s for s in _statements(lexer.lex(source)))
+
+
+def _statements(tokens: Iterable[tuple[int, str, str]]) -> Iterator[str | list[str]]:
+    """Yield texts and expressions as strings, and each block tag as a list of its words."""
+    inside: list[str] = []
+    for _, kind, value in tokens:
+        if kind == "data":
+            yield _literal(value)
+        elif kind in ("block_begin", "variable_begin"):
+            inside = []
+        elif kind == "block_end":
+            yield inside
+        elif kind == "variable_end":
+            yield "{{ " + "".join(inside) + " }}"
+        elif kind not in _WITHOUT_OUTPUT:
+            inside.append(value)
+
+
+def _literal(text: str) -> str:
+    """Return an expression that prints ``text`` independent of white space control around it."""
+    escaped = text.encode("unicode_escape").decode().replace('"', '\\"')
+    return f'{{{{ "{escaped}" }}}}' if text else ""
+
+
+class _Blocks:
+    """The open ``for`` and ``if`` blocks, each with the name of its loop item, or None."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, str | None]] = []
+        self._numbers = count()
+
+    def around(self, tag: list[str]) -> str:
+        """Return the block tag with the expressions around it that print the marks."""
+        words = [word for word in tag if not word.isspace()]
+        block = "{%+ " + "".join(tag) + " +%}"
+        before, after = "", ""
+        if words[0] in ("for", "if"):
+            after = self._begin(words)
+        elif words[0] in ("endif", "endfor"):
+            before = _end_of(self._open.pop())
+        elif words[0] == "else":
+            before, self._open[-1] = _end_of(self._open[-1]), ("else", None)
+        elif words[0] in ("continue", "break"):
+            before = _end_of(next(block for block in reversed(self._open) if block[0] == "for"))
+        elif words[0] == "generation":
+            after = _literal(_GENERATES)
+        elif words[0] == "endgeneration":
+            before = _literal(_GENERATED)
+        return before + block + after
+
+    def _begin(self, words: list[str]) -> str:
+        is_loop = words[0] == "for" and words[2] == "in"  # loops over messages have one name for the item
+        name = f"omnitrain_item_{next(self._numbers)}" if is_loop else None
+        self._open.append((words[0], name))
+        return f"{{% set {name} = {words[1]} %}}{{{{ {name}['{_BEGIN_KEY}'] }}}}" if name else ""
+
+
+def _end_of(block: tuple[str, str | None]) -> str:
+    return f"{{{{ {block[1]}['{_END_KEY}'] }}}}" if block[1] else ""

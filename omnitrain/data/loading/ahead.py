@@ -1,0 +1,165 @@
+"""Run a generator ahead of its consumer, in a separate process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import Any, TypeVar
+
+import torch
+
+from omnitrain.data.loading.message import Message, encode, receive, send
+from omnitrain.errors import TrainingError, UserError
+
+Item = TypeVar("Item")
+
+_POLL_SECONDS = 0.1
+_PATIENCE_SECONDS = 10.0  # time for the process of a closed stream to finish its item
+_SOCKET_BYTES = 1 << 20  # requested buffer size, which the system may reduce; smaller items wait in it completely
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """The last message: the generator ended, perhaps with an error."""
+
+    error: Exception | None = None
+
+
+def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int) -> Generator[Item, None, None]:
+    """Yield the items of a generator that runs up to ``depth`` items ahead in a background process.
+
+    The consumer's process only copies finished items. Closing the result closes the generator. An error of the
+    generator is raised after the items before it. The process never outlives this one.
+
+    Args:
+        make_items: called in the background process; it and the items must be picklable.
+        depth: maximum number of finished items that wait.
+
+    Raises:
+        TrainingError: the process was killed, or stopped by an error that is not a UserError.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+    process = multiprocessing.Process(target=_produce, args=(make_items, depth, theirs), name="run_ahead", daemon=False)
+    process.start()
+    theirs.close()
+    # Also at exit, where multiprocessing would otherwise wait for a process that waits for its reader.
+    hang_up = Finalize(None, _hang_up, args=(ours,), exitpriority=0)
+    try:
+        while True:
+            try:
+                item = receive(ours)
+            except (EOFError, ConnectionError):
+                process.join()
+                raise TrainingError(f"the data process ended with exit code {process.exitcode}") from None
+            if isinstance(item, _Ended):
+                break
+            yield item
+        if item.error is not None:
+            raise item.error
+    finally:
+        hang_up()
+        process.join(_PATIENCE_SECONDS)
+        process.kill()  # it hangs, or has already ended
+        process.join()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Shut the socket down and close it; closing alone has no effect while forked processes hold it."""
+    with contextlib.suppress(OSError):  # the other side has already ended
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process when its parent ends for any reason (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def follow_main_process() -> None:
+    """Ignore signals, use one thread, and end when the parent process ends.
+
+    Ctrl-C, a hang-up and a scheduler's SIGTERM reach the whole process group; only the main process handles them.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # the parent ended before the call above
+        os._exit(1)
+    torch.set_num_threads(1)
+
+
+def _produce(make_items: Callable[[], Generator[Any, None, None]], depth: int, out: socket.socket) -> None:
+    follow_main_process()
+    sender = _Sender(out, depth)
+    error: Exception | None = None
+    try:
+        with contextlib.closing(make_items()) as items:
+            for item in items:
+                try:
+                    is_read = sender.put(item)
+                except RuntimeError as interruption:
+                    # torch raises anywhere in the main thread if a worker died; the generator knows the cause.
+                    items.throw(interruption)
+                    raise
+                if not is_read:
+                    return
+    except (UserError, TrainingError) as caught:
+        error = caught
+    except Exception:  # the training process must get the error, not only this process's stderr
+        error = TrainingError(f"in the data process:\n{traceback.format_exc()}")
+    sender.finish(error)
+    if error is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # multiprocessing would wait for workers that a dead one blocks; they end with this process
+
+
+class _Sender:
+    """A thread that sends items of the main thread, where a signal handler that raises could cut a message."""
+
+    def __init__(self, out: socket.socket, depth: int) -> None:
+        """Send to ``out``, with at most ``depth`` waiting items."""
+        self._out = out
+        self._waiting: queue.Queue[Message | None] = queue.Queue(maxsize=depth)
+        self._reader_gone = threading.Event()
+        self._thread = threading.Thread(target=self._send, name="run_ahead", daemon=True)
+
+    def put(self, item: Any) -> bool:
+        """Queue an item as soon as the queue has room. Return False if the reader is gone."""
+        return self._put(encode(item))
+
+    def finish(self, error: Exception | None) -> None:
+        """Send the end, and wait until everything is sent."""
+        if self.put(_Ended(error)) and self._put(None):
+            self._thread.join()
+
+    def _put(self, message: Message | None) -> bool:
+        if self._thread.ident is None:  # start late, so that no other thread holds a lock while workers are forked
+            self._thread.start()
+        while not self._reader_gone.is_set():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(message, timeout=_POLL_SECONDS)
+                return True
+        return False
+
+    def _send(self) -> None:
+        try:
+            while (message := self._waiting.get()) is not None:
+                send(self._out, message)
+        except OSError:
+            self._reader_gone.set()

@@ -1,0 +1,227 @@
+"""Make the packs of each step in background processes, from samples in global order; resumable to the sample."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from omnitrain.data.loading.ahead import run_ahead
+from omnitrain.data.loading.order import Draw, SampleOrder
+from omnitrain.data.loading.packer import SlotPacker
+from omnitrain.data.loading.prepared import PreparedRows, SlotRows
+from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.packing import balanced_shares
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import RowSource, open_sources
+from omnitrain.errors import UserError
+from omnitrain.recipe import Data
+
+_PACKS_AHEAD = 4
+
+Packs = tuple[Pack, ...]
+
+
+@dataclass(frozen=True)
+class _LoadedStep:
+    """A step of one rank, the states of the rank's slots after it, and the rows rejected while it was made."""
+
+    step: Any
+    slots: Mapping[int, SlotState]
+    rejected: tuple[Rejected, ...]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Makes the steps of one rank. It can be pickled to another process.
+
+    Attributes:
+        data: the recipe's ``data`` node.
+        order: order of the samples over all slots of the run.
+        rows: prepares the data rows.
+        share: the rank's share of each step.
+        slots: slot of the rank -> its state at the start.
+        alone: make packs of one sample.
+        idle: sample to use if the rank's share of a pack is empty.
+        then: makes the step from the packs. None: the packs are the step. A context manager is entered.
+    """
+
+    data: Data
+    order: SampleOrder
+    rows: PreparedRows
+    share: RankShare
+    slots: Mapping[int, SlotState]
+    alone: bool
+    idle: Sample | None
+    then: Callable[[Packs], Any] | None
+
+    def make(self) -> Generator[_LoadedStep, None, None]:
+        """Yield steps without end. One of ``data.workers`` processes runs this; the others prepare rows for it.
+
+        Raises:
+            UserError: the model cannot use the data.
+            TrainingError: a process that prepares rows was killed.
+        """
+        draws = {slot: self._draws(state) for slot, state in self.slots.items()}
+        context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
+        with context, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
+            packers = [
+                SlotPacker(self.data, self.order, partial(rows.take, slot), state, self.alone)
+                for slot, state in self.slots.items()
+            ]
+            while True:
+                packs = tuple(self._pack(packer.choose()) for packer in packers)
+                slots = {slot: packer.state for slot, packer in zip(self.slots, packers, strict=True)}
+                rejected = tuple(row for packer in packers for row in packer.take_rejected())
+                yield _LoadedStep(self.then(packs) if self.then else packs, slots, rejected)
+
+    def _draws(self, state: SlotState) -> Iterator[Draw]:
+        return chain((self.order[index] for index in state.held), self.order.draws(state.next_index))
+
+    def _pack(self, chosen: list[Sample]) -> Pack:
+        samples = balanced_shares(chosen, self.share.num_shares)[self.share.share]
+        return Pack.from_samples(samples if samples or self.idle is None else [self.idle])
+
+
+class StepLoader:
+    """The training data of one rank: endless optimizer steps.
+
+    Iterate it once. It yields the results of ``then`` for the rank's packs of each step. :meth:`state` after a step
+    resumes exactly after that step.
+
+    Attributes:
+        sources: the open data sets.
+        order: order of their rows.
+        rows: prepares the rows.
+        rejected: id -> row skipped so far.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        processor: OmniProcessor,
+        data: Data,
+        *,
+        seed: int,
+        state: LoaderState | None = None,
+        alone: bool = False,
+        without_tails: bool = False,
+        slots: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        idle: Sample | None = None,
+        then: Callable[[Packs], Any] | None = None,
+    ) -> None:
+        """See :func:`build_dataloader`."""
+        share, start = share_of_rank(rank, ranks, slots), state or LoaderState()
+        if share.num_shares > 1 and idle is None:
+            raise ValueError(f"{ranks} ranks share {slots} packs: pass `idle` for ranks whose share is empty")
+        self.sources = sources
+        self.order = SampleOrder([len(s) for s in sources], [s.weight for s in data.train], seed, slots)
+        self.rows = PreparedRows(sources, processor, data.pack_tokens, data.cached_samples, without_tails)
+        self.rejected = {row.id: row for row in start.rejected}
+        slot_states = {slot: start.of_slot(slot) for slot in share.slots}
+        self._steps = _Steps(data, self.order, self.rows, share, slot_states, alone, idle, then)
+
+    def state(self) -> LoaderState:
+        """Return the states of this rank's slots after the last step; see ``slots.merge_states``."""
+        return LoaderState(self._steps.slots, tuple(self.rejected.values()))
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        make, depth = self._steps.make, -(-_PACKS_AHEAD // len(self._steps.slots))
+        # Close explicitly: processes that the garbage collector ends hang for five seconds.
+        with contextlib.closing(run_ahead(make, depth) if self._steps.data.workers else make()) as stream:
+            for loaded in stream:
+                self._steps = replace(self._steps, slots=loaded.slots)
+                self.rejected.update({row.id: row for row in loaded.rejected})
+                yield loaded.step
+
+
+def first_samples(
+    sources: Sequence[RowSource], processor: OmniProcessor
+) -> list[tuple[str, Sample | Rejected | UserError]]:
+    """Prepare the first row of every metrics source of each data set, and return it with the source's name.
+
+    This shows quickly whether a model can use the data.
+    """
+    rows = PreparedRows(sources, processor, max_tokens=None)
+    groups = ((s, name, group) for s, table in enumerate(sources) for name, group in table.by_source().items())
+    return [(name, rows[0, s, group[0]]) for s, name, group in groups]
+
+
+def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> None:
+    """Prepare the first row of each kind (:meth:`RowSource.first_of_each_kind`).
+
+    This finds media that no component reads or writes before training, even if they come late in the data.
+
+    Raises:
+        UserError: the model cannot use the data; the message has one line per problem.
+    """
+    rows = PreparedRows(sources, processor, max_tokens=None)
+    tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
+    problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def build_dataloader(
+    data: Data,
+    processor: OmniProcessor,
+    *,
+    seed: int = 0,
+    state: LoaderState | None = None,
+    alone: bool = False,
+    without_tails: bool = False,
+    slots: int = 1,
+    rank: int = 0,
+    ranks: int = 1,
+    idle: Sample | None = None,
+    then: Callable[[Packs], Any] | None = None,
+) -> StepLoader:
+    """Build the loader of a recipe's optimizer steps, or of one rank's share of them.
+
+    The samples of a step follow from ``data``, ``seed`` and ``slots`` alone, whatever the number of ranks.
+
+    Args:
+        data: the recipe's ``data`` node.
+        processor: turns data rows into samples.
+        seed: seed of the data order.
+        state: state to resume from: that of :meth:`StepLoader.state`, merged if there are several ranks.
+        alone: make packs of one sample, for a model that cannot keep several samples apart
+            (``not model.runner.contract.packs``).
+        without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
+            (``model.runner.contract.without_tails``).
+        slots: packs of a step over all ranks, the recipe's ``train.micro_batches``.
+        rank: rank among the ranks that draw data.
+        ranks: number of ranks that draw data: a divisor or a multiple of ``slots``. With more ranks than slots, several
+            ranks divide the samples of a pack by tokens.
+        idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks than
+            slots.
+        then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable. By
+            default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
+            and exited at the end, also after an error.
+
+    Raises:
+        DataError: a data set is missing, empty, or lacks a column.
+        UserError: neither of ``slots`` and ``ranks`` divides the other.
+    """
+    return StepLoader(
+        open_sources(data.train),
+        processor,
+        data,
+        seed=seed,
+        state=state,
+        alone=alone,
+        without_tails=without_tails,
+        slots=slots,
+        rank=rank,
+        ranks=ranks,
+        idle=idle,
+        then=then,
+    )

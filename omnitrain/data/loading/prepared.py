@@ -1,0 +1,133 @@
+"""Turn the rows of the data order into samples, in one stream per slot, with processes that serve all slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from omnitrain.data.loading.ahead import follow_main_process
+from omnitrain.data.loading.order import Draw
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import RowSource
+from omnitrain.errors import TrainingError, UserError
+
+_DEAD_WORKER = "DataLoader worker (pid"  # start of torch's message that a worker died
+_ROWS_PER_MESSAGE = 8  # rows that a helper prepares per message
+_MESSAGES_AHEAD = 4  # most messages that a helper prepares ahead; few, because rows with video are large
+
+
+class PreparedRows(Dataset[Any]):
+    """Prepares data rows, in any process.
+
+    It returns a UserError instead of raising it, because torch would turn it into a worker's traceback.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        processor: OmniProcessor,
+        max_tokens: int | None,
+        cached: int = 0,
+        without_tails: bool = False,
+    ) -> None:
+        self.sources, self.processor, self.max_tokens, self.cached = sources, processor, max_tokens, cached
+        self.without_tails = without_tails
+
+    def __getitem__(self, draw: Draw) -> Sample | Rejected | UserError:
+        index, source, row = draw
+        try:
+            return dataclasses.replace(self._prepared(source, row), index=index)
+        except UserError as error:
+            return error
+
+    @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
+    def _prepared(self) -> Any:
+        return functools.lru_cache(maxsize=self.cached)(self._prepare)
+
+    def _prepare(self, source: int, row: int) -> Sample | Rejected:
+        data_row = self.sources[source][row]
+        return self.processor.sample(data_row, max_tokens=self.max_tokens, without_tail=self.without_tails)
+
+
+class SlotRows:
+    """A stream of prepared rows per slot, in the order of its draws and independent of other slots.
+
+    Without helpers a row is prepared when it is taken. With helpers, rows are requested ahead, always for the slot with
+    the fewest rows ahead, so the number of waiting rows stays bounded.
+
+    Use it in a ``with`` block, which ends the helpers.
+
+    Raises:
+        TrainingError: raised at the end of the block if a helper was killed, because torch raises that error anywhere
+            in the main thread.
+    """
+
+    def __init__(self, rows: PreparedRows, draws: Mapping[int, Iterator[Draw]], helpers: int) -> None:
+        """Prepare ``rows`` for ``draws``.
+
+        Args:
+            rows: prepares the rows.
+            draws: slot -> its endless draws.
+            helpers: number of processes that prepare rows.
+        """
+        self._rows, self._draws, self._helpers = rows, draws, helpers
+        self._ready: dict[int, deque[Sample | Rejected | UserError]] = {slot: deque() for slot in draws}
+        self._ahead = dict.fromkeys(draws, 0)  # rows requested and not taken yet
+        self._requested: deque[int] = deque()  # slots of the requested batches that have not arrived
+        self._batches = self._prepare()
+
+    def take(self, slot: int) -> Sample | Rejected:
+        """Return the next row of a slot.
+
+        Raises:
+            UserError: the model cannot use the row.
+        """
+        self._ahead[slot] -= 1  # must come first: without helpers the batch is requested in `next` below
+        while not self._ready[slot]:
+            batch = next(self._batches)
+            self._ready[self._requested.popleft()].extend(batch)
+        row = self._ready[slot].popleft()
+        if isinstance(row, UserError):
+            raise row
+        return row
+
+    def __enter__(self) -> SlotRows:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._batches.close()
+        if isinstance(error, RuntimeError) and str(error).startswith(_DEAD_WORKER):
+            raise TrainingError(f"a process that prepares rows ended (out of memory?): {error}") from error
+
+    def _requests(self) -> Iterator[list[Draw]]:
+        size = _ROWS_PER_MESSAGE if self._helpers else 1
+        while True:
+            slot = min(self._ahead, key=self._ahead.__getitem__)
+            self._ahead[slot] += size
+            self._requested.append(slot)
+            yield list(islice(self._draws[slot], size))
+
+    def _prepare(self) -> Generator[list[Any], None, None]:
+        """Yield batches of prepared rows, in the order of the requests."""
+        loader: DataLoader[Any] = DataLoader(
+            self._rows,
+            batch_sampler=self._requests(),
+            num_workers=self._helpers,
+            collate_fn=list,
+            worker_init_fn=_start_helper,
+            prefetch_factor=_MESSAGES_AHEAD if self._helpers else None,
+            generator=torch.Generator(),  # else DataLoader would advance the global generator, which dropout uses
+        )
+        yield from loader
+
+
+def _start_helper(_: int) -> None:
+    follow_main_process()

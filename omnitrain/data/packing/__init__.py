@@ -1,0 +1,1 @@
+"""Samples, and the packs that are made of them."""

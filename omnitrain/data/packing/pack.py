@@ -1,0 +1,247 @@
+"""``Pack``: samples concatenated into one sequence, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from omnitrain.data.packing.sample import MediaItem, MediaSpan, Sample
+from omnitrain.ops.device import to_device
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class MediaGroup:
+    """Items of one component that stack without padding: their features have equal names, dtypes and trailing shapes.
+
+    Attributes:
+        features: the component's arguments, with items concatenated along dim 0.
+        num_rows: argument name -> dim-0 rows of each item.
+        num_tokens: tokens of each item in the sequence.
+    """
+
+    features: dict[str, torch.Tensor]
+    num_rows: dict[str, tuple[int, ...]]
+    num_tokens: tuple[int, ...]
+
+    def split(self, sizes: Sequence[int]) -> Iterator[MediaGroup]:
+        """Yield runs of ``sizes`` items as separate groups, for components that must not get all items at once."""
+        for start, stop in pairwise((0, *accumulate(sizes))):
+            rows = {name: counts[start:stop] for name, counts in self.num_rows.items()}
+            first = {name: sum(counts[:start]) for name, counts in self.num_rows.items()}
+            features = {name: t.narrow(0, first[name], sum(rows[name])) for name, t in self.features.items()}
+            yield MediaGroup(features, rows, self.num_tokens[start:stop])
+
+    def to(self, device: torch.device) -> MediaGroup:
+        """Return the group on ``device``."""
+        features = {name: to_device(tensor, device) for name, tensor in self.features.items()}
+        return MediaGroup(features, self.num_rows, self.num_tokens)
+
+
+@dataclass(frozen=True)
+class MediaBatch:
+    """All items of one component in a pack.
+
+    Attributes:
+        groups: the items, grouped by shape; usually one group. No item is ever padded.
+        positions: ``[rows]`` int64, index of the token that each output row of the component fills, in order of groups
+            and items; always on the host.
+        samples: index in the pack of each item's sample, in the same order.
+    """
+
+    groups: tuple[MediaGroup, ...]
+    positions: torch.Tensor
+    samples: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> tuple[int, ...]:
+        """Tokens per item, in order of groups and items."""
+        return tuple(count for group in self.groups for count in group.num_tokens)
+
+    def to(self, device: torch.device) -> MediaBatch:
+        """Return the batch with its features on ``device``."""
+        return MediaBatch(tuple(group.to(device) for group in self.groups), self.positions, self.samples)
+
+
+@dataclass(frozen=True)
+class PackInfo:
+    """Facts about the samples of a pack, one entry per sample, on the host; see :class:`Sample`."""
+
+    ids: tuple[str, ...]
+    sources: tuple[str, ...]
+    lengths: tuple[int, ...]
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A micro-batch.
+
+    Indices of tokens (``text_rows``, positions of media) always stay on the host. Facts that follow from them, such as
+    which tokens are on a rank, are then known without waiting for a device.
+
+    Attributes:
+        input_ids: ``[1, T]`` int64.
+        position_ids: ``[1, T]`` int64, or ``[axes, 1, T]``; they restart with every sample.
+        cu_seqlens: ``[samples + 1]`` int32, offsets of the samples.
+        text_rows: ``[n]`` int64, indices of tokens whose next token is a trained text token; on the host.
+        text_labels: ``[n]`` int64, those next tokens (labels are already shifted).
+        inputs: encoder name -> items to read.
+        targets: decoder name -> items to learn to write.
+        info: ids, sources and lengths of the samples.
+        token_inputs: further per-token arguments of the foundation's forward, ``[1, T]`` each.
+        forward_inputs: further arguments of the foundation's own forward, for a sample that it reads alone in its pack.
+            The ``position_ids`` of such a sample are not used.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    text_rows: torch.Tensor
+    text_labels: torch.Tensor
+    inputs: dict[str, MediaBatch]
+    targets: dict[str, MediaBatch]
+    info: PackInfo
+    token_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    forward_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the pack."""
+        return self.input_ids.size(1)
+
+    @property
+    def read_rows(self) -> torch.Tensor:
+        """``[n]`` int64, on the host: tokens from which a head predicts, each once because it has one next token."""
+        return torch.cat([self.text_rows, *(batch.positions - 1 for batch in self.targets.values())])
+
+    def loss_counts(self) -> dict[str, int]:
+        """Return loss name -> number of predicted tokens."""
+        return {"text": self.text_labels.numel()} | {n: b.positions.numel() for n, b in self.targets.items()}
+
+    def to(self, device: torch.device | str) -> Pack:
+        """Return the pack on ``device``. Indices of tokens stay on the host."""
+        device = torch.device(device)
+        if device == self.input_ids.device:
+            return self
+        return Pack(
+            input_ids=to_device(self.input_ids, device),
+            position_ids=to_device(self.position_ids, device),
+            cu_seqlens=to_device(self.cu_seqlens, device),
+            text_rows=self.text_rows,
+            text_labels=to_device(self.text_labels, device),
+            inputs={name: batch.to(device) for name, batch in self.inputs.items()},
+            targets={name: batch.to(device) for name, batch in self.targets.items()},
+            info=self.info,
+            token_inputs={name: to_device(tensor, device) for name, tensor in self.token_inputs.items()},
+            forward_inputs={name: to_device(tensor, device) for name, tensor in self.forward_inputs.items()},
+        )
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample]) -> Pack:
+        """Concatenate samples, sorted by length so that attention can batch samples of equal length.
+
+        Raises:
+            ValueError: there are no samples, their position axes or per-token arguments differ, or one of several must
+                be alone.
+        """
+        if not samples:
+            raise ValueError("a pack needs at least one sample")
+        _check_alike(samples)
+        ordered = sorted(samples, key=lambda sample: (len(sample), sample.index))
+        offsets = [0, *accumulate(len(sample) for sample in ordered)]
+        predicting = [np.flatnonzero(sample.loss_mask[1:]) for sample in ordered]
+        text_rows = [start + tokens for start, tokens in zip(offsets, predicting, strict=False)]
+        text_labels = [sample.input_ids[tokens + 1] for tokens, sample in zip(predicting, ordered, strict=True)]
+        media = [
+            _PackedSpan(i, start + span.positions, span)
+            for i, (start, sample) in enumerate(zip(offsets, ordered, strict=False))
+            for span in sample.spans
+        ]
+        return cls(
+            input_ids=_concatenated([sample.input_ids for sample in ordered], ordered),
+            position_ids=_concatenated([sample.position_ids for sample in ordered], ordered),
+            cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
+            text_rows=torch.from_numpy(np.concatenate(text_rows)),
+            text_labels=torch.from_numpy(np.concatenate(text_labels)),
+            inputs=_media_batches([entry for entry in media if not entry.span.is_target]),
+            targets=_media_batches([entry for entry in media if entry.span.is_target]),
+            info=PackInfo(
+                ids=tuple(sample.id for sample in ordered),
+                sources=tuple(sample.source for sample in ordered),
+                lengths=tuple(len(sample) for sample in ordered),
+                indices=tuple(sample.index for sample in ordered),
+            ),
+            token_inputs={
+                name: _concatenated([sample.token_inputs[name] for sample in ordered], ordered)
+                for name in ordered[0].token_inputs
+            },
+            forward_inputs={name: torch.from_numpy(array) for name, array in ordered[0].forward_inputs.items()},
+        )
+
+
+class _PackedSpan(NamedTuple):
+    sample: int  # index in the pack
+    positions: np.ndarray
+    span: MediaSpan
+
+
+def _check_alike(samples: Sequence[Sample]) -> None:
+    first = samples[0]
+    for sample in samples[1:]:
+        if sample.is_alone or first.is_alone:
+            reason = "the model's own forward reads one of them, which must be alone"
+        elif sample.position_ids.shape[:-1] != first.position_ids.shape[:-1]:
+            reason = f"position ids {sample.position_ids.shape} and {first.position_ids.shape}"
+        elif sample.token_inputs.keys() != first.token_inputs.keys():
+            reason = f"per-token arguments {sorted(sample.token_inputs)} and {sorted(first.token_inputs)}"
+        else:
+            continue
+        raise ValueError(f"samples {sample.id!r} and {first.id!r} cannot share a pack: {reason}")
+
+
+def _concatenated(values: Sequence[np.ndarray], samples: Sequence[Sample]) -> torch.Tensor:
+    """Concatenate the values ``[..., T]`` of each sample's input tokens to ``[..., 1, T]``."""
+    of_inputs = [array[..., : len(sample)] for array, sample in zip(values, samples, strict=True)]
+    return torch.from_numpy(np.concatenate(of_inputs, axis=-1)).unsqueeze(-2)
+
+
+def _media_batches(spans: list[_PackedSpan]) -> dict[str, MediaBatch]:
+    by_component = _grouped(spans, lambda entry: entry.span.component)
+    return {name: _media_batch(entries) for name, entries in sorted(by_component.items())}
+
+
+def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
+    groups = list(_grouped(spans, lambda entry: _stacking_key(entry.span.item)).values())
+    ordered = [entry for group in groups for entry in group]
+    return MediaBatch(
+        groups=tuple(_media_group([entry.span.item for entry in group]) for group in groups),
+        positions=torch.from_numpy(np.concatenate([entry.positions for entry in ordered])),
+        samples=tuple(entry.sample for entry in ordered),
+    )
+
+
+def _stacking_key(item: MediaItem) -> tuple[Any, ...]:
+    return tuple((name, array.dtype, array.shape[1:]) for name, array in sorted(item.features.items()))
+
+
+def _media_group(items: list[MediaItem]) -> MediaGroup:
+    names = items[0].features
+    return MediaGroup(
+        features={name: torch.from_numpy(np.concatenate([item.features[name] for item in items])) for name in names},
+        num_rows={name: tuple(len(item.features[name]) for item in items) for name in names},
+        num_tokens=tuple(item.num_tokens for item in items),
+    )
+
+
+def _grouped(spans: list[_PackedSpan], key: Callable[[_PackedSpan], Hashable]) -> dict[Any, list[_PackedSpan]]:
+    groups: dict[Any, list[_PackedSpan]] = {}
+    for entry in spans:
+        groups.setdefault(key(entry), []).append(entry)
+    return groups

@@ -1,0 +1,80 @@
+"""Decode and prepare media for the encoders and decoders that are attached to a foundation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from omnitrain.data.chat.parts import MediaPart
+from omnitrain.data.packing.sample import Features, MediaItem
+from omnitrain.data.sources.media import costing_one_row, decode_audio, decode_image, decode_video
+from omnitrain.data.sources.rows import MODALITIES, Row
+from omnitrain.errors import UserError
+
+
+class MediaAdapter(Protocol):
+    """Prepares media for a component, without its weights."""
+
+    modalities: tuple[str, ...]
+    max_frames: int
+
+    def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
+        """Return the arguments of one item (arrays that concatenate along axis 0) and its number of tokens."""
+        ...
+
+
+class AttachedMedia:
+    """The attached encoders and decoders by modality.
+
+    Attributes:
+        readers: modality -> name and adapter of its encoder.
+        writers: modality -> name and adapter of its decoder.
+    """
+
+    def __init__(self, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]) -> None:
+        """Index adapters, given by component name.
+
+        Raises:
+            UserError: two components handle the same modality.
+        """
+        self.readers = _by_modality("encoders", readers)
+        self.writers = _by_modality("decoders", writers)
+
+    @property
+    def modalities(self) -> list[str]:
+        """All modalities that a component reads or writes."""
+        return [m for m in MODALITIES if m in self.readers or m in self.writers]
+
+    def handles(self, part: MediaPart) -> bool:
+        """Whether an attached component reads (or writes, for a target) this part."""
+        return part.modality in (self.writers if part.is_target else self.readers)
+
+    def prepare(self, row: Row, part: MediaPart) -> tuple[str, MediaItem]:
+        """Return the component's name and the item of a part that :meth:`handles` accepts.
+
+        Raises:
+            ValueError: the medium is missing or damaged, or the component cannot use it.
+        """
+        name, adapter = (self.writers if part.is_target else self.readers)[part.modality]
+        media = _decode(part.modality, row.media_bytes(part.modality, part.position), adapter.max_frames)
+        with costing_one_row(f"{name} cannot prepare this {part.modality}"):
+            features, num_tokens = adapter.prepare(part.modality, media)
+        return name, MediaItem(features, num_tokens)
+
+
+def _by_modality(kind: str, adapters: Mapping[str, MediaAdapter]) -> dict[str, tuple[str, MediaAdapter]]:
+    owners: dict[str, tuple[str, MediaAdapter]] = {}
+    for name, adapter in adapters.items():
+        for modality in adapter.modalities:
+            if modality in owners:
+                raise UserError(f"model.{kind}: {owners[modality][0]!r} and {name!r} both handle {modality}; keep one")
+            owners[modality] = (name, adapter)
+    return owners
+
+
+def _decode(modality: str, data: bytes, max_frames: int) -> Any:
+    if modality == "image":
+        return decode_image(data)
+    if modality == "audio":
+        return decode_audio(data)
+    return decode_video(data, max_frames)

@@ -1,0 +1,64 @@
+"""How to prepare the native media of a foundation. No weights, only rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from omnitrain.data.packing.sample import Features
+
+
+class PositionFunction(Protocol):
+    """A function that computes the position ids of one sample as the foundation does."""
+
+    def __call__(
+        self,
+        input_ids: np.ndarray,
+        token_inputs: Mapping[str, np.ndarray],
+        features: Mapping[str, Sequence[Features]],
+        *,
+        audio_in_video: bool,
+    ) -> np.ndarray:
+        """Compute the position ids of one sample.
+
+        Args:
+            input_ids: ``[T]`` int64.
+            token_inputs: ``[T]`` each; see :attr:`Sample.token_inputs`.
+            features: modality -> features of each item, in order of appearance; absent if there are none.
+            audio_in_video: whether the tokens of a video's sound lie between those of its pictures.
+
+        Returns:
+            ``[T]`` or ``[axes, T]`` int64; the number of axes is the same for all samples.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NativeInputs:
+    """How a foundation reads its native media.
+
+    Attributes:
+        placeholders: modality -> id of its placeholder token.
+        token_inputs: names of the foundation's per-token arguments that every sample must have.
+        token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each. None: use the processor's
+            values, which mark the modality of each token.
+        positions: computes the position ids of a sample. None: 0, 1, 2, ...
+        in_forward: modalities that only the foundation's own forward reads, from the processor's outputs.
+        forward_arguments: the processor's outputs that this forward accepts.
+        refused: modality that the foundation could read, but not here -> why.
+    """
+
+    placeholders: Mapping[str, int]
+    token_inputs: tuple[str, ...] = ()
+    positions: PositionFunction | None = None
+    token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
+    in_forward: frozenset[str] = frozenset()
+    forward_arguments: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
+        """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""
+        return replace(self, in_forward=self.in_forward - reasons.keys(), refused={**self.refused, **reasons})

@@ -1,0 +1,184 @@
+"""Turn data rows into samples: chat rendering, tokenizing, media preparation. Runs in the data workers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from omnitrain.data.chat.parts import MediaPart, Message, media_parts
+from omnitrain.data.chat.text_tokenizer import load_tokenizer
+from omnitrain.data.packing.sample import Rejected, Sample
+from omnitrain.data.render.attached import AttachedMedia, MediaAdapter
+from omnitrain.data.render.chat_renderer import ChatRenderer
+from omnitrain.data.render.native import NativeInputs
+from omnitrain.data.render.renderer import Renderer
+from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.rows import Row, is_file
+from omnitrain.data.sources.turns import how_to_show
+from omnitrain.errors import UserError
+from omnitrain.recipe import ChatFormat
+
+_SETTINGS_FILE = "omni_processor.json"
+
+
+class OmniProcessor:
+    """Turns data rows into samples, with a chat format and the media adapters of all components.
+
+    Attributes:
+        renderer: the chat format.
+        tokenizer: the text tokenizer.
+        end_token: id of the token that ends an answer.
+        start_tokens: modality of an attached component -> id of the token before each item.
+        readers: modality -> name and adapter of the attached encoder.
+        writers: modality -> name and adapter of the decoder.
+    """
+
+    def __init__(
+        self, renderer: Renderer, readers: Mapping[str, MediaAdapter], writers: Mapping[str, MediaAdapter]
+    ) -> None:
+        """Check that each modality has at most one reader and one writer, and one start token.
+
+        Args:
+            renderer: turns conversations into tokens.
+            readers: encoder name -> adapter.
+            writers: decoder name -> adapter.
+
+        Raises:
+            UserError: two components handle the same modality, or a start token is not one token of the vocabulary.
+        """
+        self.renderer, self.tokenizer, self.end_token = renderer, renderer.tokenizer, renderer.end_token
+        self._media = AttachedMedia(readers, writers)
+        self.readers, self.writers = self._media.readers, self._media.writers
+        for modality in sorted(renderer.native_modalities & set(self.readers)):
+            raise UserError(
+                f"model.encoders: {self.readers[modality][0]!r} handles {modality}, and so does the foundation; "
+                "remove the encoder"
+            )
+        self.start_tokens = {m: renderer.start_token(m) for m in self._media.modalities}
+
+    def sample(
+        self, row: Row, index: int = 0, max_tokens: int | None = None, *, without_tail: bool = False
+    ) -> Sample | Rejected:
+        """Return the training sample of a row, or :class:`Rejected` for a damaged or overlong row.
+
+        Args:
+            row: the data row.
+            index: position in the global data order.
+            max_tokens: maximum number of tokens of a sample. None: no limit.
+            without_tail: see :meth:`Sample.without_tail`.
+
+        Raises:
+            UserError: the model cannot use such rows at all (no component handles a modality).
+        """
+        sample = self._try(row, row.messages, index, for_generation=False)
+        if isinstance(sample, Sample) and (unused := _not_shown(row)):
+            return Rejected(row.id, row.source, unused, index)
+        if without_tail and isinstance(sample, Sample):
+            sample = sample.without_tail()
+        if isinstance(sample, Sample) and max_tokens is not None and len(sample) > max_tokens:
+            reason = f"{len(sample)} tokens, but a pack holds at most {max_tokens}"
+            return Rejected(row.id, row.source, reason, index, is_overlong=True)
+        return sample
+
+    def prompt(self, row: Row, index: int = 0) -> Sample | Rejected:
+        """Return the sample that generation starts from: everything before the last assistant message's content."""
+        return self._try(row, row.question, index, for_generation=True)
+
+    def _try(self, row: Row, messages: list[Message], index: int, *, for_generation: bool) -> Sample | Rejected:
+        try:
+            parts = media_parts(messages)
+        except (TypeError, KeyError, AttributeError, UnicodeEncodeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            reason = (
+                f"malformed messages ({problem}): expected a list of role and content, as text or as parts with type"
+            )
+            return Rejected(row.id, row.source, reason, index)
+        except UserError as error:
+            raise _in_row(row, error) from error
+        self._check_modalities(row, parts)
+        try:
+            encoded = self.renderer.encode(row, messages, self._media, for_generation=for_generation)
+        except UserError as error:
+            raise _in_row(row, error) from error
+        except ValueError as error:
+            return Rejected(row.id, row.source, str(error), index)
+        if not len(encoded.input_ids):
+            return Rejected(row.id, row.source, "no tokens: the row has no messages", index)
+        return Sample(
+            id=row.id,
+            source=row.source,
+            input_ids=encoded.input_ids,
+            loss_mask=encoded.loss_mask,
+            position_ids=encoded.position_ids,
+            spans=encoded.spans,
+            index=index,
+            token_inputs=encoded.token_inputs,
+            forward_inputs=encoded.forward_inputs,
+        )
+
+    def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
+        native = self.renderer.native_modalities
+        for part in parts:
+            if self._media.handles(part) or (part.modality in native and not part.is_target):
+                continue
+            verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
+            able = sorted(self.writers if part.is_target else {*self.readers, *native})
+            refused = None if part.is_target else self.renderer.refused_modalities.get(part.modality)
+            why = f" (the foundation cannot read it: {refused})" if refused else ""
+            raise UserError(
+                f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, but it can {verb} "
+                f"{able or 'no media'}{why}; add a component for {part.modality} to model.{kind}, or drop these rows"
+            )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the tokenizer, chat format and HF processor to ``folder``. Components are saved with the model."""
+        settings = self.renderer.save_pretrained(Path(folder))
+        Path(folder, _SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        readers: Mapping[str, MediaAdapter],
+        writers: Mapping[str, MediaAdapter],
+        native: NativeInputs | None = None,
+    ) -> OmniProcessor:
+        """Load a processor that :meth:`save_pretrained` saved. ``model.media_adapters()`` gives the adapters.
+
+        Args:
+            folder: folder of a saved omni model.
+            readers: encoder name -> adapter.
+            writers: decoder name -> adapter.
+            native: native media of the foundation; None: it has none.
+
+        Raises:
+            UserError: ``folder`` has no omni processor, or no complete tokenizer.
+        """
+        settings_file = Path(folder, _SETTINGS_FILE)
+        if not settings_file.is_file():
+            raise UserError(f"{settings_file} is missing: {folder} is not a checkpoint that omnitrain saved")
+        settings = json.loads(settings_file.read_text())
+        renderer: Renderer
+        if "template" in settings:
+            renderer = TemplateRenderer.from_pretrained(folder, settings["template"], native)
+        else:
+            renderer = ChatRenderer(load_tokenizer(folder, "checkpoint"), ChatFormat(**settings["chat"]))
+        return cls(renderer, readers, writers)
+
+
+def _in_row(row: Row, error: UserError) -> UserError:
+    return UserError(f"row {row.id!r} of {row.source!r}: {error}")
+
+
+def _not_shown(row: Row) -> str:
+    """Describe media of the row that its messages do not show, so that the model would silently ignore them."""
+    shown = Counter(part.modality for part in media_parts(row.messages))
+    surplus = {
+        modality: len(values) for modality, values in row.media.items() if any(map(is_file, values[shown[modality] :]))
+    }
+    return "; ".join(
+        f"the row has {count} {modality} files, but the messages show {shown[modality]}: {how_to_show(modality)}"
+        for modality, count in surplus.items()
+    )

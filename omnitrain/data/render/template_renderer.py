@@ -1,0 +1,327 @@
+"""Encode conversations with a HF processor (or tokenizer) and its chat template.
+
+The template renders a conversation. The processor turns one medium at a time into text and features. The text with all
+media in place is tokenized at once. The first samples of each kind are compared with the processor's output for the
+whole conversation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from omnitrain.data.chat.chat_template import ChatTemplate
+from omnitrain.data.chat.hf_processor import load_hf_processor, require_known_arguments
+from omnitrain.data.chat.parts import MediaPart, Message, content_parts, media_parts
+from omnitrain.data.chat.template_marks import Span
+from omnitrain.data.chat.tool_calls import tools_of
+from omnitrain.data.packing.sample import Features, MediaSpan
+from omnitrain.data.render.attached import AttachedMedia
+from omnitrain.data.render.expansion import MediaExpander, shown_by
+from omnitrain.data.render.in_forward import ForwardEncoder, ForwardInsert
+from omnitrain.data.render.inserts import AttachedInsert, Insert, NativeInsert, PlacedTokens
+from omnitrain.data.render.native import NativeInputs
+from omnitrain.data.render.renderer import Encoded, single_token
+from omnitrain.data.sources.rows import Row
+from omnitrain.errors import UserError
+from omnitrain.recipe import ChatFormat, Data
+
+_ATTACHED = "\U000f0003"  # placeholder in the template's text for a medium of an attached component
+_TYPE_IDS = {"image": 1, "video": 2, "audio": 3}  # values of mm_token_type_ids in transformers
+
+
+class TemplateRenderer:
+    """Renders conversations with the chat template of a HF processor or tokenizer.
+
+    Attributes:
+        tokenizer: the text tokenizer.
+        template: the chat template.
+        end_token: id of the token that ends an assistant's message.
+        native_modalities: modalities that the foundation reads natively.
+        refused_modalities: modality that the foundation could read, but not here -> why.
+    """
+
+    def __init__(
+        self,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,
+        native: NativeInputs | None = None,
+        *,
+        starts: ChatFormat | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        audio_in_video: bool = False,
+        max_frames: int = 128,
+    ) -> None:
+        """Check that processor, template and foundation fit together.
+
+        Args:
+            processor: processor of the foundation, or a tokenizer if it reads only text.
+            native: native media of the foundation; None: it has none.
+            starts: chat format with the start tokens of attached media; None: the defaults.
+            arguments: further arguments of every call of ``processor`` (``images_kwargs``, ``videos_kwargs``, ...).
+            audio_in_video: read videos together with their sound.
+            max_frames: maximum number of frames decoded from a video.
+
+        Raises:
+            UserError: they do not fit together.
+        """
+        self._processor = processor
+        self.tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise UserError(
+                f"{type(self.tokenizer).__name__} does not give the characters of each token; use a fast tokenizer"
+            )
+        has_template = getattr(processor, "chat_template", None)
+        self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
+        self.native = _as_shown(processor, native or NativeInputs({}))
+        self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
+        self.refused_modalities = self.native.refused
+        self._starts = starts or ChatFormat()
+        self._settings: dict[str, Any] = {
+            "arguments": dict(arguments or {}),
+            "audio_in_video": audio_in_video,
+            "max_frames": max_frames,
+        }
+        self._expander = None
+        if self.native_modalities:
+            self._expander = MediaExpander(processor, self.native_modalities, **self._settings)
+            self._forward = ForwardEncoder(self._expander, self.tokenizer, self.native)
+        self.end_token = self._end_token()
+        self._verified: set[tuple[tuple[str, int], ...]] = set()
+
+    def _end_token(self) -> int:
+        if self.template.end is not None:
+            return int(self.tokenizer.convert_tokens_to_ids(self.template.end))
+        if self.tokenizer.eos_token_id is None:
+            raise UserError(
+                f"neither the chat template nor {type(self.tokenizer).__name__} has a token that ends an answer"
+            )
+        return int(self.tokenizer.eos_token_id)
+
+    def start_token(self, modality: str) -> int:
+        """See :meth:`Renderer.start_token`."""
+        return single_token(self.tokenizer, modality, getattr(self._starts, modality))
+
+    def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Encoded:
+        """See :meth:`Renderer.encode`."""
+        parts = media_parts(messages)
+        shown = _with_stand_ins(messages, parts, media)
+        tools = tools_of(row.tools)
+        text = self.template.render(shown, tools, add_generation_prompt=for_generation)
+        answers = [] if for_generation else self.template.assistant_spans(text, shown, tools)
+        places = self._places(text, parts, media)
+        inserts = [self._insert(row, part, media, at) for part, at in places]
+        if any(isinstance(insert, ForwardInsert) for insert in inserts):
+            self._require_one_way(inserts)
+            return self._forward.encode(text, answers, inserts, adds_special=self._adds_special(text))
+        tokens = PlacedTokens.of(self.tokenizer, text, inserts, adds_special=self._adds_special(text))
+        trained = tokens.covered(answers)
+        spans: list[MediaSpan] = []
+        for insert in inserts:
+            for span in insert.spans(tokens, self.native):
+                trained[span.positions] = False
+                spans.append(span)
+        self._check_placeholders(tokens, spans)
+        token_inputs = self._token_inputs(tokens, trained, inserts)
+        self._verify(row, text, tokens, token_inputs, inserts)
+        return Encoded(
+            input_ids=tokens.ids,
+            loss_mask=trained,
+            position_ids=self._position_ids(tokens, token_inputs, inserts),
+            spans=tuple(sorted(spans, key=lambda span: span.start)),
+            token_inputs=token_inputs,
+        )
+
+    def _adds_special(self, text: str) -> bool:
+        """Follow ``apply_chat_template``: a tokenizer adds none, a processor adds them unless the text has them."""
+        if self._processor is self.tokenizer:
+            return False
+        bos = self.tokenizer.bos_token
+        return not (bos is not None and text.startswith(bos))
+
+    def _places(self, text: str, parts: Sequence[MediaPart], media: AttachedMedia) -> list[tuple[MediaPart, Span]]:
+        """Return each part with the characters that the template writes for it, in the order of the text."""
+        waiting: dict[str, deque[MediaPart]] = {}
+        for part in parts:
+            token = _ATTACHED if media.handles(part) else self._native_expander.tokens[part.modality]
+            waiting.setdefault(token, deque()).append(part)
+        tokens = {_ATTACHED, *(self._expander.tokens.values() if self._expander else ())}
+        found = list(re.finditer("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))), text))
+        for token, count in Counter(match.group() for match in found).items():
+            if count != len(waiting.get(token, ())):
+                raise ValueError(_miscounted(token, count, len(waiting.get(token, ()))))
+        for token in waiting.keys() - {match.group() for match in found}:
+            raise ValueError(_miscounted(token, 0, len(waiting[token])))
+        return [(waiting[match.group()].popleft(), match.span()) for match in found]
+
+    @property
+    def _native_expander(self) -> MediaExpander:
+        assert self._expander is not None
+        return self._expander
+
+    def _insert(self, row: Row, part: MediaPart, media: AttachedMedia, at: Span) -> Insert:
+        if media.handles(part):
+            name, item = media.prepare(row, part)
+            return AttachedInsert(
+                at, getattr(self._starts, part.modality) * (1 + item.num_tokens), name, item, part.is_target
+            )
+        medium = self._native_expander.decode(row, part)
+        if part.modality in self.native.in_forward:
+            return ForwardInsert(at, "", medium)
+        expansion = self._native_expander.expand(medium)
+        return NativeInsert(at, expansion.text, row.id, medium, expansion)
+
+    def _require_one_way(self, inserts: Sequence[Insert]) -> None:
+        if apart := sorted({insert.medium.modality for insert in inserts if isinstance(insert, NativeInsert)}):
+            raise UserError(
+                f"the conversation shows both {', '.join(apart)} and {', '.join(sorted(self.native.in_forward))}; the "
+                "foundation reads the latter only in its own forward and the former in separate encoder calls, so a "
+                "row must not have both"
+            )
+
+    def _check_placeholders(self, tokens: PlacedTokens, spans: list[MediaSpan]) -> None:
+        """Raise if the row's text contains placeholder tokens, which no features would fill."""
+        stray = np.isin(tokens.ids, list(set(self.native.placeholders.values())))
+        for span in spans:
+            stray[span.positions] = False
+        if stray.any():
+            raise ValueError(f"the text itself contains {int(stray.sum())} placeholder tokens of media")
+
+    def _token_inputs(
+        self, tokens: PlacedTokens, trained: np.ndarray, inserts: Sequence[Insert]
+    ) -> dict[str, np.ndarray]:
+        if self.native.token_types is not None:
+            values = self.native.token_types(tokens.ids, trained)
+            return {name: values[name] for name in self.native.token_inputs}
+        return {name: self._token_input(name, tokens, inserts) for name in self.native.token_inputs}
+
+    def _token_input(self, name: str, tokens: PlacedTokens, inserts: Sequence[Insert]) -> np.ndarray:
+        native = [insert for insert in inserts if isinstance(insert, NativeInsert)]
+        if any(name in insert.expansion.token_inputs for insert in native):
+            return np.asarray(self._processor.create_mm_token_type_ids([tokens.ids.tolist()])[0], dtype=np.int64)
+        values = np.zeros(len(tokens.ids), dtype=np.int64)
+        for insert in native:
+            for modality in insert.expansion.features:
+                values[insert.rows(tokens, self.native, modality)] = _TYPE_IDS[modality]
+        return values
+
+    def _position_ids(
+        self, tokens: PlacedTokens, token_inputs: dict[str, np.ndarray], inserts: Sequence[Insert]
+    ) -> np.ndarray:
+        if self.native.positions is None:
+            return np.arange(len(tokens.ids), dtype=np.int64)
+        features: dict[str, list[Features]] = {}
+        has_sound = False
+        for insert in inserts:
+            if isinstance(insert, NativeInsert):
+                has_sound |= len(insert.expansion.features) > 1
+                for modality, values in insert.expansion.features.items():
+                    features.setdefault(modality, []).append(values)
+        return self.native.positions(tokens.ids, token_inputs, features, audio_in_video=has_sound)
+
+    def _verify(
+        self,
+        row: Row,
+        text: str,
+        tokens: PlacedTokens,
+        token_inputs: dict[str, np.ndarray],
+        inserts: Sequence[Insert],
+    ) -> None:
+        """Compare with the processor's output for the whole conversation, once for each mixture of media."""
+        media = [insert.medium for insert in inserts if isinstance(insert, NativeInsert)]
+        counts = Counter(medium.modality for medium in media)
+        mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
+        if not media or len(media) < len(inserts) or mixture in self._verified:
+            return
+        whole, _ = self._native_expander.run(text, media)
+        for name, ours in {"input_ids": tokens.ids, **token_inputs}.items():
+            theirs = np.asarray(whole[name])[0] if name in whole else ours
+            if not np.array_equal(ours, theirs):
+                raise UserError(
+                    f"row {row.id!r}: {type(self._processor).__name__} gives different {name} for single media than "
+                    f"for the whole conversation ({_first_difference(ours, theirs)}), so its media cannot be prepared "
+                    "one by one"
+                )
+        self._verified.add(mixture)
+
+    def save_pretrained(self, folder: Path) -> dict[str, Any]:
+        """See :meth:`Renderer.save_pretrained`."""
+        self._processor.save_pretrained(str(folder))
+        return {"template": {**self._settings, "starts": self._starts.model_dump()}}
+
+    @classmethod
+    def from_recipe(cls, data: Data, foundation: str, native: NativeInputs | None) -> TemplateRenderer:
+        """Build the renderer of a recipe.
+
+        Args:
+            data: the recipe's ``data`` node.
+            foundation: folder or Hub id of the foundation, whose processor is used if ``data`` names none.
+            native: native media of the foundation; None: it has none.
+
+        Raises:
+            UserError: there is no processor, or it does not fit.
+        """
+        processor = load_hf_processor(data.processor or foundation)
+        arguments = {kind: values for kind, values in data.processor_arguments.model_dump().items() if values}
+        require_known_arguments(processor, arguments)
+        return cls(
+            processor,
+            native,
+            starts=data.chat,
+            arguments=arguments,
+            audio_in_video=data.audio_in_video,
+            max_frames=data.max_frames,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, settings: dict[str, Any], native: NativeInputs | None
+    ) -> TemplateRenderer:
+        """Load a renderer that :meth:`save_pretrained` saved, with the ``settings`` that it returned."""
+        options = {name: value for name, value in settings.items() if name != "starts"}
+        return cls(load_hf_processor(folder), native, starts=ChatFormat(**settings["starts"]), **options)
+
+
+def _as_shown(processor: ProcessorMixin | PreTrainedTokenizerBase, native: NativeInputs) -> NativeInputs:
+    """Refuse ``in_forward`` modalities for which the processor has no token."""
+    is_processor = isinstance(processor, ProcessorMixin)
+    unshown = native.in_forward - (shown_by(processor, native.in_forward).keys() if is_processor else set())
+    return native.without_forward(dict.fromkeys(unshown, f"{type(processor).__name__} has no token for it"))
+
+
+def _with_stand_ins(messages: list[Message], parts: Sequence[MediaPart], media: AttachedMedia) -> list[Message]:
+    """Replace each medium of an attached component by a text part of one reserved character."""
+    remaining = iter(parts)
+    shown = []
+    for message in messages:
+        if not isinstance(message.get("content"), list):
+            shown.append(message)
+            continue
+        contents = []
+        for part in content_parts(message):
+            is_attached = part["type"] != "text" and media.handles(next(remaining))
+            contents.append({"type": "text", "text": _ATTACHED} if is_attached else part)
+        shown.append({**message, "content": contents})
+    return shown
+
+
+def _miscounted(token: str, found: int, expected: int) -> str:
+    shown = "the placeholder of attached media" if token == _ATTACHED else repr(token)
+    why = (
+        "the messages' text contains it; if it stands for a medium, set `media_markers` of the data source"
+        if found > expected
+        else "the template does not write all media"
+    )
+    return f"the chat template's text has {shown} {found} times, but the messages show {expected} such media: {why}"
+
+
+def _first_difference(ours: np.ndarray, theirs: np.ndarray) -> str:
+    if len(ours) != len(theirs):
+        return f"{len(ours)} and {len(theirs)} tokens"
+    at = int(np.flatnonzero(ours != theirs)[0])
+    return f"{ours[at]} and {theirs[at]} at token {at}"

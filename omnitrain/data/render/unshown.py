@@ -1,0 +1,151 @@
+"""Find media that the messages of a data set do not show, and components that get no training data.
+
+A model would train on such data without an error and learn nothing from the media. The messages of all rows are known;
+files are searched in the first :data:`LOOKED_AT` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import PurePath
+from typing import Any
+
+from PIL import Image
+
+from omnitrain.data.chat.parts import content_parts
+from omnitrain.data.render.attached import MediaAdapter
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.rows import MODALITIES, Row, RowSource, is_file
+from omnitrain.data.sources.turns import MARKERS, how_to_show
+from omnitrain.errors import UserError
+
+LOOKED_AT = 32  # rows of each data set
+
+_SUFFIXES = {
+    "image": (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
+    "audio": (".aac", ".flac", ".m4a", ".mp3", ".ogg", ".opus", ".wav"),
+    "video": (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"),
+}
+_BEGINNINGS = {
+    "image": (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*"),
+    "audio": (b"fLaC", b"OggS", b"ID3", b"\xff\xfb"),
+    "video": (b"\x1aE\xdf\xa3",),
+}
+_IN_CONTAINERS = {b"WAVE": "audio", b"AVI ": "video", b"WEBP": "image"}  # bytes 8 to 12 of a RIFF file
+
+
+def require_shown(
+    train: Sequence[RowSource], heldout: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]
+) -> None:
+    """Check that messages show all media of the data sets, and that every encoder and decoder gets training data.
+
+    Args:
+        train: training data sets.
+        heldout: held-out data sets, which do not count as training data.
+        processor: processor of the model.
+        spared: components that need no data.
+
+    Raises:
+        UserError: media or components would not be trained; the message has one line per problem.
+    """
+    hidden = chain.from_iterable(_hidden(source, processor) for source in (*train, *heldout))
+    if problems := dict.fromkeys([*hidden, *_unfed(train, processor, spared)]):
+        raise UserError("\n".join(problems))
+
+
+def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]) -> Iterator[str]:
+    shown = frozenset(chain.from_iterable(source.shown for source in train))
+    for kind, owners, is_target in (("encoders", processor.readers, False), ("decoders", processor.writers, True)):
+        for name, modalities in _by_name(owners).items():
+            if name not in spared and not any((modality, is_target) in shown for modality in modalities):
+                who = "an assistant" if is_target else "a user"
+                yield (
+                    f"model.{kind}.{name}: no message of {who} in data.train shows {' or '.join(modalities)}, so "
+                    f"{name!r} would learn nothing: set `columns.{modalities[0]}s` to the column of the files; "
+                    f"{how_to_show(modalities[0])}; or remove {name!r}, or freeze it if it is in `model.checkpoint`"
+                )
+
+
+def _by_name(owners: Mapping[str, tuple[str, MediaAdapter]]) -> dict[str, list[str]]:
+    modalities: dict[str, list[str]] = {}
+    for modality, (name, _) in owners.items():
+        modalities.setdefault(name, []).append(modality)
+    return modalities
+
+
+def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:
+    """Yield problems of a data set: media that no message shows, or messages that show media without files."""
+    rows = [source[position] for position in range(min(LOOKED_AT, len(source)))]
+    able = {*processor.readers, *processor.writers, *processor.renderer.native_modalities}
+    shown = {modality for modality, _ in source.shown}
+    for modality in MODALITIES:
+        is_held = any(is_file(value) for row in rows for value in row.media[modality])
+        if modality not in shown:
+            problem = _unshown(source, rows, modality, is_held=is_held, is_able=modality in able)
+        else:
+            problem = "" if is_held else _without_files(source, rows, modality)
+        if problem:
+            yield f"data: {source.name!r}: {problem}"
+
+
+def _unshown(source: RowSource, rows: Sequence[Row], modality: str, *, is_held: bool, is_able: bool) -> str:
+    """Return where the data may have files of a modality that no message shows, or an empty text."""
+    other = _unread_column(rows, modality)
+    if is_held:
+        return f"column {_column(source, modality)} has files that no message shows: {how_to_show(modality)}"
+    if other and is_able:
+        return (
+            f"column {other!r} has {modality} files that no message shows: set `columns.{modality}s: {other}`; "
+            f"{how_to_show(modality)}; if they are not training data, remove the column from the file"
+        )
+    if is_able and not source.takes_markers and any(MARKERS[modality] in _texts(row) for row in rows):
+        return (
+            f"texts contain {MARKERS[modality]}, which is read as text: set `media_markers: [{modality}]` and "
+            f"`columns.{modality}s` if it stands for a file, or `media_markers: []` if it is text"
+        )
+    return ""
+
+
+def _without_files(source: RowSource, rows: Sequence[Row], modality: str) -> str:
+    """Return the problem that messages show a modality for which no row has a file, or an empty text."""
+    if not any(part["type"] == modality for row in rows for part in _parts(row)):
+        return ""
+    other = _unread_column(rows, modality)
+    hint = f"; column {other!r} has some: set `columns.{modality}s: {other}`" if other else ""
+    return f"messages show {modality}, but column {_column(source, modality)} has no file{hint}"
+
+
+def _column(source: RowSource, modality: str) -> str:
+    return f"{getattr(source.columns, f'{modality}s')!r} (columns.{modality}s)"
+
+
+def _unread_column(rows: Sequence[Row], modality: str) -> str:
+    """Return the first column with media that `columns` does not name, or an empty text."""
+    return next((name for row in rows for name, value in row.extra.items() if _holds(name, value, modality)), "")
+
+
+def _holds(name: str, value: Any, modality: str) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds(name, one, modality) for one in value)
+    if isinstance(value, dict):
+        return any(_holds(modality, value.get(key), modality) for key in ("bytes", "path"))
+    if isinstance(value, bytes):
+        inner = _IN_CONTAINERS.get(value[8:12]) if value[:4] == b"RIFF" else None
+        is_mp4 = modality == "video" and value[4:8] == b"ftyp"
+        return inner == modality or is_mp4 or value.startswith(_BEGINNINGS[modality])
+    if isinstance(value, str):  # other columns may have file names that are not media of the row
+        return modality in name.lower() and PurePath(value).suffix.lower() in _SUFFIXES[modality]
+    return modality == "image" and isinstance(value, Image.Image)
+
+
+def _texts(row: Row) -> str:
+    return "\n".join(part["text"] for part in _parts(row) if part["type"] == "text")
+
+
+def _parts(row: Row) -> list[dict[str, Any]]:
+    """Return the parts of a row; none if its messages are malformed, because training skips it."""
+    try:
+        return [part for message in row.messages for part in content_parts(message)]
+    except (TypeError, KeyError, AttributeError, UnicodeEncodeError, UserError):
+        return []

@@ -1,0 +1,164 @@
+"""Read a parquet or Hub data set as a table whose media stay encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnitrain.data.sources.turns import MARKERS, MORE_FIELDS, TURN_FIELDS
+from omnitrain.recipe import Columns
+
+_LISTS = (datasets.List, datasets.LargeList)
+
+
+class ArrowTable:
+    """A data set of HF ``datasets``; see :class:`omnitrain.data.sources.rows.Table`."""
+
+    def __init__(self, data: datasets.Dataset, columns: Columns, *, marked: Collection[str]) -> None:
+        """Wrap a data set.
+
+        Args:
+            data: the data set; its media will not be decoded.
+            columns: names of the columns of messages and media.
+            marked: see :func:`omnitrain.data.sources.turns.as_messages`.
+        """
+        self._columns, self._marked = columns, marked
+        self._data = _keep_encoded(data, columns)
+        self.column_names: list[str] = data.column_names
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """Return a row without null fields, which parquet adds for fields of other rows."""
+        record = dict(self._data[position])
+        nested = {self._columns.messages, self._columns.tools} & record.keys()
+        return record | {name: _without_nulls(record[name]) for name in nested}
+
+    def sources(self) -> list[Any]:
+        """Return each row's value in the source column."""
+        return list(self._data[self._columns.source])
+
+    @cached_property
+    def kinds(self) -> dict[tuple[Any, Any], int]:
+        """See :class:`omnitrain.data.sources.rows.Table`. Does not read texts or media."""
+        firsts: dict[tuple[Any, Any], int] = {}
+        start = 0
+        for chunk in self._data.data.column(self._columns.messages).chunks:
+            for kind, position in _first_of_each_kind(chunk, self._marked):
+                firsts.setdefault(kind, start + position)
+            start += len(chunk)
+        if self._columns.tools in self.column_names:
+            has_tools = _is_filled(self._data.data.column(self._columns.tools))
+            for position in pc.indices_nonzero(has_tools)[:1].to_pylist():
+                firsts["tools", None] = position
+        return firsts
+
+    def problems(self) -> list[str]:
+        """Return problems of columns with a wrong type: messages that are plain values, media that are not files."""
+        features, messages = self._data.features, self._columns.messages
+        problems = []
+        if isinstance(_inner(features[messages]), datasets.Value):
+            problems.append(
+                f"column {messages!r} (columns.messages) has type {_type_name(features[messages])}, expected messages"
+            )
+        for field, name in self._columns.of_media().items():
+            if name in features and not _holds_files(_inner(features[name])):
+                problems.append(
+                    f"column {name!r} (columns.{field}) has type {_type_name(features[name])}, expected files: "
+                    "{bytes, path}, bytes or paths"
+                )
+        return problems
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _is_filled(values: pa.Array | pa.ChunkedArray) -> Any:
+    """Return ``[n]`` bool: False for null and for empty lists."""
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    filled = pc.greater(pc.list_value_length(values), 0) if is_list else pc.is_valid(values)
+    return pc.fill_null(filled, False)
+
+
+def _inner(feature: Any) -> Any:
+    return _inner(feature.feature) if isinstance(feature, _LISTS) else feature
+
+
+def _holds_files(feature: Any) -> bool:
+    if isinstance(feature, datasets.Value):
+        return feature.dtype in ("string", "large_string", "binary", "large_binary", "null")
+    return hasattr(feature, "decode") or (isinstance(feature, dict) and bool({"bytes", "path"} & feature.keys()))
+
+
+def _type_name(feature: Any) -> str:
+    inner = _inner(feature)
+    name = inner.dtype if isinstance(inner, datasets.Value) else type(inner).__name__
+    return name if inner is feature else f"lists of {name}"
+
+
+def _first_of_each_kind(rows: pa.Array, marked: Collection[str]) -> list[tuple[tuple[Any, Any], int]]:
+    """Return each ``(role, type of part)`` and its first position in ``rows``, which are lists of turns."""
+    kinds = [
+        table
+        for role, content in TURN_FIELDS
+        if _is_list_of(rows.type, role, content)
+        for table in _kinds_of_turns(rows, role, content, marked)
+    ]
+    if not kinds:
+        return []
+    together = pa.concat_tables(kinds, promote_options="permissive")
+    found = together.group_by(["role", "type"]).aggregate([("row", "min")]).to_pylist()
+    return [((kind["role"], kind["type"]), kind["row_min"]) for kind in found]
+
+
+def _kinds_of_turns(rows: pa.Array, role: str, content: str, marked: Collection[str]) -> list[pa.Table]:
+    """Return tables of role, type of part and row for each turn and part; ``role`` and ``content`` are field names."""
+    row_of_message, messages = pc.list_parent_indices(rows), pc.list_flatten(rows)
+    roles, contents = pc.struct_field(messages, role), pc.struct_field(messages, content)
+    kinds = [pa.table({"role": roles, "type": pa.nulls(len(roles), pa.string()), "row": row_of_message})]
+    for name in MORE_FIELDS:
+        if messages.type.get_field_index(name) >= 0:
+            filled = _is_filled(pc.struct_field(messages, name))
+            at = {"role": roles.filter(filled), "row": row_of_message.filter(filled)}
+            kinds.append(pa.table(at | {"type": pa.repeat(name, len(at["role"]))}))
+    if _is_list_of(contents.type, "type"):
+        message_of_part = pc.list_parent_indices(contents)
+        types = pc.struct_field(pc.list_flatten(contents), "type")
+        said = {"role": roles.take(message_of_part), "type": types, "row": row_of_message.take(message_of_part)}
+        kinds.append(pa.table(said))
+    elif pa.types.is_string(contents.type) or pa.types.is_large_string(contents.type):
+        for modality in marked:
+            shown = pc.fill_null(pc.match_substring(contents, MARKERS[modality]), False)
+            at = {"role": roles.filter(shown), "row": row_of_message.filter(shown)}
+            kinds.append(pa.table(at | {"type": pa.repeat(modality, len(at["role"]))}))
+    return kinds
+
+
+def _is_list_of(kind: pa.DataType, *fields: str) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    return all(kind.value_type.get_field_index(field) >= 0 for field in fields)
+
+
+def _keep_encoded(data: datasets.Dataset, columns: Columns) -> datasets.Dataset:
+    """Disable decoding in the data set, so that a damaged file costs one row and not the run."""
+    features = data.features.copy()
+    for name in columns.of_media().values():
+        if name in features:
+            features[name] = _undecoded(features[name])
+    return data.cast(features) if features != data.features else data
+
+
+def _undecoded(feature: Any) -> Any:
+    if isinstance(feature, _LISTS):
+        return type(feature)(_undecoded(feature.feature))
+    return type(feature)(decode=False) if hasattr(feature, "decode") else feature
