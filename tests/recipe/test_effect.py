@@ -176,7 +176,7 @@ STANDS: dict[str, Always | Idle] = {
         "tp 1, where it does nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
     ),
     "ParallelPlan.ep_plan": idle(
-        "the model has no experts", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
+        "the model has none", "parallel.ep_plan={layers.*.mlp.up_proj.weight: 0}", base="text"
     ),
     "ComponentPlan.dp_replicate": plan("dp_replicate=2", "keeps one copy", "image_encoder", "mode=fsdp2"),
     "ComponentPlan.dp_shard": plan("dp_shard=2", "shards nothing", "image_encoder", "mode=replicate"),
