@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from omnitrain.checkpoint.shared import require_seen
+from omnitrain.checkpoint.shared_folder import require_seen
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 

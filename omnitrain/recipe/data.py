@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.useless_keys import Idle
 
 
 class Columns(Strict):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.useless_keys import Idle
 
 
 class Sampling(Strict):

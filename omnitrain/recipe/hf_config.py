@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails
 
-from omnitrain.recipe.located import located
+from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.suggest import hint
 
 Location = tuple[str | int, ...]

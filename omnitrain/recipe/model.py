@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.hf_config import check_hf_config_keys
 from omnitrain.recipe.hf_processor import check_hf_processor_keys
 from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.useless_keys import Idle
 
 
 class HFSource(Strict):

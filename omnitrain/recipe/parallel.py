@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from omnitrain.errors import RecipeError
 from omnitrain.recipe.globs import matches, unmatched
-from omnitrain.recipe.located import located
+from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint

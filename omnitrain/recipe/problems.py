@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from omnitrain.recipe.located import LOCATED
+from omnitrain.recipe.located_problem import LOCATED
 from omnitrain.recipe.suggest import hint, nearest
 
 Path = tuple[str | int, ...]

@@ -7,8 +7,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from omnitrain.recipe.effect import Idle, idle_values
-from omnitrain.recipe.located import located
+from omnitrain.recipe.located_problem import located
+from omnitrain.recipe.useless_keys import Idle, idle_values
 
 
 class Strict(BaseModel):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.strict import Strict
+from omnitrain.recipe.useless_keys import Idle
 
 
 class Optimizer(Strict):

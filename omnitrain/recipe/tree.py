@@ -14,9 +14,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from omnitrain.errors import RecipeError
 from omnitrain.recipe.data import Data
-from omnitrain.recipe.effect import Idle
 from omnitrain.recipe.evaluation import Evaluation
-from omnitrain.recipe.located import located
+from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.model import Model
 from omnitrain.recipe.overrides import apply_overrides
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
@@ -26,6 +25,7 @@ from omnitrain.recipe.shipped import find_recipe
 from omnitrain.recipe.strict import Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
+from omnitrain.recipe.useless_keys import Idle
 from omnitrain.recipe.yaml_text import parse_yaml
 
 

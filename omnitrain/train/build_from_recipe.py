@@ -30,8 +30,8 @@ from omnitrain.ops.loss.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.registry import choose
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
-from omnitrain.recipe.effect import Idle, idle_problems
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.useless_keys import Idle, idle_problems
 from omnitrain.train.run_state.state import OPTIMIZER
 
 

@@ -8,7 +8,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import parameters_named
 from omnitrain.recipe import Optimizer
-from omnitrain.recipe.effect import Idle, idle_problems
+from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 _KEY = "train.optimizer.learning_rates"
 

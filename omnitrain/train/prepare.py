@@ -18,9 +18,9 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
 from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops
-from omnitrain.train.effect import require_effect
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import Ranks
+from omnitrain.train.useless_keys import require_effect
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def test_a_component_computes_as_its_own_plan_says() -> None:
     """Beside `auto` on CUDA, and `bf16`; `fp32` contradicts a plan that says bf16."""
     own = ParallelPlan(components={"foundation": ComponentPlan(precision=Precision(compute="float32"))})
     assert compute_dtype(own, mixed_precision(Train(), "cuda")) == torch.float32
-    with pytest.raises(UserError, match=r"found compute bfloat16, but .*`train.precision: fp32` of a recipe"):
+    with pytest.raises(UserError, match=r"found compute bfloat16, but .*`train.precision: fp32` in a recipe"):
         require_fit(any_to_any(), ParallelPlan(default=ComponentPlan(precision=Precision(compute="bfloat16"))), False)
 
 

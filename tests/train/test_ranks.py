@@ -147,7 +147,7 @@ def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, 
 
 def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
     """Each rank has a folder of its own."""
-    with patch("omnitrain.checkpoint.shared._TIMEOUT_S", 0.0):
+    with patch("omnitrain.checkpoint.shared_folder._TIMEOUT_S", 0.0):
         fit(recipe, [*overrides, f"output_dir={folder / str(dist.get_rank())}"])
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from omnitrain.data.loading.message import Message, encode, receive, send
+from omnitrain.data.loading.socket_message import Message, encode, receive, send
 from omnitrain.errors import TrainingError, UserError
 
 Item = TypeVar("Item")

@@ -13,7 +13,7 @@ from typing import Any
 from omnitrain.data.loading.ahead import run_ahead
 from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.packer import SlotPacker
-from omnitrain.data.loading.prepared import PreparedRows, SlotRows
+from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.packing import balanced_shares

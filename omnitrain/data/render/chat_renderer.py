@@ -15,7 +15,7 @@ from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trai
 from omnitrain.data.chat.text_tokenizer import TextEncoder
 from omnitrain.data.chat.tool_calls import tools_of
 from omnitrain.data.packing.sample import MediaSpan
-from omnitrain.data.render.attached import AttachedMedia
+from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.renderer import Encoded, single_token
 from omnitrain.data.sources.rows import Row
 from omnitrain.data.sources.turns import MORE_FIELDS

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from omnitrain.data.chat.template_marks import Span
 from omnitrain.data.packing.sample import Features, MediaSpan
 from omnitrain.data.render.expansion import MediaExpander, Medium
-from omnitrain.data.render.inserts import Insert, PlacedTokens
+from omnitrain.data.render.media_texts import Insert, PlacedTokens
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import Encoded
 from omnitrain.data.sources.media import costing_one_row

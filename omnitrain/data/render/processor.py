@@ -10,8 +10,8 @@ from pathlib import Path
 from omnitrain.data.chat.parts import MediaPart, Message, media_parts
 from omnitrain.data.chat.text_tokenizer import load_tokenizer
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.attached import AttachedMedia, MediaAdapter
 from omnitrain.data.render.chat_renderer import ChatRenderer
+from omnitrain.data.render.component_media import AttachedMedia, MediaAdapter
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer

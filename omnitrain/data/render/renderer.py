@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from omnitrain.data.chat.parts import Message
 from omnitrain.data.packing.sample import Features, MediaSpan
-from omnitrain.data.render.attached import AttachedMedia
+from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 

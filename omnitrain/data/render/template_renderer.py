@@ -22,10 +22,10 @@ from omnitrain.data.chat.parts import MediaPart, Message, content_parts, media_p
 from omnitrain.data.chat.template_marks import Span
 from omnitrain.data.chat.tool_calls import tools_of
 from omnitrain.data.packing.sample import Features, MediaSpan
-from omnitrain.data.render.attached import AttachedMedia
+from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.expansion import MediaExpander, shown_by
 from omnitrain.data.render.in_forward import ForwardEncoder, ForwardInsert
-from omnitrain.data.render.inserts import AttachedInsert, Insert, NativeInsert, PlacedTokens
+from omnitrain.data.render.media_texts import AttachedInsert, Insert, NativeInsert, PlacedTokens
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import Encoded, single_token
 from omnitrain.data.sources.rows import Row

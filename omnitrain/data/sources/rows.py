@@ -15,8 +15,8 @@ from omnitrain.data.sources.json_lines import JsonLines
 from omnitrain.data.sources.turns import MARKERS, as_messages, role_of
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
-from omnitrain.recipe.effect import Idle, idle_problems
 from omnitrain.recipe.suggest import nearest
+from omnitrain.recipe.useless_keys import Idle, idle_problems
 
 MODALITIES = ("image", "audio", "video")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from omnitrain.data.loading.message import as_bytes
+from omnitrain.data.loading.socket_message import as_bytes
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.models.components.media_calls import MediaCall, media_calls
 from omnitrain.plan import StepPlan

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from omnitrain.checkpoint.shared import require_seen
+from omnitrain.checkpoint.shared_folder import require_seen
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError

@@ -13,7 +13,7 @@ from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.loading.loader import first_samples, require_usable
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.render.processor import OmniProcessor
-from omnitrain.data.render.unshown import require_shown
+from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import config_at
@@ -28,13 +28,13 @@ from omnitrain.recipe.parallel import PlanError
 from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
 from omnitrain.train.data import spared
 from omnitrain.train.device import use_device
-from omnitrain.train.effect import require_effect
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.display import console, quiet_libraries, show_components, show_contract, show_unused
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.run_state.run_folder import RunFolder
+from omnitrain.train.useless_keys import require_effect
 from omnitrain.train.verbs.fit_check import forward_problems, weights_problems
 
 

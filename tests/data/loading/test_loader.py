@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
-from omnitrain.data.loading.prepared import SlotRows
+from omnitrain.data.loading.slot_rows import SlotRows
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.packing import fill_pack
 from omnitrain.data.packing.sample import Rejected, Sample

@@ -76,7 +76,7 @@ def test_nothing_is_exposed_where_no_row_travels(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_a_step_beyond_the_last_is_refused(tmp_path: Path) -> None:
-    beyond = r"`trace.steps`: found 5, 9, but the last step is 4; name earlier ones, or raise `steps`"
+    beyond = r"`trace.steps`: found 5, 9, but the last step is 4; name earlier steps, or raise `steps`"
     with pytest.raises(UserError, match=beyond):
         Recipe.load(str(tiny_moe_recipe(tmp_path)), ["train.steps=4", "train.trace.steps=[4, 5, 9]"])
 

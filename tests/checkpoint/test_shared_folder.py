@@ -13,7 +13,7 @@ from omnitrain.peers import GlooGroup
 
 def resumed(folder: Path) -> str:
     """The name of the checkpoint that this rank goes on from, or what it is told."""
-    with patch("omnitrain.checkpoint.shared._TIMEOUT_S", 0.0):
+    with patch("omnitrain.checkpoint.shared_folder._TIMEOUT_S", 0.0):
         try:
             return CheckpointStore(folder / f"machine-{dist.get_rank()}", keep=2).latest(GlooGroup()).name
         except UserError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from omnitrain.data.chat.parts import content_parts
-from omnitrain.data.render.attached import MediaAdapter
+from omnitrain.data.render.component_media import MediaAdapter
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import MODALITIES, Row, RowSource, is_file
 from omnitrain.data.sources.turns import MARKERS, how_to_show

@@ -19,8 +19,8 @@ from omnitrain.parallel.resolve import require_fit
 from omnitrain.recipe import Recipe, list_recipes, save_recipe
 from omnitrain.recipe.strict import Strict
 from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
-from omnitrain.train.effect import require_effect
 from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.useless_keys import require_effect
 from tests.tiny import CHAT, FOUNDATION, tiny_recipe
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 264, "n_positions": 64}
