@@ -14,8 +14,8 @@ from gpu_sizes import Sizes
 from repo_samples import mixed_samples, text_samples
 from transformers import DataCollatorWithFlattening
 
+from omnitrain.data.packing.fill_pack import fill_pack
 from omnitrain.data.packing.pack import IGNORED
-from omnitrain.data.packing.packing import fill_pack
 
 HELD = 64  # samples from which packs are filled
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from omnitrain.data.loading.loader import build_dataloader
+    from omnitrain.data.packing.fill_pack import OmniDataCollatorWithPacking
     from omnitrain.data.packing.pack import Pack
-    from omnitrain.data.packing.packing import OmniDataCollatorWithPacking
     from omnitrain.data.packing.sample import MediaSpan, Sample
     from omnitrain.data.render.chat_renderer import ChatRenderer
     from omnitrain.data.render.processor import OmniProcessor
@@ -44,7 +44,7 @@ _HOMES = {
     "Layout": "omnitrain.recipe",
     "LossTerm": "omnitrain.ops.loss.cross_entropy",
     "MediaSpan": "omnitrain.data.packing.sample",
-    "OmniDataCollatorWithPacking": "omnitrain.data.packing.packing",
+    "OmniDataCollatorWithPacking": "omnitrain.data.packing.fill_pack",
     "OmniModel": "omnitrain.models.omni.model",
     "OmniOutput": "omnitrain.models.components.outputs",
     "OmniProcessor": "omnitrain.data.render.processor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from omnitrain.parallel.spawn.pool import RankPool
 
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 
+TESTS = Path(__file__).parent
 _POOLS: list[RankPool] = []
 _PRELOAD = ["omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of most tests import
 
@@ -46,6 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
+            if "parallel" not in item.path.relative_to(TESTS).parts:
+                item.add_marker("runs")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

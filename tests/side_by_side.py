@@ -1,6 +1,7 @@
-"""``make test``: tests on ranks and all others, side by side, as ranks wait for each other much of the time.
+"""``make test``: three pytest sessions side by side, since ranks wait for each other much of the time.
 
-Two sessions, so that all tests on ranks have one warm pool. Arguments are those of pytest.
+The sessions run the tests without ranks, the tests of ``tests/parallel`` on ranks, and all other tests on ranks. Each
+session on ranks has one warm pool. Arguments are those of pytest.
 """
 
 from __future__ import annotations
@@ -8,26 +9,33 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 
 NO_TESTS = 5  # exit code of pytest where nothing was selected
+SESSIONS = ("ranks and not runs", "ranks and runs", "not ranks")
 
 
 def main(arguments: list[str]) -> int:
-    """Run both; 0 if both passed. What the second says is shown when the first has ended."""
-    with tempfile.TemporaryFile() as said:
-        others = subprocess.Popen(_session("not slow and not ranks", arguments), stdout=said, stderr=subprocess.STDOUT)
+    """Run all sessions; 0 if all passed. The first one prints at once, the others when it has ended."""
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in SESSIONS[1:]]
+        first, *others = (_session(marks, arguments) for marks in SESSIONS)
+        started = [
+            subprocess.Popen(c, stdout=o, stderr=subprocess.STDOUT) for c, o in zip(others, outputs, strict=True)
+        ]
         try:
-            codes = [subprocess.run(_session("not slow and ranks", arguments), check=False).returncode, others.wait()]
+            codes = [subprocess.run(first, check=False).returncode, *(process.wait() for process in started)]
         finally:
-            others.terminate()
-            others.wait()
-            said.seek(0)
-            sys.stdout.write(said.read().decode(errors="replace"))
-    return int(any(code not in (0, NO_TESTS) for code in codes) or codes == [NO_TESTS, NO_TESTS])
+            for process, output in zip(started, outputs, strict=True):
+                process.terminate()
+                process.wait()
+                output.seek(0)
+                sys.stdout.write(output.read().decode(errors="replace"))
+    return int(any(code not in (0, NO_TESTS) for code in codes) or set(codes) == {NO_TESTS})
 
 
 def _session(marks: str, arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-m", marks, *arguments]
+    return [sys.executable, "-m", "pytest", "-q", "-m", f"not slow and {marks}", *arguments]
 
 
 if __name__ == "__main__":

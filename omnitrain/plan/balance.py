@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from omnitrain.plan.sorting import stable_order
+from omnitrain.plan.radix_sort import stable_order
 
 _ABSENT = np.iinfo(np.int64).max // 2  # load of a worker that a problem does not have; far above any real load
 _MIN_ROUNDS = 4  # with fewer rounds, giving items one by one is as fast

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from omnitrain.plan.balance import assign_by_cost
+from omnitrain.plan.radix_sort import stable_order
 from omnitrain.plan.show import ComponentLine, component_table
-from omnitrain.plan.sorting import stable_order
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.topology import PlannedComponent, Topology
 

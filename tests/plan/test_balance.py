@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from omnitrain.plan.balance import assign_by_cost
-from omnitrain.plan.sorting import stable_order
+from omnitrain.plan.radix_sort import stable_order
 
 
 def heap_loads(costs: list[int], num_workers: int) -> list[int]:

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from omnitrain.data.loading.ahead import run_ahead
+from omnitrain.data.loading.data_process import run_ahead
 from omnitrain.data.loading.order import Draw, SampleOrder
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
+from omnitrain.data.packing.fill_pack import balanced_shares
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.packing import balanced_shares
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import RowSource, open_sources

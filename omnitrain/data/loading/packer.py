@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from omnitrain.data.loading.order import SampleOrder
 from omnitrain.data.loading.slots import SlotState
-from omnitrain.data.packing.packing import fill_pack, num_tokens
+from omnitrain.data.packing.fill_pack import fill_pack, num_tokens
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.errors import DataError
 from omnitrain.recipe import Data

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from omnitrain.data.loading.ahead import follow_main_process
+from omnitrain.data.loading.data_process import follow_main_process
 from omnitrain.data.loading.order import Draw
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor

@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.packing import pack_all
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from omnitrain.data.loading.ahead import follow_main_process
+from omnitrain.data.loading.data_process import follow_main_process
 from omnitrain.parallel.state import forget_parallel_state
 
 

@@ -20,9 +20,9 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.layout import ModelLayout, layout_of, reduce_replicas
 from omnitrain.parallel.sequence.apply import part_of
+from omnitrain.parallel.step.feature_exchange import Exchange
+from omnitrain.parallel.step.feature_routing import positions_of, rows_for_parts
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.parallel.step.row_exchange import Exchange
-from omnitrain.parallel.step.row_routing import positions_of, rows_for_parts
 from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
 from omnitrain.parallel.watch.report import Phase
 from omnitrain.plan import PlannedComponent, StepPlan

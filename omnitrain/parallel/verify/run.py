@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.packing import pack_all
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.lockstep import idle_prompt

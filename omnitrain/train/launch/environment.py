@@ -41,7 +41,7 @@ def end_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
         return
-    from omnitrain.data.loading.ahead import end_with_parent
+    from omnitrain.data.loading.data_process import end_with_parent
 
     end_with_parent()
     if os.getppid() != int(launcher):  # the launcher ended before the call above

@@ -17,7 +17,7 @@ from omnitrain.data.loading.loader import Packs, StepLoader
 from omnitrain.data.loading.order import SampleOrder
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, merge_states, share_of_rank
-from omnitrain.data.packing.packing import balanced_shares
+from omnitrain.data.packing.fill_pack import balanced_shares
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.errors import DataError, TrainingError, UserError
 from omnitrain.recipe import Data

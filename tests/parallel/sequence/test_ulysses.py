@@ -16,7 +16,7 @@ from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import ParallelState, init_parallel_state
 from omnitrain.plan.sequence import split_sequence
 from tests.ops.attention.test_backends import FEATURES, MASKS, make_call
-from tests.parallel.step.test_row_exchange import counted_collectives
+from tests.parallel.step.test_feature_exchange import counted_collectives
 
 LEAVES = ("query", "key", "value", "sinks", "position_bias")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omnitrain.parallel.step.row_routing import rows_for_parts
+from omnitrain.parallel.step.feature_routing import rows_for_parts
 from omnitrain.plan.sequence import split_sequence
 from omnitrain.plan.step import RowRoutes
 

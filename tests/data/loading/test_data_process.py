@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omnitrain.data.loading.ahead import run_ahead
+from omnitrain.data.loading.data_process import run_ahead
 from omnitrain.errors import DataError, TrainingError
 
 

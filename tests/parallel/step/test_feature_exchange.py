@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.parallel.spawn.pool import RankError, RankPool
-from omnitrain.parallel.step.row_exchange import Exchange
-from omnitrain.parallel.step.row_routing import rank_routing
+from omnitrain.parallel.step.feature_exchange import Exchange
+from omnitrain.parallel.step.feature_routing import rank_routing
 from omnitrain.plan import RowRoutes
 from tests.waits import DEVICE, Device
 

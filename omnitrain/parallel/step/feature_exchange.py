@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.device import to_device
-from omnitrain.parallel.step.row_routing import RowSplits, rank_routing
+from omnitrain.parallel.step.feature_routing import RowSplits, rank_routing
 from omnitrain.plan import RowRoutes
 
 
