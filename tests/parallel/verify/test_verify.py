@@ -220,6 +220,7 @@ def test_a_factory_that_no_other_process_can_have_is_refused() -> None:
         verify(lambda: factories.any_to_any(), [], ["dp2"])
 
 
+@pytest.mark.slow
 def test_a_factory_of_a_notebook_is_verified_as_it_is() -> None:
     """A program without a file, whose factory draws its weights and shares a config with the next call."""
     program = """

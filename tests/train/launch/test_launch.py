@@ -228,6 +228,7 @@ def test_other_ranks_speak_only_where_rank_0_does_not_say_the_same(monkeypatch: 
     assert own_words("no memory") == "rank 1: no memory"
 
 
+@pytest.mark.slow
 def test_a_mistake_that_all_ranks_find_is_told_once() -> None:
     Path("recipe.yaml").write_text("model: {foundation: some/model}\ndata: {train: [{path: train.parquet}]}\n")
     command = [sys.executable, "-m", "omnitrain", "run", "recipe.yaml", "train.device=gpu", "--nproc", "2"]
