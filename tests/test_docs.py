@@ -98,3 +98,12 @@ def test_the_architecture_shows_every_room() -> None:
 def test_the_glossary_has_at_most_forty_nouns() -> None:
     glossary = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary")[1].split("## ")[0]
     assert 30 <= glossary.count("\n| ") - 1 <= 40
+
+
+def test_the_tests_that_the_verify_page_names_exist() -> None:
+    page = (ROOT / "docs" / "verify.md").read_text()
+    table = page.split("## Failure modes and their tests")[1]
+    for file, names in re.findall(r"`([\w/]+/test_\w+\.py)`([^;|]*)", table):
+        text = (ROOT / "tests" / file).read_text()
+        for name in re.findall(r"`(test_\w+)", names):
+            assert f"def {name.removesuffix('_')}" in text, (file, name)

@@ -14,9 +14,7 @@ from omnitrain.recipe.useless_keys import Idle
 class Columns(Strict):
     """Column names of a data set."""
 
-    id: str = Field(
-        "id", description="Unique string id of a row. Without this column, the position of the row is its id."
-    )
+    id: str = Field("id", description="Unique string id of a row. Without this column, the id is SOURCE[POSITION].")
     source: str = Field(
         "task", description="String column by which metrics are split. Without this column: the name of the data set."
     )

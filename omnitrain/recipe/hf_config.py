@@ -125,7 +125,8 @@ def _config_class(model_type: Any) -> type | None:
     if isinstance(model_type, str) and model_type.startswith("omnitrain"):
         from omnitrain.recipe.component_configs import CONFIGS
 
-        return CONFIGS.get(model_type)
+        if model_type in CONFIGS:
+            return CONFIGS[model_type]
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 (its `get` does not load the class)
 
 

@@ -14,7 +14,12 @@ class TestPluginConfig(PreTrainedConfig):
     model_type = "test_plugin_model"
     hidden_size: int = 8
 
+class OwnPrefixConfig(TestPluginConfig):
+    model_type = "omnitrain_test_plugin_model"
+
+
 AutoConfig.register("test_plugin_model", TestPluginConfig)
+AutoConfig.register("omnitrain_test_plugin_model", OwnPrefixConfig)
 """
 FOUNDATION = "foundation: {config: {model_type: test_plugin_model, hidden_size: 4}}"
 
@@ -40,6 +45,11 @@ def test_a_model_type_that_a_plugin_registers_is_known_and_its_keys_are_checked(
     assert Recipe.load(str(tmp_path / "saved.yaml")) == loaded
     with pytest.raises(RecipeError, match="did you mean `hidden_size`"):
         Recipe.load(str(tmp_path / "recipe.yaml"), ["model.foundation.config.hiden_size=3"])
+
+
+def test_a_plugins_model_type_may_begin_as_ours_do(tmp_path: Path) -> None:
+    foundation = FOUNDATION.replace("test_plugin_model", "omnitrain_test_plugin_model")
+    assert recipe(tmp_path, "json", foundation).model.foundation is not None
 
 
 def test_a_plugin_named_by_file_is_importable_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,7 @@ def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: in
     """
     values = model.state_dict(keep_vars=True)
     adapter_names = model.adapter_names
-    adapters = {name: value for name, value in values.items() if name in adapter_names}
-    whole = whole_tensors(adapters, keep=peers.rank == 0)
-    # The base's weights come last: without them nobody takes the folder for a complete model.
-    all_or_raise(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
+    _save_all_but_base(model, folder, {name: v for name, v in values.items() if name in adapter_names}, peers)
     files = _names_by_file({name: value for name, value in values.items() if name not in adapter_names}, file_bytes)
     file_of: dict[str, str] = {}
     for begin in range(0, len(files), peers.size):
@@ -57,6 +54,12 @@ def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: in
         for names, file in peers.gather((written, file_name)):
             file_of |= dict.fromkeys(names, file)
     all_or_raise(peers, lambda: _write_index(folder, file_of) if peers.rank == 0 else None)
+
+
+def _save_all_but_base(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor], peers: Peers) -> None:
+    """Without the base's weights, which come last, nobody takes the folder for a complete model."""
+    whole = whole_tensors(adapters, keep=peers.rank == 0)
+    all_or_raise(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
 
 
 def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:

@@ -62,7 +62,9 @@ def show_unused(unused: Mapping[str, int] | None) -> None:
 def show_kept_memory(by_source: Mapping[str, float], pack_tokens: int) -> None:
     """Print the memory that a full pack of each source keeps for its backward, in GiB."""
     shown = ", ".join(f"{source} {size / 2**30:.2f}" for source, size in by_source.items())
-    console.print(f"activations that a full pack of {pack_tokens:,} tokens keeps for its backward, in GiB: {shown}")
+    console.print(
+        f"activations that a full pack of {pack_tokens:,} tokens keeps for its backward, in GiB, about: {shown}"
+    )
 
 
 def show_scores(scores: dict[str, Any], title: str) -> None:
