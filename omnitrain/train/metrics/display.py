@@ -62,9 +62,7 @@ def show_unused(unused: Mapping[str, int] | None) -> None:
 def show_kept_memory(by_source: Mapping[str, float], pack_tokens: int) -> None:
     """Print the memory that a full pack of each source keeps for its backward, in GiB."""
     shown = ", ".join(f"{source} {size / 2**30:.2f}" for source, size in by_source.items())
-    console.print(
-        f"activations that a full pack of {pack_tokens:,} tokens keeps for its backward, in GiB, about: {shown}"
-    )
+    console.print(f"a full pack of {pack_tokens:,} tokens keeps about this much for its backward, in GiB: {shown}")
 
 
 def show_scores(scores: dict[str, Any], title: str) -> None:

@@ -65,7 +65,7 @@ def test_full_packs_are_told_by_source_at_the_start(tmp_path: Path, capsys: pyte
     trainer = Trainer(Recipe.load(str(tiny_recipe(tmp_path)), ["data.pack_tokens=1000000"]))
     trainer.show_memory()
     said = " ".join(capsys.readouterr().out.split())
-    head = "activations that a full pack of 1,000,000 tokens keeps for its backward, in GiB, about: "
+    head = "a full pack of 1,000,000 tokens keeps about this much for its backward, in GiB: "
     told = {source: float(size) for source, size in (part.split() for part in said.removeprefix(head).split(", "))}
     assert told.keys() == set(TASKS)
     pack = Pack.from_samples(tiny_samples(trainer.processor, 1) * 100)
