@@ -1,4 +1,4 @@
-"""``Trainer(recipe).fit()``: one loop, one step on one screen."""
+"""``Trainer(recipe).fit()``: the training loop."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.run_state.state import TrainingState, read_state
 
-_IDLE_STEPS = 10  # from the first on without a token to predict, which end a run
+_IDLE_STEPS = 10  # a run ends if its first steps have no token to predict
 
 
 class NonFiniteError(TrainingError):
-    """A loss or gradient became NaN or infinite; the message names the samples. Nothing was updated."""
+    """A loss or gradient became NaN or infinite. The message names the samples; the step made no update."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Trainer:
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         self.folder = RunFolder(recipe)
         self.ranks.first(self.folder.require_free)
-        load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # a mistake in it comes before the work
+        load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
         self.resumed = self.last_checkpoint = self.folder.checkpoint_to_resume(self.ranks.peers) if resume else None
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
@@ -118,7 +118,7 @@ class Trainer:
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         settings = recipe.train.optimizer
         self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
-        self._parameters = list(self.model.parameters())  # to walk the modules takes longer than to list them
+        self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
         traces = self.folder.path / "trace"
@@ -140,7 +140,7 @@ class Trainer:
         self._started = started - state.seconds
 
     def fit(self) -> RunSummary:
-        """Train to the last step (or Ctrl-C), save, evaluate. With several ranks, all of them call it.
+        """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
 
         Called again, it goes on where Ctrl-C ended it.
 
@@ -163,7 +163,7 @@ class Trainer:
             self.watch,
         ):
             self.watch.follow(self.model)
-            # Data of no use end the run before it writes anything.
+            # Unusable data raise here, before the run writes anything.
             first = [self._next_batch(steps)] if self.step < train.steps else []
             closing.callback(self.folder.close)
             if (metrics := self.ranks.first(self._open_folder)) is not None:
@@ -218,14 +218,14 @@ class Trainer:
             console.print(f"resumed from {self.resumed}: {self.step} steps are done, {left} are left")
 
     def show_memory(self) -> None:
-        """Print what full packs keep for their backward; of one process without a plan that packs several samples."""
+        """Print the memory that full packs keep for their backward (one process without a plan)."""
         if self.ranks.state is None and self.compiled is None and self.model.runner.contract.packs:
             pack_tokens = self.recipe.data.pack_tokens
             if kept := kept_by_source(self.model, self.processor, self.loader.sources, pack_tokens):
                 show_kept_memory(kept, pack_tokens)
 
     def _next_batch(self, steps: Iterator[StepBatch]) -> StepBatch:
-        """The packs of a step. Where the data fail, on any rank, the steps done are saved first."""
+        """Return the packs of a step. If the data fail on any rank, save the finished steps first."""
         self.watch.at(step=self.step + 1, phase="data")
         waiting = time.perf_counter()
         batch: StepBatch | None = None
@@ -254,7 +254,7 @@ class Trainer:
         return loss, norm
 
     def _require_targets(self) -> None:
-        """A step without a token to predict is counted. If that is all there ever was, it is a mistake in the data."""
+        """Raise if all steps so far had no token to predict."""
         if self.steps_without_targets == self.step >= min(_IDLE_STEPS, self.recipe.train.steps):
             raise UserError(
                 f"nothing was trained in the first {self.step} steps: no sample of them has a token to predict; what "
@@ -262,7 +262,7 @@ class Trainer:
             )
 
     def _with_what_was_measured(self) -> Recipe:
-        """The recipe without `auto`, as far as that was measured."""
+        """Return the recipe with measured values in place of `auto`."""
         if (chunks := self.experts.chunks.settled) is None:
             return self.recipe
         return self.recipe.model_copy(update={"parallel": self.recipe.parallel.with_expert_chunks(chunks)})
@@ -330,7 +330,7 @@ class Trainer:
         }
 
     def _heldout_losses(self, interrupt: Interrupt) -> dict[str, Any] | None:
-        """Of this step, for its line of metrics; None: they are not due, or Ctrl-C cut them short."""
+        """Held-out losses for the metrics of this step; None: they are not due, or Ctrl-C interrupted them."""
         if self.evaluator is None or not self.recipe.measures_heldout_loss(self.step):
             return None
         found = None
@@ -366,7 +366,7 @@ class Trainer:
         return target
 
     def _evaluate(self, interrupt: Interrupt, losses: dict[str, Any] | None) -> dict[str, float]:
-        """``losses``: those of the last step, where they were due there."""
+        """``losses``: held-out losses of the last step, if they were due."""
         settings, evaluator = self.recipe.evaluation, self.evaluator
         if settings is None or evaluator is None:
             return {}
@@ -385,7 +385,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _settled_objects_uncollected() -> Iterator[None]:
-    """Imports and models are half a million objects; the garbage collector need not walk them during training."""
+    """Keep the half a million objects of imports and models out of garbage collection during training."""
     gc.collect()
     gc.freeze()
     try:
@@ -395,7 +395,7 @@ def _settled_objects_uncollected() -> Iterator[None]:
 
 
 def _seed_of(seed: int, step: int, rank: int) -> int:
-    """Of the random numbers of a step on a rank (dropout): a resumed run draws those of the uninterrupted one."""
+    """Seed of a step's random numbers on a rank (dropout), the same in a resumed run."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "little")
 
 

@@ -92,7 +92,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
         places = {name: local_positions(work.part, batch.positions) for name, batch in batches.items()}
         made: dict[str, list[_Made]] = {}
         minimal: list[_Made] = []
-        for name in names:  # in one order on all ranks, with data or without
+        for name in names:  # the same order on all ranks, with or without data
             calls = work.media_calls[name] if name in work.media_calls else own_calls(model, pack, name)
             with work.together.get(component, nullcontext)():
                 made[name] = [_encoded(model, name, call) for call in calls]
@@ -101,7 +101,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
         if component in work.exchanges:
             own = [rows for parts in made.values() for rows in parts]
             received = work.exchanges[component](*_sent(own or minimal[:1], is_empty=not own))
-            idle += [tensor for tensor in received if not len(tensor)]  # their backward is an exchange, too
+            idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
             counts = {name: batch.num_tokens for name, batch in batches.items()}
             if component in work.cut:
                 counts = {name: (len(places[name][0]),) for name in batches}
@@ -113,7 +113,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
                 labels[name] = codes
             if work.part is not None and component not in work.cut:
                 rows = rows.at(index) if isinstance(rows, MediaFeatures) else rows[to_device(index, rows.device)]
-            if not len(index):  # the model runs as over text
+            if not len(index):  # the model runs as it does over text
                 idle += _tensors(rows)
             elif isinstance(rows, MediaFeatures):
                 native[name] = rows
@@ -123,7 +123,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
 
 
 def num_calls(model: Any, pack: Pack) -> dict[str, int]:
-    """How often a rank calls each component for a pack, by the names in the pack.
+    """Return the number of calls of each component that a pack needs, by the names in the pack.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
@@ -133,7 +133,7 @@ def num_calls(model: Any, pack: Pack) -> dict[str, int]:
 
 
 def own_calls(model: Any, pack: Pack, name: str) -> list[MediaCall]:
-    """The calls that the items of a pack ask for, under one of its names; none where it has no such items."""
+    """Return the calls for the items of a pack under one of its names; empty if it has no such items."""
     if name.startswith(NATIVE_PREFIX):
         return model.runner.calls(pack, name)
     batch = pack.inputs.get(name) or pack.targets.get(name)
@@ -141,7 +141,7 @@ def own_calls(model: Any, pack: Pack, name: str) -> list[MediaCall]:
 
 
 def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
-    """A decoder's head called without targets. ``hidden``: ``[1, T, hidden]``, any; returns a scalar.
+    """Call a decoder's head without targets. ``hidden``: any ``[1, T, hidden]``; returns a scalar.
 
     It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
     """
@@ -150,7 +150,7 @@ def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
 
 
 def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
-    """``term``, with a gradient of zero for everything that made ``idle``."""
+    """Return ``term`` with a gradient of zero for all inputs of ``idle``."""
     zeros = [tensor.float().sum() * 0.0 for tensor in idle]
     return term + torch.stack(zeros).sum() if zeros else term
 
@@ -179,7 +179,7 @@ def _tensors(made: _Made) -> list[Tensor]:
 
 
 def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | None]:
-    """Rows of several calls end to end; and labels, of a decoder."""
+    """Concatenate the features of several calls, and the labels of a decoder."""
     if is_target:
         rows, labels = (torch.cat(part) for part in zip(*made, strict=True))
         return rows, labels
@@ -187,20 +187,20 @@ def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | N
 
 
 def _sent(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
-    """What goes into an exchange: rows of several calls end to end; ``is_empty``: none of them."""
+    """Return the tensors to exchange: the features of several calls, concatenated; ``is_empty``: no rows of them."""
     joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
     return [tensor[:0] for tensor in joined] if is_empty else joined
 
 
 def _cut(received: Sequence[Tensor], pattern: _Made, counts: Mapping[str, Sequence[int]]) -> dict[str, list[_Made]]:
-    """Rows from an exchange, name by name, in the form of ``pattern``. ``counts``: name -> rows of each item."""
+    """Split received features by name, in the form of ``pattern``. ``counts``: name -> rows of each item."""
     sizes = [sum(own) for own in counts.values()]
     pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
     return {name: [_like(pattern, piece, own)] for (name, own), piece in zip(counts.items(), pieces, strict=True)}
 
 
 def _like(pattern: _Made, tensors: Sequence[Tensor], num_tokens: Sequence[int]) -> _Made:
-    """The tensors that :func:`_tensors` returns, put back into the form they came from."""
+    """The inverse of :func:`_tensors`: put tensors back into the form of ``pattern``."""
     if isinstance(pattern, MediaFeatures):
         return pattern.with_tensors(tensors, num_tokens)
     return tensors[0] if isinstance(pattern, Tensor) else tuple(tensors)

@@ -1,4 +1,4 @@
-"""Generation: text until a medium starts, then that decoder's tokens until it is whole, then text again."""
+"""Generation: text until a medium starts, then that decoder's tokens until it is complete, then text again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Sampler = Callable[[Uniform, torch.Tensor], torch.Tensor]  # logits [batch, clas
 
 @dataclass
 class Answer:
-    """What was generated for one prompt.
+    """The answer to one prompt.
 
     Attributes:
         parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
@@ -57,7 +57,7 @@ class Answer:
 
 
 class _Sequence:
-    """One answer in the making: which head draws its next token, and what it drew."""
+    """An unfinished answer: the head that draws its next token, and its tokens so far."""
 
     def __init__(self, writers: dict[int, str]) -> None:
         self.writers = writers  # start token -> decoder
@@ -90,15 +90,15 @@ def generate(
     numbers: Sequence[int] | None = None,
     peers: Peers = SINGLE_PROCESS,
 ) -> list[Answer]:
-    """Answers to prompts of any lengths, in one batch; those that the foundation's own forward reads, one by one.
+    """Generate answers to prompts of any lengths in one batch; one by one if the model's own forward reads the media.
 
-    Each prompt draws from a stream of its own, which follows from ``seed`` and its number. So its answer does not
-    depend on the prompts beside it, nor on how prompts are divided into batches or over ranks.
+    Each prompt has its own random numbers, which depend on ``seed`` and the prompt's number alone. So its answer does
+    not depend on other prompts, nor on how prompts are divided into batches or over ranks.
 
     Args:
         model: in any mode; put back afterwards. A sharded one must be gathered (``parallel/gather.py``).
         processor: knows the end token and the start token of each modality.
-        prompts: from :meth:`OmniProcessor.prompt`; a rank beside others may have none.
+        prompts: from :meth:`OmniProcessor.prompt`; with several ranks, a rank may have none.
         max_new_tokens: longest answer, text and media tokens together; the same on all ranks.
         sampling: ``text`` or a decoder's name -> how its tokens are drawn; greedy where absent.
         seed: of sampling, at least 0.
@@ -127,7 +127,7 @@ def generate(
 
 
 def _batches(prompts: Sequence[Sample], peers: Peers) -> list[list[int]]:
-    """Which prompts run together, in the order of packs, as many batches on all ranks. One that is alone is so here."""
+    """Return which prompts run together, in the order of packs; equally many batches on all ranks."""
     order = sorted(range(len(prompts)), key=lambda place: (len(prompts[place]), prompts[place].index))
     together = [place for place in order if not prompts[place].is_alone]
     batches = [together] * bool(together) + [[place] for place in order if prompts[place].is_alone]
@@ -175,7 +175,7 @@ def _decode(
 
 
 def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
-    """Unfinished rows by what draws their next token, before any of them changes its mode by drawing it."""
+    """Return the unfinished rows by the head that draws their next token."""
     rows: dict[str, list[int]] = {}
     for row, sequence in enumerate(sequences):
         if not sequence.answer.is_finished:
@@ -185,7 +185,7 @@ def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]
 
 @dataclass(frozen=True)
 class _Cells:
-    """Rows that take the place of token embeddings in a batch.
+    """Features that replace token embeddings in a batch.
 
     Attributes:
         prompts: ``[n]`` int64, which row of the batch; on the host, as ``columns``.
@@ -235,7 +235,7 @@ class _Foundation:
         self.seen = 0  # columns that the cache holds
 
     def _encoded(self, prompts: Sequence[Sample], pads: torch.Tensor, peers: Peers) -> dict[str, MediaFeatures]:
-        """Rows for the foundation's own placeholders in the batch; those of attached components are inserted."""
+        """Return features for the foundation's own placeholders; insert those of encoders and decoders."""
         packs = list(pack_all(prompts, max([_ENCODED_TOKENS, *map(len, prompts)])))
         native: list[dict[str, MediaFeatures]] = []
         first = 0  # prompt of the pack
@@ -253,7 +253,7 @@ class _Foundation:
         return self.runner.one_batch(native)
 
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` at the last position.
+        """Return hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` of the last position.
 
         Raises:
             UserError: the model hides its last hidden states.
@@ -289,21 +289,21 @@ class _Foundation:
         return states[0], output.logits[:, -1]
 
     def _places(self, columns: slice) -> dict[str, torch.Tensor]:
-        """Position ids; for a prompt that the model's own forward reads, its inputs: positions are the model's own."""
+        """Return position ids; if the model's own forward reads the prompt, its inputs instead."""
         if not self.given:
             return {"position_ids": self.position_ids[..., columns]}
         return self.given if self.seen == 0 else {}
 
     def append(self, tokens: list[int], embeds: torch.Tensor) -> None:
         """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
-        # A placeholder that was drawn is text, and must not take a row from the media of the next prompt.
+        # A drawn placeholder is text; it must not take a feature of the next prompt's media.
         tokens = [self.text_token if token in self.placeholders else token for token in tokens]
         everyone = torch.arange(len(embeds))
         self.inserted.append(_Cells(everyone, torch.full_like(everyone, self.input_ids.size(1)), embeds))
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)[:, None]], dim=1)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         largest = self.position_ids.amax(dim=-1, keepdim=True)
-        if self.position_ids.ndim == 3:  # every axis goes on behind the furthest
+        if self.position_ids.ndim == 3:  # every axis continues after its largest position
             largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
         self.position_ids = torch.cat([self.position_ids, largest + 1], dim=-1)
         kind = int(self.runner.native.extras.marks_answer)
@@ -314,7 +314,7 @@ class _Foundation:
 
 
 def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:
-    """Which of the media a token sees, in a tensor with a row for each: nobody knows that of a token that is drawn."""
+    """Raise if an input has a value per token (such as the media that it sees), unknown for drawn tokens."""
     for name, value in given.items():
         if value.ndim > 2 and not value.is_floating_point() and value.shape[:2] == (1, length):
             raise UserError(
@@ -324,13 +324,13 @@ def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:
 
 
 class _UniformStreams:
-    """Uniform numbers in [0, 1), a stream per row: what a row draws follows from the seed and its number alone."""
+    """Uniform random numbers in [0, 1), one stream per row, seeded by the seed and the row's number."""
 
     def __init__(self, seed: int, numbers: Sequence[int]) -> None:
         self._streams = [np.random.default_rng((seed, number)) for number in numbers]
 
     def next(self, rows: Sequence[int]) -> torch.Tensor:
-        """The next number of each of ``rows``, float64 on the CPU."""
+        """Return the next number of each of ``rows``, float64 on the CPU."""
         return torch.tensor([self._streams[row].random() for row in rows], dtype=torch.float64, device="cpu")
 
 
@@ -344,7 +344,7 @@ def _sampler(sampling: Sampling) -> Sampler:
         warpers.append(TopPLogitsWarper(sampling.top_p))
 
     def draw(uniform: Uniform, logits: torch.Tensor) -> torch.Tensor:
-        """The first token at which the summed probabilities pass a uniform number."""
+        """Return the first token at which the cumulative probability exceeds a uniform random number."""
         summed = warpers(None, logits).softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
         passed = uniform().to(summed.device) * summed[:, -1]
         return torch.searchsorted(summed, passed[:, None], right=True)[:, 0].clamp(max=logits.size(-1) - 1)
@@ -353,7 +353,7 @@ def _sampler(sampling: Sampling) -> Sampler:
 
 
 def _parts(model: OmniModel, processor: OmniProcessor, tokens: list[tuple[str, int]]) -> list[Any]:
-    """Drawn tokens -> text and media, in order. Start and end tokens are not text."""
+    """Turn drawn tokens into text and media, in order, without start and end tokens."""
     hidden_ids = {processor.end_token, *processor.start_tokens.values()}
     parts: list[Any] = []
     text: list[int] = []

@@ -14,11 +14,11 @@ from omnitrain.models.discovery import special_ids
 from omnitrain.models.omni.encode import MicroBatchWork, num_calls
 from omnitrain.peers import Peers
 
-_IDLE = "idle"  # source and id of samples that stand in for none; data may have the same
+_IDLE = "idle"  # source and id of samples for ranks without data; real data may use the same name
 
 
 def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[Pack, MicroBatchWork]]:
-    """This rank's packs and, behind them, idle ones, until there are as many as on the rank with the most.
+    """Yield this rank's packs, then idle ones, as many as the rank with the most packs has.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
@@ -26,7 +26,7 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
         peers: all of them call this, and run each pack before they ask for the next.
 
     Yields:
-        A pack, and what all ranks do beside it.
+        A pack, and this rank's work for it.
     """
     rounds = peers.most({"packs": len(packs)})["packs"]
     calls = {(i, name): calls for i, pack in enumerate(packs) for name, calls in num_calls(model, pack).items()}
@@ -41,7 +41,7 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
-    """Ordinary tokens that nothing is learnt from, for a rank that has no sample.
+    """Return a sample of ordinary tokens without a loss, for a rank that has no sample.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.

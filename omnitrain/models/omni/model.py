@@ -96,7 +96,7 @@ class OmniModel(ComponentModel):
             path: folder or Hub id.
             *args: for transformers.
             **kwargs: for transformers. With ``output_loading_info``, transformers alone loads: what does not fit is
-                told instead of raised, and adapters stay where they are.
+                reported instead of raised, and LoRA adapters are not loaded.
 
         Raises:
             UserError: no model there.
@@ -109,7 +109,7 @@ class OmniModel(ComponentModel):
         return model
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Write config and whole weights, and LoRA adapters beside them in files of peft, for :meth:`from_pretrained`.
+        """Write config, whole weights, and LoRA adapters in files of peft, for :meth:`from_pretrained`.
 
         Every rank calls it where the model is spread over ranks: each writes some of the files (:func:`save_whole`).
 

@@ -33,12 +33,12 @@ ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
 
 
 class OnPhase(Protocol):
-    """Told where a rank is in a step."""
+    """Called with a rank's position in a step."""
 
     def __call__(
         self, *, micro_batch: int | None = None, phase: Phase | None = None, samples: Sequence[str] | None = None
     ) -> object:
-        """What is not given stays as it was."""
+        """Arguments that are not given keep their last value."""
         ...
 
 
@@ -52,7 +52,7 @@ def accumulate_gradients(
     forward_context: ForwardContext | None = None,
     routers: RouterMonitor | None = None,
 ) -> torch.Tensor:
-    """Forward and backward of this rank's part of a step.
+    """Run forward and backward of this rank's micro-batches.
 
     Every head's loss is its sum over the whole global batch, divided once by that batch's number of predicted tokens:
     how samples are spread over packs and ranks does not show.
@@ -62,7 +62,7 @@ def accumulate_gradients(
         batch: packs of this rank, and the plan of all.
         loss_weights: ``text`` or a decoder's name -> weight of its mean loss; absent: 1.
         on_output: called with pack and output of each micro-batch.
-        on_phase: told what comes next (:meth:`omnitrain.parallel.watch.monitor.StallMonitor.at`).
+        on_phase: called before each phase (:meth:`omnitrain.parallel.watch.monitor.StallMonitor.at`).
         forward_context: pack and share of a micro-batch -> context of its forward.
         routers: whose losses belong to the total.
 
@@ -95,17 +95,17 @@ def accumulate_gradients(
                 if context is not None:
                     stack.enter_context(context(pack, own))
             output = model(pack, own)
-        if any(counts.values()):  # the same on all ranks: the counts are those of all
+        if any(counts.values()):  # the same on all ranks, since counts are global
             loss = _loss(output, weights, counts, routers) * share
             if on_phase is not None:
                 on_phase(phase="backward")
-            if loss.requires_grad:  # not where all that trains is a tower, and no rank has media for it
+            if loss.requires_grad:  # False if only a tower trains and no rank has media for it
                 loss.backward()
             total += loss.detach()
             del loss
         if on_output is not None:
             on_output(pack, output)
-        del output  # the last to hold the graph, and with it the routes of all layers of experts
+        del output  # frees the graph, and with it the permutations of all MoE layers
     layout = layout_of(model)
     if layout is not None:
         add_up_over_tp(model.parameters(), layout.state)
@@ -115,8 +115,8 @@ def accumulate_gradients(
 def _loss(
     output: OmniOutput, weights: Mapping[str, float], counts: Mapping[str, int], routers: RouterMonitor | None
 ) -> torch.Tensor:
-    """A micro-batch's part of the total loss."""
-    # Also a sum over no token enters, which is zero: what this rank did for others hangs on that of the text.
+    """Return the weighted loss of a micro-batch."""
+    # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
     terms = [weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
     if routers is not None and (balance := routers.loss()) is not None:
         terms.append(balance)
@@ -124,19 +124,19 @@ def _loss(
 
 
 def loss_share(model: OmniModel) -> float:
-    """1; 0 on all tensor parallel ranks but the first: they compute the same loss, which counts once."""
+    """Return 1 on the first tensor parallel rank, else 0: these ranks compute the same loss, which counts once."""
     layout = layout_of(model)
     return 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
 
 
 def reduce_on_last(model: OmniModel, plan: StepPlan, micro_batch: int) -> None:
-    """Let each component add its gradients over its replicas in the last micro-batch in which it runs, only there."""
+    """Make each component reduce over its replicas only in the last micro-batch in which it runs."""
     if layout_of(model) is not None:
         reduce_replicas(model, {c.name: plan.last_active(c.name) == micro_batch for c in plan.topology.components})
 
 
 def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
-    """What this rank does in a micro-batch, as the model takes it."""
+    """Return this rank's work in a micro-batch, from the step plan."""
     plan = batch.plan
     layout = layout_of(model)
     ranks = np.array(layout.state.loss_ranks if layout is not None else range(plan.topology.world_size))
@@ -171,7 +171,7 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
 
 
 def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.ProcessGroup | None:
-    """The ranks among which the component's rows move."""
+    """Return the group of ranks that exchange the component's features."""
     if layout is None:
         return None
     return layout.state.loss_group if component.place == "world" else layout.state.sequence_group

@@ -1,4 +1,4 @@
-"""A model that is cut must be the model: tried on a small twin, before anything changes."""
+"""A check on a tiny model that tensor parallelism does not change results, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TOLERANCE, _SMALLEST = 1e-3, 1e-2
 
 
 def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> None:
-    """A twin of the foundation, cut as the foundation is to be, has the logits and gradients of the whole twin.
+    """Check that a tiny model, sharded as the foundation will be, has the logits and gradients of the whole one.
 
     Every tensor parallel rank takes part.
 
@@ -51,7 +51,7 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
 
 
 def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> TokenSharding:
-    """Whether a twin whose tokens are divided between its blocks is the whole twin, too.
+    """Check a tiny model whose tokens are divided between its blocks against the whole one.
 
     Every tensor parallel rank takes part.
 
@@ -67,7 +67,7 @@ def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: Pa
 def _tried(
     foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState, *, divide: bool
 ) -> tuple[str, frozenset[str]]:
-    """What is wrong with a twin that is cut, or nothing; and, for all layers, the matrices by which regions end."""
+    """Return what is wrong with a sharded tiny model (or nothing), and the matrices that end regions."""
     inside = {n.removeprefix(f"{FOUNDATION}."): s for n, s in styles.items() if n.startswith(f"{FOUNDATION}.")}
     if not inside:
         return "", frozenset()
@@ -82,7 +82,7 @@ def _tried(
 def _measured(
     twin: PreTrainedModel, probes: Sequence[Probe], styles: Mapping[str, str], state: ParallelState, *, divide: bool
 ) -> tuple[str, frozenset[str]]:
-    """The twin is whole before, and cut afterwards."""
+    """Compare; the tiny model is whole before and sharded afterwards."""
     ends: set[str] = set()
     if divide:
         with ends_of(text_blocks(twin), styles, dict(twin.named_modules())) as ends:
@@ -99,7 +99,7 @@ def _measured(
 
 
 def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
-    """The smallest twin that plain transformers runs, and the samples that it takes."""
+    """Return the smallest tiny model that plain transformers runs, and the samples that it accepts."""
     for config in tiny_configs(foundation.config):
         found = attempt(partial(_with_probes, type(foundation), config))
         if not isinstance(found, Failure) and found[1] and not found[1][0].modalities:
@@ -115,7 +115,7 @@ def _with_probes(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple
 
 
 def _divided(twin: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[str, str]:
-    """The styles of what the twin has, too, but for sizes that only the twin has and the ranks do not divide."""
+    """Return the styles that apply to the tiny model, without those for sizes that its ranks do not divide."""
     parameters = dict(twin.named_parameters(remove_duplicate=False))
     modules = dict(twin.named_modules())
 
@@ -139,7 +139,7 @@ def _logits(twin: PreTrainedModel, probe: Probe) -> Tensor:
 def _outcome(
     twin: PreTrainedModel, probes: Sequence[Probe], *, share: float, state: ParallelState | None = None
 ) -> dict[str, Tensor]:
-    """Whole logits and gradients by name."""
+    """Return unsharded logits and gradients by name."""
     found = {}
     for number, probe in enumerate(probes):
         logits = _logits(twin, probe).float()
@@ -156,7 +156,7 @@ def _outcome(
 
 
 def _difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """The first thing that differs, in words; None: nothing does."""
+    """Return the first difference in words; None: no difference."""
     smallest = _SMALLEST * max(float(value.abs().max()) for name, value in expected.items() if "gradient" in name)
     for name, value in expected.items():
         if name not in found:

@@ -1,4 +1,4 @@
-"""What a run measures: losses per head and source, tokens, speed, memory, waiting for data."""
+"""Measurements of a run: losses per head and source, tokens, speed, memory, time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LossMeter:
         self._totals: dict[str, torch.Tensor] = {}  # head -> [sources, 2]: loss sum, tokens
 
     def add(self, pack: Pack, output: OmniOutput) -> None:
-        """Take in the losses of one pack."""
+        """Add the losses of one pack."""
         source_of_sample = torch.tensor(
             [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
         )
@@ -52,7 +52,7 @@ class LossMeter:
         return self._totals[name]
 
     def read(self, peers: Peers = SINGLE_PROCESS) -> dict[str, Any]:
-        """Mean loss and tokens, per head and per source and head; starts anew.
+        """Return mean loss and tokens, per head and per source and head, and reset.
 
         Args:
             peers: ranks whose sums and counts are added, all of which call this and get the same.
@@ -69,7 +69,7 @@ class LossMeter:
         return {"heads": heads, "sources": sources}
 
     def totals(self, peers: Peers = SINGLE_PROCESS) -> Totals:
-        """What was added since the last reading, over all peers, which all call this: what a continued run needs."""
+        """Return the sums since the last reading over all peers, for a checkpoint. All peers must call it."""
         found: Totals = {}
         for own in peers.gather(self._own()):
             for name, rows in own.items():
@@ -79,7 +79,7 @@ class LossMeter:
         return found
 
     def continue_from(self, totals: Totals) -> None:
-        """Begin with those of an earlier run; on one of the peers."""
+        """Start from the totals of an earlier run; call it on one of the peers."""
         for name, rows in totals.items():
             for source, row in rows.items():
                 index = self._sources.setdefault(source, len(self._sources))
@@ -90,13 +90,13 @@ class LossMeter:
 
 
 def _mean(rows: list[list[float]]) -> dict[str, float | int | None]:
-    """Of ``(sum, count)`` rows."""
+    """Return mean and count of ``(sum, count)`` rows."""
     total, count = math.fsum(row[0] for row in rows), int(sum(row[1] for row in rows))
     return {"loss": total / count if count else None, "tokens": count}
 
 
 class Stopwatch:
-    """Seconds and tokens since the last reading, and how much of it was waiting for data."""
+    """Seconds and tokens since the last reading, and the time spent waiting for data."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -109,7 +109,7 @@ class Stopwatch:
         self._waited += waited
 
     def read(self) -> dict[str, float]:
-        """``tokens_per_second`` and ``data_wait`` (share of the time); starts anew."""
+        """Return ``tokens_per_second`` and ``data_wait`` (share of the time), and reset."""
         now = time.perf_counter()
         seconds = max(now - self._start, 1e-9)
         reading = {"tokens_per_second": self._tokens / seconds, "data_wait": self._waited / seconds}
@@ -118,7 +118,7 @@ class Stopwatch:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Peak of this process: allocated on the GPU, else resident, MiB."""
+    """Peak memory of this process in MiB: allocated on the GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
@@ -126,10 +126,10 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, appended and flushed; trackers get its numbers."""
+    """``metrics.jsonl``: one JSON object per line, appended and flushed. Trackers get the same numbers."""
 
     def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
-        """Lines behind ``resume_step`` of an earlier run are dropped (they will come again), and a cut last one."""
+        """Drop an earlier run's lines after ``resume_step`` (they come again) and an incomplete last line."""
         self._path, self._trackers = path, list(trackers)
         whole = path.read_text().rpartition("\n")[0] if path.is_file() and resume_step else ""
         kept = [line for line in whole.splitlines() if json.loads(line)["step"] <= resume_step]
@@ -148,12 +148,12 @@ class MetricsFile:
                 stream.write(json.dumps(line) + "\n")
         except OSError as error:
             raise TrainingError(
-                f"{self._path} cannot be written ({error.strerror}); `--resume` continues behind the last checkpoint"
+                f"{self._path} cannot be written ({error.strerror}); `--resume` continues from the last checkpoint"
             ) from error
         self.track(line["step"], {name: value for name, value in line.items() if name != "step"})
 
     def track(self, step: int, values: Mapping[str, Any]) -> None:
-        """Give trackers what belongs into no line; nested as in one."""
+        """Give trackers values that are in no line; nested as in a line."""
         numbers = dict(numbers_in(values))
         tell(self._trackers, lambda tracker: tracker.log(step, numbers))
 
