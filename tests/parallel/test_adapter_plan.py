@@ -13,7 +13,7 @@ from omnitrain.ops.experts import use_omnitrain_experts
 from omnitrain.parallel.adapter_plan import adapters_for, lora_problems
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.verify.tiny_model import twin_of
+from omnitrain.parallel.verify.tiny_model import tiny_model_of
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.lora import Lora
@@ -149,9 +149,9 @@ def test_frozen_components_take_no_adapters_from_the_default() -> None:
 
 def test_a_model_that_is_cut_to_be_verified_has_its_adapters() -> None:
     model = factories.qwen3_moe_with_adapters()
-    twin = twin_of(model.to("meta"), 1)
-    assert twin is not None
-    cut = twin()
+    tiny = tiny_model_of(model.to("meta"), 1)
+    assert tiny is not None
+    cut = tiny()
     assert isinstance(cut, OmniModel) and cut.adapter_names == model.adapter_names
     assert {name for name, parameter in cut.named_parameters() if parameter.requires_grad} == model.adapter_names
 

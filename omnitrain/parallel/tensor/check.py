@@ -44,7 +44,7 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
     """
     if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(
-            f"tp_plan: {type(foundation).__name__} cut so is another model. On a small twin, {problem}; give ranks "
+            f"tp_plan: {type(foundation).__name__} sharded so is another model. On a tiny model, {problem}; give ranks "
             "whole heads and whole inputs of norms, by colwise_gather_output and rowwise_split_input, or leave modules "
             "out"
         )
@@ -61,7 +61,7 @@ def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: Pa
         state: see :func:`require_same_math`.
     """
     problem, ends = _tried(foundation, styles, state, divide=True)
-    return TokenSharding(f"on a small twin, {problem}" if problem else "", ends)
+    return TokenSharding(f"on a tiny model, {problem}" if problem else "", ends)
 
 
 def _tried(
@@ -72,52 +72,52 @@ def _tried(
     if not inside:
         return "", frozenset()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        twin, probes = _running_twin(foundation)
-        with torch_kernels(twin):
-            twin.to(state.device_type)
-            found = attempt(partial(_measured, twin, probes, inside, state, divide=divide))
+        tiny, probes = _running_tiny_model(foundation)
+        with torch_kernels(tiny):
+            tiny.to(state.device_type)
+            found = attempt(partial(_measured, tiny, probes, inside, state, divide=divide))
     return (f"it does not run: {found}", frozenset()) if isinstance(found, Failure) else found
 
 
 def _measured(
-    twin: PreTrainedModel, probes: Sequence[Probe], styles: Mapping[str, str], state: ParallelState, *, divide: bool
+    tiny: PreTrainedModel, probes: Sequence[Probe], styles: Mapping[str, str], state: ParallelState, *, divide: bool
 ) -> tuple[str, frozenset[str]]:
     """Compare; the tiny model is whole before and sharded afterwards."""
     ends: set[str] = set()
     if divide:
-        with ends_of(text_blocks(twin), styles, dict(twin.named_modules())) as ends:
-            _logits(twin, probes[0])
-    expected = _outcome(twin, probes, share=1.0)
-    cut = _divided(twin, styles, state.size("tp"))
+        with ends_of(text_blocks(tiny), styles, dict(tiny.named_modules())) as ends:
+            _logits(tiny, probes[0])
+    expected = _outcome(tiny, probes, share=1.0)
+    cut = _divided(tiny, styles, state.size("tp"))
     last = TokenSharding(ends=frozenset(ends)).ends_in(cut)
-    cut_tensors(twin, cut, state.tp_mesh, last)
+    cut_tensors(tiny, cut, state.tp_mesh, last)
     if divide:
-        divide_tokens(twin, [twin.get_submodule(name) for name in last], state.tp_mesh.get_group())
-    twin.zero_grad()
-    found = _outcome(twin, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state)
+        divide_tokens(tiny, [tiny.get_submodule(name) for name in last], state.tp_mesh.get_group())
+    tiny.zero_grad()
+    found = _outcome(tiny, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state)
     return _difference(found, expected) or "", frozenset(ends)
 
 
-def _running_twin(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
+def _running_tiny_model(foundation: PreTrainedModel) -> tuple[PreTrainedModel, list[Probe]]:
     """Return the smallest tiny model that plain transformers runs, and the samples that it accepts."""
     for config in tiny_configs(foundation.config):
         found = attempt(partial(_with_probes, type(foundation), config))
         if not isinstance(found, Failure) and found[1] and not found[1][0].modalities:
             return found
-    raise UserError(f"tp: no twin of {type(foundation).__name__} runs, on which its plan could be tried; use tp 1")
+    raise UserError(f"tp: no tiny {type(foundation).__name__} runs, so its plan cannot be tried; use tp 1")
 
 
 def _with_probes(kind: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[PreTrainedModel, list[Probe]]:
-    twin = build_tiny_model(kind, config).train()
-    with torch_kernels(twin):
-        probes = probe_samples(twin, discover(twin))
-        return twin, [probe for probe in probes if not isinstance(attempt(partial(_logits, twin, probe)), Failure)]
+    tiny = build_tiny_model(kind, config).train()
+    with torch_kernels(tiny):
+        probes = probe_samples(tiny, discover(tiny))
+        return tiny, [probe for probe in probes if not isinstance(attempt(partial(_logits, tiny, probe)), Failure)]
 
 
-def _divided(twin: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[str, str]:
+def _divided(tiny: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[str, str]:
     """Return the styles that apply to the tiny model, without those for sizes that its ranks do not divide."""
-    parameters = dict(twin.named_parameters(remove_duplicate=False))
-    modules = dict(twin.named_modules())
+    parameters = dict(tiny.named_parameters(remove_duplicate=False))
+    modules = dict(tiny.named_modules())
 
     def fits(name: str, style: str) -> bool:
         own = {n: p for n, p in parameters.items() if n == name or n.rpartition(".")[0] == name}
@@ -129,26 +129,26 @@ def _divided(twin: PreTrainedModel, styles: Mapping[str, str], tp: int) -> dict[
     return {name: style for name, style in there.items() if name.rpartition(".")[0] not in misfits}
 
 
-def _logits(twin: PreTrainedModel, probe: Probe) -> Tensor:
-    device = next(twin.parameters()).device
+def _logits(tiny: PreTrainedModel, probe: Probe) -> Tensor:
+    device = next(tiny.parameters()).device
     arguments = {name: value.to(device) for name, value in probe.arguments.items()}
-    logits: Tensor = twin(**arguments, use_cache=False).logits
+    logits: Tensor = tiny(**arguments, use_cache=False).logits
     return logits
 
 
 def _outcome(
-    twin: PreTrainedModel, probes: Sequence[Probe], *, share: float, state: ParallelState | None = None
+    tiny: PreTrainedModel, probes: Sequence[Probe], *, share: float, state: ParallelState | None = None
 ) -> dict[str, Tensor]:
     """Return unsharded logits and gradients by name."""
     found = {}
     for number, probe in enumerate(probes):
-        logits = _logits(twin, probe).float()
+        logits = _logits(tiny, probe).float()
         towards = torch.randn(logits.shape, generator=torch.Generator().manual_seed(number)).to(logits.device)
         (logits * towards * share).sum().backward()
         found[f"logits of sample {number}"] = logits.detach()
     if state is not None:
-        add_up_over_tp(twin.parameters(), state)
-    for name, parameter in twin.named_parameters():
+        add_up_over_tp(tiny.parameters(), state)
+    for name, parameter in tiny.named_parameters():
         if parameter.grad is not None:
             grad = parameter.grad
             found[f"gradient of {name}"] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()

@@ -192,7 +192,7 @@ class _Planning:
         return 0
 
     def _is_untried(self, name: str) -> bool:
-        """Whether no sample of the twin on which a plan is tried shows what becomes of a module that is cut."""
+        """Whether no sample of the tiny model, on which a plan is tried, reaches a module."""
         return self._model.runner.in_forward.reaches_alone(name.removeprefix(f"{FOUNDATION}."))
 
     def _is_vocabulary(self, name: str) -> bool:

@@ -98,7 +98,7 @@ class TinyModel:
         return small
 
 
-def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> TinyModel | None:
+def tiny_model_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> TinyModel | None:
     """Return a smaller stand-in for a model that is too large or on the meta device; None: verify the model itself.
 
     Hidden widths stay. The language model keeps its first layers until each kind of layer occurs, at most four experts
@@ -115,10 +115,10 @@ def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> 
     """
     memory = available_memory() if memory is None else memory
     if fits(model, ranks, memory):
-        return _twin(model, model.config) if model.device.type == "meta" else None
-    twin = _twin(model, _small(model))
+        return _tiny_model_of(model, model.config) if model.device.type == "meta" else None
+    tiny = _tiny_model_of(model, _small(model))
     with refusing(f"no small {type(model).__name__} can be built, by which this one is verified"), torch.device("meta"):
-        shapes = twin.model_class(copy.deepcopy(twin.config))
+        shapes = tiny.model_class(copy.deepcopy(tiny.config))
     if not fits(shapes, ranks, memory):
         assert memory is not None
         least = needed_memory(num_parameters(shapes), ranks)
@@ -127,7 +127,7 @@ def twin_of(model: PreTrainedModel, ranks: int, memory: float | None = None) -> 
             f"{least / _GIB:.1f} GiB for its smallest size ({num_parameters(shapes):,} parameters) on {ranks} ranks; "
             "use fewer ranks (nproc)"
         )
-    return twin
+    return tiny
 
 
 def described(model: PreTrainedModel, full: PreTrainedModel) -> str:
@@ -160,7 +160,7 @@ def _small(model: PreTrainedModel) -> PreTrainedConfig:
     return OmniConfig(foundation=as_dict(config), encoders=encoders, decoders=model.config.decoders)
 
 
-def _twin(model: PreTrainedModel, config: PreTrainedConfig) -> TinyModel:
+def _tiny_model_of(model: PreTrainedModel, config: PreTrainedConfig) -> TinyModel:
     full = _foundation(model)
     small = as_config(config.foundation or {}) if isinstance(config, OmniConfig) else config
     tokens, rows = moved_tokens(full, small), None

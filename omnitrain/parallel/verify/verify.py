@@ -37,7 +37,7 @@ from omnitrain.parallel.verify.arguments import (
     require_same_weights,
 )
 from omnitrain.parallel.verify.run import STEPS, Outcome, micro_batches, train
-from omnitrain.parallel.verify.tiny_model import described, num_parameters, twin_of
+from omnitrain.parallel.verify.tiny_model import described, num_parameters, tiny_model_of
 from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
@@ -178,9 +178,9 @@ def verify(
         full = build_with(model_factory)
         if not samples:
             raise UserError("no samples to verify with; give at least one")
-        if twin := twin_of(full, nproc, memory):
-            model_factory, samples = twin, [twin.sample(sample) for sample in samples]
-        model = _omni(twin() if twin else full)
+        if tiny := tiny_model_of(full, nproc, memory):
+            model_factory, samples = tiny, [tiny.sample(sample) for sample in samples]
+        model = _omni(tiny() if tiny else full)
         size = described(model, full)
         del full
         batch = to_samples(model.runner.native, samples)

@@ -55,7 +55,7 @@ def num_parameters(config: PreTrainedConfig) -> int:
         return sum(parameter.numel() for parameter in foundation_class(config)(config).parameters())
 
 
-def test_a_twin_keeps_hidden_widths_and_loses_depth_experts_vocabulary_and_what_is_inside_mlps() -> None:
+def test_a_tiny_model_keeps_hidden_widths_and_loses_depth_experts_vocabulary_and_what_is_inside_mlps() -> None:
     full = real_size()
     small = tiny_config(full)
     text = small.text_config
@@ -73,7 +73,7 @@ def test_a_twin_keeps_hidden_widths_and_loses_depth_experts_vocabulary_and_what_
     assert full.text_config.vocab_size == 151936
 
 
-def test_a_twin_has_a_layer_of_each_kind_and_windows_of_a_few_tokens() -> None:
+def test_a_tiny_model_has_a_layer_of_each_kind_and_windows_of_a_few_tokens() -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=24, layer_types=kinds * 4, sliding_window=1024)
     small = tiny_config(config)
@@ -81,7 +81,7 @@ def test_a_twin_has_a_layer_of_each_kind_and_windows_of_a_few_tokens() -> None:
     assert small.sliding_window == 8
 
 
-def test_a_twin_keeps_layers_that_take_keys_from_others_and_the_values_of_each_layer() -> None:
+def test_a_tiny_model_keeps_layers_that_take_keys_from_others_and_the_values_of_each_layer() -> None:
     kinds = ["sliding_attention"] * 4 + ["full_attention"]
     config = AutoConfig.for_model(
         "gemma4_text", num_hidden_layers=35, layer_types=kinds * 7, num_kv_shared_layers=20, hidden_size=64
@@ -95,7 +95,7 @@ def test_a_twin_keeps_layers_that_take_keys_from_others_and_the_values_of_each_l
     assert config.num_hidden_layers == 35 and config.per_layer_config[34].head_dim == 512
 
 
-def test_a_twin_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
+def test_a_tiny_model_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
     config = tiny_config(FAMILIES["qwen3"]())
     torch.manual_seed(7)
     expected = torch.rand(1)

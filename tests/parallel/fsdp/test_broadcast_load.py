@@ -94,7 +94,7 @@ def peak_on_rank(folder: Path | None, dtype: torch.dtype = torch.float32) -> tup
     device = "cpu" if folder is None and dist.get_rank() == 0 else "meta"
     model, plan = build_omni_model(foundation=deep(device).to(dtype), init_device=device), ot.ParallelPlan()
     state, path = init_state_of(plan), None if folder is None else str(folder)
-    _ = model.runner  # the check of its contract is on a twin
+    _ = model.runner  # its contract is checked on a tiny model
     whole = sum(parameter.numel() * 4 for parameter in model.parameters())
     return whole, peak_bytes(lambda: ot.build_parallelize_model(model, path, state, plan, enable_mixed_precision=None))
 

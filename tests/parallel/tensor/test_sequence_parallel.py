@@ -76,7 +76,7 @@ def test_blocks_keep_the_tokens_of_their_rank_alone(ranks: RankPool) -> None:
 
 def test_code_between_blocks_that_knows_tokens_keeps_them_whole_and_the_table_says_so(ranks: RankPool) -> None:
     (_, said), _ = ranks.run(kept, "qwen3_omni_moe_thinker", True, timeout_s=60, world=2)
-    assert said.startswith("tokens whole on each tp rank: on a small twin, it does not run: IndexError")
+    assert said.startswith("tokens whole on each tp rank: on a tiny model, it does not run: IndexError")
 
 
 def gradients(divide: bool, skip: bool) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.verify.tiny_model import TinyModel, fits, needed_memory, num_parameters, twin_of
+from omnitrain.parallel.verify.tiny_model import TinyModel, fits, needed_memory, num_parameters, tiny_model_of
 from omnitrain.parallel.verify.verify import verify
 from tests.families import FAMILIES
 from tests.tiny import FOUNDATION, SIGLIP, tiny_model
@@ -57,16 +57,16 @@ def just_too_large(model: PreTrainedModel, ranks: int = 2) -> float:
     return needed_memory(num_parameters(model), ranks) - 1
 
 
-def twin_for(model: PreTrainedModel) -> TinyModel:
-    twin = twin_of(model, 2, just_too_large(model))
-    assert twin is not None
-    return twin
+def tiny_model_for(model: PreTrainedModel) -> TinyModel:
+    tiny = tiny_model_of(model, 2, just_too_large(model))
+    assert tiny is not None
+    return tiny
 
 
 def test_a_model_that_fits_is_verified_as_it_is() -> None:
     model = tiny_model()
     assert fits(model, 2, needed_memory(num_parameters(model), 2)) and not fits(model, 2, just_too_large(model))
-    assert twin_of(model, 2, needed_memory(num_parameters(model), 2)) is None
+    assert tiny_model_of(model, 2, needed_memory(num_parameters(model), 2)) is None
 
 
 def test_more_ranks_need_more_memory() -> None:
@@ -75,7 +75,7 @@ def test_more_ranks_need_more_memory() -> None:
 
 def test_depth_experts_and_rows_are_cut_and_widths_stay() -> None:
     full = large_deepseek()
-    small = twin_for(full)()
+    small = tiny_model_for(full)()
     assert small.config.n_routed_experts == 4 * full.config.n_group and small.config.vocab_size == 512
     widths = ("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "num_attention_heads")
     assert [getattr(small.config, name) for name in widths] == [getattr(full.config, name) for name in widths]
@@ -83,7 +83,7 @@ def test_depth_experts_and_rows_are_cut_and_widths_stay() -> None:
 
 def test_towers_of_an_omni_model_are_cut_and_what_is_frozen_stays_so() -> None:
     full = large_any_to_any()
-    small = twin_for(full)()
+    small = tiny_model_for(full)()
     assert isinstance(small, OmniModel)
     assert len(small.image_encoder.tower.encoder.layers) == 3 and len(small.foundation.model.layers) == 2
     assert small.foundation.get_input_embeddings().weight.shape == (512, FOUNDATION["hidden_size"])
@@ -93,13 +93,13 @@ def test_towers_of_an_omni_model_are_cut_and_what_is_frozen_stays_so() -> None:
 
 def test_special_tokens_keep_their_meaning_and_others_stay_ordinary() -> None:
     full = large_qwen3_vl()
-    twin = twin_for(full)
+    tiny = tiny_model_for(full)
     ids = torch.tensor([[5, ROWS - 1, 1234, ROWS - 2]])
-    small = twin.sample({"input_ids": ids, "labels": torch.tensor([[-100, -100, 1234, -100]])})
-    image, video = twin.config.image_token_id, twin.config.video_token_id
+    small = tiny.sample({"input_ids": ids, "labels": torch.tensor([[-100, -100, 1234, -100]])})
+    image, video = tiny.config.image_token_id, tiny.config.video_token_id
     assert small["input_ids"][0, [0, 1, 3]].tolist() == [5, image, video] and image != video
     ordinary = int(small["input_ids"][0, 2])
-    assert ordinary < 512 and ordinary not in twin.tokens.values()
+    assert ordinary < 512 and ordinary not in tiny.tokens.values()
     assert small["labels"].tolist() == [[-100, -100, ordinary, -100]]
 
 

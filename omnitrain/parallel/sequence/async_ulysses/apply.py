@@ -55,5 +55,5 @@ def drive_foundation(model: OmniModel, sp: int) -> AsyncUlyssesModules:
 
 
 def _layout(module: nn.Module, layouts: Manners, sp: int) -> AttentionLayout | str:
-    layout = layouts.get(kind_of(module), "its weights are of another shape than the twin's")
+    layout = layouts.get(kind_of(module), "its weights have another shape than in the tiny model")
     return (why_not_driven(module, layout, sp) or layout) if isinstance(layout, AttentionLayout) else layout
