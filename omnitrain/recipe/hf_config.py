@@ -163,7 +163,7 @@ def _rope_problems(value: Any, at: Location, config_class: type) -> list[InitErr
 
 
 def _saved_keys(config_class: Any) -> set[str]:
-    """Return aliases, settable properties and derived attributes, all of which released config.json files contain."""
+    """Return aliases, settable properties and derived attributes: released config.json files contain all of them."""
     members = [member for base in _classes_of_architecture(config_class) for member in vars(base).items()]
     properties = {name for name, member in members if isinstance(member, property) and member.fset is not None}
     derived: dict[str, Any] = {}

@@ -121,9 +121,9 @@ def staying_in_fp64(
 ) -> dict[str, float]:
     """Those of ``wrong`` that rounding does not explain: computed in fp64, they are still off.
 
-    A matrix of which a rank has a part adds up in another order, so there every product rounds otherwise; a recurrence
-    multiplies that, and a gradient that is zero in exact arithmetic is nothing else. How far it goes is chance. But
-    numbers of twice the width round it away, and leave an error as it is.
+    Sharded matrix products sum in another order, so every product rounds differently. A recurrence multiplies these
+    differences, and a gradient that is zero in exact arithmetic consists of nothing else. In fp64 rounding is
+    tiny, while a true error keeps its size.
 
     Args:
         wrong: name -> error of a step in fp32.

@@ -143,7 +143,7 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 def _zeros_for(other: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes zeros beside a tensor, cut over ranks as ``other`` is; it does not keep ``other``."""
+    """Return a function that makes zeros, sharded as ``other`` is, on its argument's device."""
     shape, dtype = other.shape, other.dtype
     if not isinstance(other, DTensor):
         return lambda near: near.new_zeros(shape, dtype=dtype)

@@ -78,7 +78,7 @@ class StepProgress:
     """A progress bar on a terminal; otherwise one line per tenth of the steps."""
 
     def __init__(self, steps: int, done: int) -> None:
-        """Show ``steps`` in total, of which ``done`` were made before this start."""
+        """Show ``steps`` in total; an earlier start made the first ``done`` of them."""
         self._steps = steps
         self._printed = 10 * done // steps
         self._bar = Progress(

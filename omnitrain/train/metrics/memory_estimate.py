@@ -67,7 +67,7 @@ def kept_by_source(
         model: see :func:`measure_kept_memory`.
         processor: processor of the model.
         sources: data sets.
-        pack_tokens: length of a pack in tokens; samples of which two do not fit are skipped.
+        pack_tokens: length of a pack in tokens; samples longer than half of it are skipped.
     """
     firsts = [first for _, first in first_samples(sources, processor) if isinstance(first, Sample)]
     samples = [first for first in firsts if 2 * len(first) <= pack_tokens and not first.is_alone]

@@ -46,7 +46,7 @@ def verify(
     Args:
         model_factory: a picklable function, a function defined in a notebook, or ``"module:function"``, that returns a
             HF model or an :class:`OmniModel`. It is called several times, each time with torch's seed 0, and must make
-            the same model. A model on the meta device gets random weights. Or a recipe, of which only the model is
+            the same model. A model on the meta device gets random weights. Or a recipe, whose model alone is
             used, not its data and its plan.
         samples: the global batch: :class:`Sample`, or HF-style arguments of one sample with ``labels``.
         layouts: layouts such as ``dp4``, ``hsdp2x2``, ``dp2.accum2.recompute``, or parallel plans. A plan uses as many

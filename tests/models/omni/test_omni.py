@@ -103,9 +103,9 @@ def test_calls_without_data_change_no_loss_and_build_no_processor_again(
     work = MicroBatchWork(
         calls=dict.fromkeys([*model.encoder_names, *model.decoder_names], 3), heads=model.decoder_names
     )
-    alone, beside = model(text), [model(text, work) for _ in range(2)]
-    assert [found.losses["text"].sum.item() for found in beside] == 2 * [alone.losses["text"].sum.item()]
-    beside[1].losses["text"].sum.backward()
+    alone, with_work = model(text), [model(text, work) for _ in range(2)]
+    assert [found.losses["text"].sum.item() for found in with_work] == 2 * [alone.losses["text"].sum.item()]
+    with_work[1].losses["text"].sum.backward()
     assert float(model.audio_encoder.projector.layers[1].weight.grad.abs().max()) == 0
     assert len(built) == 2
 
