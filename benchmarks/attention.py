@@ -1,6 +1,6 @@
 """The attention entry point against transformers' sdpa, forward and backward, in fp32 on one thread.
 
-- Unpacked: ``entry`` is omnitrain's function for a row without borders, ``sdpa`` is the one of transformers that it
+- Unpacked: ``entry`` is omnitrain's function for a row without offsets, ``sdpa`` is the one of transformers that it
   ends in. The row is short, so that what the entry adds would show.
 - Packed: samples of long-tailed (log-normal) lengths fill a row. ``packed`` makes the mask spec and attends by it, with
   the backend that ``auto`` chooses; ``block_diagonal`` is one call of ``F.scaled_dot_product_attention`` with the
@@ -47,8 +47,8 @@ def draw_states(tokens: int) -> list[torch.Tensor]:
     return [torch.randn(1, heads, tokens, HEAD_DIM, requires_grad=True) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
 
 
-def draw_borders(tokens: int, seed: int) -> tuple[int, ...]:
-    """Draw the borders of a row of ``tokens``, with samples sorted by length as in packs."""
+def draw_offsets(tokens: int, seed: int) -> tuple[int, ...]:
+    """Draw the offsets of a row of ``tokens``, with samples sorted by length as in packs."""
     generator = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -57,9 +57,9 @@ def draw_borders(tokens: int, seed: int) -> tuple[int, ...]:
     return (0, *np.cumsum(sorted(lengths)).tolist())
 
 
-def block_diagonal(borders: tuple[int, ...]) -> torch.Tensor:
+def block_diagonal(offsets: tuple[int, ...]) -> torch.Tensor:
     """Return a mask ``[1, 1, T, T]``, causal within each sample."""
-    parts = [torch.ones(stop - start, stop - start, dtype=torch.bool).tril() for start, stop in pairwise(borders)]
+    parts = [torch.ones(stop - start, stop - start, dtype=torch.bool).tril() for start, stop in pairwise(offsets)]
     return torch.block_diag(*parts)[None, None]
 
 
@@ -92,14 +92,14 @@ def unpacked_sides(states: list[torch.Tensor]) -> dict[str, Callable[[], torch.T
     }
 
 
-def packed_sides(states: list[torch.Tensor], borders: tuple[int, ...]) -> dict[str, Callable[[], torch.Tensor]]:
+def packed_sides(states: list[torch.Tensor], offsets: tuple[int, ...]) -> dict[str, Callable[[], torch.Tensor]]:
     """The entry point and one masked call over the same packed row."""
-    layer, entry, mask = Layer(), AttentionInterface._global_mapping[ATTENTION_NAME], block_diagonal(borders)
-    config, embeds = LlamaConfig(), torch.empty(1, borders[-1], 1)
+    layer, entry, mask = Layer(), AttentionInterface._global_mapping[ATTENTION_NAME], block_diagonal(offsets)
+    config, embeds = LlamaConfig(), torch.empty(1, offsets[-1], 1)
     config._attn_implementation = ATTENTION_NAME
 
     def ours() -> torch.Tensor:
-        with packed(borders):
+        with packed(offsets):
             return entry(layer, *states, create_causal_mask(config, embeds, None, None))[0]
 
     def masked() -> torch.Tensor:
@@ -123,9 +123,9 @@ def measure(rounds: int, steps: int, row: int, tokens: int) -> Result:
     taken: list[dict[str, float]] = []
     samples = []
     for index in range(rounds):
-        borders = draw_borders(tokens, seed=index)
-        samples.append(len(borders) - 1)
-        sides = packed_sides(long, borders)
+        offsets = draw_offsets(tokens, seed=index)
+        samples.append(len(offsets) - 1)
+        sides = packed_sides(long, offsets)
         if index == 0:
             assert_equal(sides, long)
         # A short row takes no time beside a long one: as many more repetitions.

@@ -91,7 +91,7 @@ def run_omnitrain(
     return measured
 
 
-class Borders(TrainerCallback):
+class RoundTimes(TrainerCallback):
     """Records the time at the end of each round."""
 
     def __init__(self, given: Namespace) -> None:
@@ -121,7 +121,7 @@ def run_hf(
 
     hook = model.register_forward_hook(keep_first_loss)
     counted = [operations(config, model, batch) for batch in batches]
-    borders, number = Borders(given), WARM_UP + given.rounds * given.steps
+    rounds, number = RoundTimes(given), WARM_UP + given.rounds * given.steps
     order = [index % len(batches) for index in range(number)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = transformers.Trainer(
@@ -129,12 +129,12 @@ def run_hf(
             _arguments(folder, number, given.device),
             collate,
             [batches[index] for index in order],
-            callbacks=[borders],
+            callbacks=[rounds],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     measured.first_losses.append(losses[0].item())
-    for begin, (began, ended) in zip(range(WARM_UP, number, given.steps), pairwise(borders.times), strict=False):
+    for begin, (began, ended) in zip(range(WARM_UP, number, given.steps), pairwise(rounds.times), strict=False):
         part = order[begin : begin + given.steps]
         tokens = sum(len(sample["input_ids"]) for index in part for sample in batches[index])
         measured.add(tokens, sum(counted[index] for index in part), ended - began)

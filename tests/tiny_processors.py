@@ -55,7 +55,7 @@ def chatml(**shown: str) -> str:
 def byte_tokenizer(special: list[str], **named: str) -> PreTrainedTokenizerFast:
     """Bytes, merged line breaks, and special tokens; ``named`` become attributes (``image_token``)."""
     vocabulary = {token: i for i, token in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ")]  # as real vocabularies merge them across the borders of media and turns
+    merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ")]  # as real vocabularies merge them across the ends of media and turns
     for a, b in merges:
         vocabulary[a + b] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))

@@ -8,19 +8,19 @@ from omnitrain.plan.sequence import split_sequence
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
-@pytest.mark.parametrize("borders", [(0, 24), (0, 3, 4, 11, 24), (0, 6, 12, 18, 24), tuple(range(25))])
+@pytest.mark.parametrize("offsets", [(0, 24), (0, 3, 4, 11, 24), (0, 6, 12, 18, 24), tuple(range(25))])
 def test_sections_are_the_tokens_of_a_rank_and_cut_only_what_other_ranks_have_a_part_of(
-    cp: int, borders: tuple[int, ...]
+    cp: int, offsets: tuple[int, ...]
 ) -> None:
     split = split_sequence(24, sp=1, cp=cp)
     for cp_rank, rows in enumerate(split.rows):
-        sections = sections_of(split.chunks(cp_rank), borders)
+        sections = sections_of(split.chunks(cp_rank), offsets)
         assert [token for section in sections for token in range(section.start, section.stop)] == rows.tolist()
         for section in sections:
             if section.segment is None:
-                assert {section.start, section.stop} <= set(borders)
+                assert {section.start, section.stop} <= set(offsets)
             else:
-                start, stop = borders[section.segment : section.segment + 2]
+                start, stop = offsets[section.segment : section.segment + 2]
                 assert start <= section.start < section.stop <= stop
                 assert not set(range(start, stop)) <= set(rows.tolist())
 

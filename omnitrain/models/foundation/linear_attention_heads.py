@@ -114,7 +114,7 @@ def _run(compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence
 
 def _samples(whole: Tensor) -> list[Tensor]:
     """Split ``[T, ...]`` into samples."""
-    return [whole[start:stop] for start, stop in pairwise(_row().borders)]
+    return [whole[start:stop] for start, stop in pairwise(_row().offsets)]
 
 
 def _row() -> PackedRow:

@@ -51,11 +51,11 @@ def _segmented_forward(kind: type[nn.Module]) -> Forward:
         if row.part is not None:
             args, kwargs = gathered_whole((args, kwargs), row.part)
         outputs = []
-        for start, stop in pairwise(row.borders):
+        for start, stop in pairwise(row.offsets):
             with packed((0, stop - start)):
-                sample = cut_rows((args, kwargs), row.borders[-1], start, stop)
+                sample = cut_rows((args, kwargs), row.offsets[-1], start, stop)
                 outputs.append(alone(self, *sample[0], **sample[1]))
-        whole = _end_to_end(outputs, [stop - start for start, stop in pairwise(row.borders)])
+        whole = _end_to_end(outputs, [stop - start for start, stop in pairwise(row.offsets)])
         return whole if row.part is None else keep_rows(whole, row.part)
 
     return forward

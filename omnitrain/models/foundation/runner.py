@@ -252,18 +252,18 @@ class FoundationRunner:
         """Describe a row that samples or ranks share; None for other rows. Uses only host values."""
         if part is None and (pack.forward_inputs or not self.contract.packs):
             return None
-        borders = (0, *accumulate(pack.info.lengths))
-        return PackedRow(borders, part, None if part is None else cache(partial(self._whole_masks, pack, borders)))
+        offsets = (0, *accumulate(pack.info.lengths))
+        return PackedRow(offsets, part, None if part is None else cache(partial(self._whole_masks, pack, offsets)))
 
     @torch.no_grad()
-    def _whole_masks(self, pack: Pack, borders: tuple[int, ...]) -> list[MaskSpec]:
+    def _whole_masks(self, pack: Pack, offsets: tuple[int, ...]) -> list[MaskSpec]:
         """Collect the model's masks over a whole pack by a forward that stops at the first block.
 
         Embeddings are zeros that take no memory. The model's own hooks are skipped, so no collective runs.
         """
         embedding: Any = self.model.get_input_embeddings()
         zero = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
-        row = PackedRow(borders)
+        row = PackedRow(offsets)
         arguments = self._accepted(_of_pack(pack), row, pack.input_ids.device)
         with (
             first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
@@ -320,8 +320,8 @@ class FoundationRunner:
         """The arguments that the model's forward accepts, including ``cu_seqlens`` of a packed row."""
         values = dict(arguments)
         if row is not None:
-            cu_seqlens = torch.tensor(row.borders, dtype=torch.int32).to(device, non_blocking=True)
-            longest = max(stop - start for start, stop in pairwise(row.borders))
+            cu_seqlens = torch.tensor(row.offsets, dtype=torch.int32).to(device, non_blocking=True)
+            longest = max(stop - start for start, stop in pairwise(row.offsets))
             values |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             values |= {"max_length_q": longest, "max_length_k": longest}
         return {name: value for name, value in values.items() if self._takes_any or name in self._parameters}

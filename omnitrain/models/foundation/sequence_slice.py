@@ -1,7 +1,7 @@
 """The slice of a packed row on a rank, when several ranks share the sequence.
 
 We slice the model's inputs: ids, positions, per-token inputs, media features and labels. A slice is any ascending set
-of tokens, so its border may lie inside an item, or between a token and the next one, which is predicted from it.
+of tokens, so it may end inside an item, or between a token and the next one, which is predicted from it.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnitrain.ops.attention import RowPart, borders_on
+from omnitrain.ops.attention import RowPart, offsets_on
 
 MakePart = Callable[[int, torch.device], RowPart | None]
 
-_BORDERS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
+_OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -83,7 +83,7 @@ class _Stack:
         self.is_open = False
         self._part_of = part_of
         self._part: RowPart | None = None
-        self._borders: dict[int, tuple[Tensor, Tensor]] = {}  # id of the whole call's tensor -> (it, the slice's)
+        self._offsets: dict[int, tuple[Tensor, Tensor]] = {}  # id of the whole call's tensor -> (it, the slice's)
         self._between: Tensor | None = None  # output of the latest block
         self._first = blocks[0]
         self._names = list(inspect.signature(type(blocks[0]).forward).parameters)[1:]
@@ -101,7 +101,7 @@ class _Stack:
 
     def _end(self) -> None:
         self._part, self._between = None, None
-        self._borders.clear()
+        self._offsets.clear()
 
     def _cut(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Slice all arguments with one row per row of the call."""
@@ -119,10 +119,10 @@ class _Stack:
     def _of_part(self, name: str, value: Any) -> Any:
         part = self._part
         assert part is not None
-        if name in _BORDERS and isinstance(value, Tensor):
-            if id(value) not in self._borders:  # computed once for all blocks: it reads the values
-                self._borders[id(value)] = value, borders_on(value, part.attention)
-            return self._borders[id(value)][1]
+        if name in _OFFSETS and isinstance(value, Tensor):
+            if id(value) not in self._offsets:  # computed once for all blocks: it reads the values
+                self._offsets[id(value)] = value, offsets_on(value, part.attention)
+            return self._offsets[id(value)][1]
 
         def cut(tensor: Tensor) -> Tensor:
             return tensor[part.rows] if tensor.ndim and tensor.size(0) == part.num_tokens else tensor

@@ -1,7 +1,7 @@
 """The attention that omnitrain registers with transformers: it keeps packed samples apart, exactly.
 
 Inside ``with packed(cu_seqlens)``, the mask function (``entry``) returns a :class:`MaskSpec` instead of a mask
-tensor: the borders of the samples, and the mask within a sample, read from the model's mask function (``hf_masks``).
+tensor: the offsets of the samples, and the mask within a sample, read from the model's mask function (``hf_masks``).
 Models pass it unchanged to the entry point in each layer, which calls a backend (``choose``, ``backends``). Unpacked
 input runs on transformers' own attention, bit for bit (``unpacked``).
 
@@ -12,7 +12,7 @@ by itself.
 from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable
 from omnitrain.ops.attention.install import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import PackedRow, RowPart, inside, packed, packed_row
-from omnitrain.ops.attention.spec import MaskSpec, borders_on
+from omnitrain.ops.attention.spec import MaskSpec, offsets_on
 
 __all__ = [
     "ATTENTION_NAME",
@@ -23,8 +23,8 @@ __all__ = [
     "RowPart",
     "attention_report",
     "backend_names",
-    "borders_on",
     "inside",
+    "offsets_on",
     "packed",
     "packed_row",
     "plain_implementation",

@@ -52,12 +52,12 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch
 
 def _described(row: PackedRow, function: MaskFunction, use_vmap: bool, device: torch.device) -> MaskSpec:
     """The mask of the whole row; a mask function made from a slice of the tokens may not cover it."""
-    if row.whole_masks is not None and pattern_of(function, row.borders) is None:
+    if row.whole_masks is not None and pattern_of(function, row.offsets) is None:
         return row.whole_masks()[len(row.masks)]
-    return describe(function, row.borders, use_vmap, device)
+    return describe(function, row.offsets, use_vmap, device)
 
 
-@torch.compiler.disable  # borders are values, not shapes: torch would recompile a traced call for each row
+@torch.compiler.disable  # offsets are values, not shapes: torch would recompile a traced call for each row
 def omnitrain_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -89,7 +89,7 @@ def omnitrain_attention(
     """
     if isinstance(attention_mask, MaskSpec):
         shard = attention_mask.shard
-        _check_fit(module, query, key, attention_mask.borders[-1] if shard is None else shard.num_rows)
+        _check_fit(module, query, key, attention_mask.offsets[-1] if shard is None else shard.num_rows)
         if implementation == SDPA:
             _check_causality(module, attention_mask, kwargs)
         spec = attention_mask
@@ -130,23 +130,23 @@ def _spec(
     """The spec of a packed row whose mask is not a spec yet; None: the input is not packed."""
     row = packed_row()
     if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
-        borders, shard = _borders(module, kwargs), shard_of(cu_seqlens)
-        if shard is not None or row is None or row.part is None or row.borders != borders:
-            _check_fit(module, query, key, borders[-1] if shard is None else shard.num_rows)
-            spec = _spec_of_layer(module, borders, mask, kwargs)
+        offsets, shard = _offsets(module, kwargs), shard_of(cu_seqlens)
+        if shard is not None or row is None or row.part is None or row.offsets != offsets:
+            _check_fit(module, query, key, offsets[-1] if shard is None else shard.num_rows)
+            spec = _spec_of_layer(module, offsets, mask, kwargs)
             return spec if shard is None else spec.on(shard)
     if row is None or not _is_row(module, query, key, row, mask):
         check_recomputation(module)
         return None
     relies_on_context(module)
-    spec = _spec_of_layer(module, row.borders, mask, kwargs)
+    spec = _spec_of_layer(module, row.offsets, mask, kwargs)
     return spec if row.part is None else spec.on(row.part.attention)
 
 
-def _borders(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:
+def _offsets(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:
     queries, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if keys is not None and keys is not queries and not torch.equal(keys, queries):
-        raise UserError(f"{type(module).__name__}: queries and keys of a packed row have different borders")
+        raise UserError(f"{type(module).__name__}: queries and keys of a packed row have different offsets")
     return _read(queries)
 
 
@@ -154,25 +154,25 @@ def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     """The values of ``cu_seqlens``; all layers of a tower share the tensor, and only the first reads the device."""
     if cu_seqlens.is_inference():  # has no version counter
         return tuple(cu_seqlens.tolist())
-    version, borders = _read_before.get(cu_seqlens, (None, ()))
+    version, offsets = _read_before.get(cu_seqlens, (None, ()))
     if version != cu_seqlens._version:
-        borders = tuple(cu_seqlens.tolist())
-        _read_before[cu_seqlens] = (cu_seqlens._version, borders)
-    return borders
+        offsets = tuple(cu_seqlens.tolist())
+        _read_before[cu_seqlens] = (cu_seqlens._version, offsets)
+    return offsets
 
 
 def _spec_of_layer(
-    module: torch.nn.Module, borders: tuple[int, ...], mask: torch.Tensor | None, kwargs: dict[str, Any]
+    module: torch.nn.Module, offsets: tuple[int, ...], mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> MaskSpec:
     if mask is not None:
-        if mask.ndim != 4 or mask.shape[-2:] != (borders[-1], borders[-1]):
+        if mask.ndim != 4 or mask.shape[-2:] != (offsets[-1], offsets[-1]):
             raise UserError(
                 f"{type(module).__name__}: a mask of shape {tuple(mask.shape)} does not fit a packed row of "
-                f"{borders[-1]} tokens"
+                f"{offsets[-1]} tokens"
             )
-        return MaskSpec(borders, general=mask)
+        return MaskSpec(offsets, general=mask)
     window = kwargs.get("sliding_window")
-    spec = plain_spec(borders, _is_causal(module, kwargs), window)
+    spec = plain_spec(offsets, _is_causal(module, kwargs), window)
     if spec.window is not None and not spec.causal:
         raise UserError(f"{type(module).__name__}: a window of {window} without a causal mask is not supported")
     return spec
@@ -204,7 +204,7 @@ def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, 
 
 def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | None) -> None:
     """Check that a position bias covers the whole row; a model makes it for the tokens that it sees."""
-    length = spec.borders[-1]
+    length = spec.offsets[-1]
     if bias is not None and bias.shape[-2:] != (length, length):
         raise UserError(
             f"{type(module).__name__}: a position bias of shape {tuple(bias.shape)} does not fit a row of {length} "

@@ -23,9 +23,9 @@ HONOURED = {
 }
 
 IRRELEVANT = {
-    "max_length_q": "follows from the borders",
-    "max_length_k": "follows from the borders",
-    "position_ids": "queries and keys are rotated already; kernels only guess borders from it",
+    "max_length_q": "follows from the offsets",
+    "max_length_k": "follows from the offsets",
+    "position_ids": "queries and keys are rotated already; kernels only guess offsets from it",
     "position_embeddings": "queries and keys are rotated already",
     "cache_position": "queries and keys are rotated already",
     "past_key_values": "keys and values contain it already",

@@ -37,12 +37,12 @@ class Pattern:
     chunk: int | None = None
 
 
-def describe(mask_function: MaskFunction, borders: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
-    """Return the spec of a row packed at ``borders`` in a model with the mask ``mask_function``.
+def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
+    """Return the spec of a row packed at ``offsets`` in a model with the mask ``mask_function``.
 
     Args:
         mask_function: as transformers composed it, over indices of the row.
-        borders: ``(0, ..., T)``.
+        offsets: ``(0, ..., T)``.
         use_vmap: as transformers passed it.
         device: device of the indices.
 
@@ -50,16 +50,16 @@ def describe(mask_function: MaskFunction, borders: tuple[int, ...], use_vmap: bo
         UserError: a function that the model added both counts from the row's start and looks up tokens, so its meaning
             inside a segment is unknown.
     """
-    pattern = pattern_of(mask_function, borders)
+    pattern = pattern_of(mask_function, offsets)
     if pattern is None or (pattern.window is not None and not pattern.causal):
-        function = within_segments(mask_function, segment_starts(borders, device))
-        return MaskSpec(borders, general=function, use_vmap=use_vmap)
+        function = within_segments(mask_function, segment_starts(offsets, device))
+        return MaskSpec(offsets, general=function, use_vmap=use_vmap)
     if pattern.chunk is not None:
-        borders = _cut(borders, pattern.chunk)
-    return plain_spec(borders, pattern.causal, pattern.window)
+        offsets = _cut(offsets, pattern.chunk)
+    return plain_spec(offsets, pattern.causal, pattern.window)
 
 
-def pattern_of(function: MaskFunction, borders: tuple[int, ...]) -> Pattern | None:
+def pattern_of(function: MaskFunction, offsets: tuple[int, ...]) -> Pattern | None:
     """Return the pattern of ``function`` within each segment; None: kernels do not support it."""
     name, captured = _name(function), _captured(function)
     if name == "causal_mask_function":
@@ -71,11 +71,11 @@ def pattern_of(function: MaskFunction, borders: tuple[int, ...]) -> Pattern | No
     if name == "chunked_overlay":
         return Pattern(chunk=captured["chunk_size"])
     if name == "packed_sequence_mask_function":
-        return Pattern() if _is_constant(captured["packed_sequence_mask"], borders) else None
+        return Pattern() if _is_constant(captured["packed_sequence_mask"], offsets) else None
     if name == "and_masks":
-        return _all([pattern_of(f, borders) for f in captured[_PARTS]])
+        return _all([pattern_of(f, offsets) for f in captured[_PARTS]])
     if name == "or_masks":
-        return _any([pattern_of(f, borders) for f in captured[_PARTS]])
+        return _any([pattern_of(f, offsets) for f in captured[_PARTS]])
     return None
 
 
@@ -138,10 +138,10 @@ def _captured(function: MaskFunction) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
-def _is_constant(numbers: torch.Tensor, borders: tuple[int, ...]) -> bool:
-    if numbers.size(1) != borders[-1]:  # it covers only a slice of the row
+def _is_constant(numbers: torch.Tensor, offsets: tuple[int, ...]) -> bool:
+    if numbers.size(1) != offsets[-1]:  # it covers only a slice of the row
         return False
-    return bool((numbers == numbers[:, segment_starts(borders, numbers.device)]).all())
+    return bool((numbers == numbers[:, segment_starts(offsets, numbers.device)]).all())
 
 
 def _all(patterns: list[Pattern | None]) -> Pattern | None:
@@ -159,9 +159,9 @@ def _any(patterns: list[Pattern | None]) -> Pattern | None:
     return patterns[0] if len(set(patterns)) == 1 else None
 
 
-def _cut(borders: tuple[int, ...], chunk: int) -> tuple[int, ...]:
-    """``borders`` with an additional one at every ``chunk`` tokens of a segment."""
-    return (0, *(cut for start, stop in pairwise(borders) for cut in (*range(start + chunk, stop, chunk), stop)))
+def _cut(offsets: tuple[int, ...], chunk: int) -> tuple[int, ...]:
+    """``offsets`` with an additional one at every ``chunk`` tokens of a segment."""
+    return (0, *(cut for start, stop in pairwise(offsets) for cut in (*range(start + chunk, stop, chunk), stop)))
 
 
 def _from_start(function: MaskFunction, starts: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> Any:

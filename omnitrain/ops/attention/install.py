@@ -28,18 +28,18 @@ class Implementation:
     Attributes:
         backend: backend for packed rows, or ``auto``.
         plain: transformers' implementation for unpacked input.
-        passes_borders: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
+        passes_offsets: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
     """
 
     backend: str = AUTO
     plain: str = SDPA
-    passes_borders: bool = True
+    passes_offsets: bool = True
 
     @property
     def name(self) -> str:
-        """The name in transformers' registries: models pass borders if it contains ``flash``."""
+        """The name in transformers' registries: models pass offsets if it contains ``flash``."""
         choices = [self.backend] * (self.backend != AUTO) + ["over", self.plain] * (self.plain != SDPA)
-        if self.passes_borders:
+        if self.passes_offsets:
             return "_".join(["omnitrain_flash", *choices])
         return "_".join(["omnitrain", *choices]).replace("flash", "fa")
 
@@ -79,8 +79,8 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
 
 def _implementation(config: Any, backend: str) -> Implementation:
     # With "flash" in the name, transformers would refuse chunked attention, which a spec describes exactly.
-    passes_borders = config_value(config, "attention_chunk_size") is None
-    return Implementation(backend, plain_implementation(config), passes_borders)
+    passes_offsets = config_value(config, "attention_chunk_size") is None
+    return Implementation(backend, plain_implementation(config), passes_offsets)
 
 
 def _register(implementation: Implementation) -> str:
@@ -120,5 +120,5 @@ def _not_of_ours(load: Callable[..., Any]) -> Callable[..., Any]:
 
 modeling_utils.lazy_import_flash_attention = _not_of_ours(modeling_utils.lazy_import_flash_attention)
 masking_utils.find_packed_sequence_indices = _known_inside_a_packed_row(masking_utils.find_packed_sequence_indices)
-for _passes_borders in (True, False):
-    _register(Implementation(passes_borders=_passes_borders))
+for _passes_offsets in (True, False):
+    _register(Implementation(passes_offsets=_passes_offsets))

@@ -1,4 +1,4 @@
-"""The context of a forward over a packed row: the borders of its samples, and the slice on this rank."""
+"""The context of a forward over a packed row: the offsets of its samples, and the slice on this rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from omnitrain.errors import UserError
 
 if TYPE_CHECKING:
     from omnitrain.ops.attention.spec import MaskSpec, SequenceShard
-
-Borders = tuple[int, ...]
 
 
 class RowPart(Protocol):
@@ -76,13 +74,13 @@ class PackedRow:
     """The packed row that a forward runs over.
 
     Attributes:
-        borders: ``(0, ..., T)``, borders of the samples in the whole row.
+        offsets: ``(0, ..., T)``, where each sample starts in the whole row, and its end.
         part: the slice on this rank; None: the whole row.
         whole_masks: with a slice: makes the masks of the whole row, in the order in which the model requests them.
         masks: masks that the model requested since the row was entered.
     """
 
-    borders: Borders
+    offsets: tuple[int, ...]
     part: RowPart | None = None
     whole_masks: Callable[[], Sequence[MaskSpec]] | None = None
     masks: list[MaskSpec] = field(default_factory=list)
@@ -90,7 +88,7 @@ class PackedRow:
     @property
     def num_rows(self) -> int:
         """Number of tokens that the model gets."""
-        return self.borders[-1] if self.part is None else self.part.rows.numel()
+        return self.offsets[-1] if self.part is None else self.part.rows.numel()
 
 
 _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
@@ -100,7 +98,7 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     """Return a context in which every attention over the ``[1, T]`` tokens of a row keeps its samples apart.
 
     Use it around the forward of the model that reads the row. Run other models, such as towers, outside of it or inside
-    ``packed(None)``: an input that happens to have ``T`` tokens would be cut at the row's borders. The context can be
+    ``packed(None)``: an input that happens to have ``T`` tokens would be cut at the row's offsets. The context can be
     entered any number of times. Activation recomputation needs it again only for models that do not make masks by
     transformers' interface; attention raises if it is missing.
 
@@ -108,14 +106,14 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
         cu_seqlens: ``(0, ..., T)``, the starts of the samples and the end of the last one; None: no packed row.
 
     Raises:
-        ValueError: the borders do not start at 0, or are not ascending.
+        ValueError: the offsets do not start at 0, or are not ascending.
     """
     if cu_seqlens is None:
         return _Inside(None)
-    borders = tuple(cu_seqlens)
-    if borders[:1] != (0,) or any(stop < start for start, stop in pairwise(borders)):
-        raise ValueError(f"cu_seqlens must start at 0 and ascend; found {borders}")
-    return _Inside(PackedRow(borders))
+    offsets = tuple(cu_seqlens)
+    if offsets[:1] != (0,) or any(stop < start for start, stop in pairwise(offsets)):
+        raise ValueError(f"cu_seqlens must start at 0 and ascend; found {offsets}")
+    return _Inside(PackedRow(offsets))
 
 
 def inside(row: PackedRow | None) -> _Inside:

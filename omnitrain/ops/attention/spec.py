@@ -55,7 +55,7 @@ class MaskSpec:
     is therefore neither a tensor nor a dataclass (FSDP rebuilds dataclasses), and is equal only to itself.
 
     Attributes:
-        borders: ``(0, ..., T)``, strictly ascending.
+        offsets: ``(0, ..., T)``, strictly ascending.
         causal: a token sees no later token.
         window: number of tokens that a token sees, itself included; None: the whole segment.
         general: instead of ``causal`` and ``window``: a function of row indices that is exact within each segment, or a
@@ -70,21 +70,21 @@ class MaskSpec:
 
     def __init__(
         self,
-        borders: Sequence[int],
+        offsets: Sequence[int],
         *,
         causal: bool = False,
         window: int | None = None,
         general: MaskFunction | torch.Tensor | None = None,
         use_vmap: bool = False,
     ) -> None:
-        self.borders = tuple(dict.fromkeys(borders))
+        self.offsets = tuple(dict.fromkeys(offsets))
         self.causal = causal
         self.window = window if window is not None and window < self.max_length else None
         self.general = general
         self.use_vmap = use_vmap
         self.shard: SequenceShard | None = None
         self._whole: MaskSpec | None = None
-        self.shape = (1, 1, self.borders[-1], self.borders[-1])
+        self.shape = (1, 1, self.offsets[-1], self.offsets[-1])
         self._made: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +95,7 @@ class MaskSpec:
 
     def __repr__(self) -> str:
         window = f" of {self.window}" if self.window else ""
-        return f"MaskSpec({self.kind}{window}, {len(self.borders) - 1} segments, {self.borders[-1]} tokens)"
+        return f"MaskSpec({self.kind}{window}, {len(self.offsets) - 1} segments, {self.offsets[-1]} tokens)"
 
     @property
     def kind(self) -> str:
@@ -109,7 +109,7 @@ class MaskSpec:
     @property
     def max_length(self) -> int:
         """Number of tokens of the longest segment."""
-        return max((stop - start for start, stop in pairwise(self.borders)), default=0)
+        return max((stop - start for start, stop in pairwise(self.offsets)), default=0)
 
     def remember(self, key: Any, make: Callable[[], Made]) -> Made:
         """Return the cached result of ``make()`` for ``key``, so that layers share it."""
@@ -134,7 +134,7 @@ class MaskSpec:
         return self.whole.remember((start, stop), lambda: self._with(general, None))
 
     def _with(self, general: MaskFunction | torch.Tensor | None, shard: SequenceShard | None) -> MaskSpec:
-        spec = MaskSpec(self.borders, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
+        spec = MaskSpec(self.offsets, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
         if shard is not None:
             spec.shard, spec._whole = shard, self
         return spec
@@ -159,14 +159,14 @@ class MaskSpec:
         )
 
     def between(self, start: int, stop: int) -> MaskSpec:
-        """Return the spec of the tokens ``start`` to ``stop`` as a separate row; both must be borders."""
+        """Return the spec of the tokens ``start`` to ``stop`` as a separate row; both must be offsets."""
         general = self.general
         if isinstance(general, torch.Tensor):
             general = general[..., start:stop, start:stop]
         elif general is not None:
             general = partial(_moved, general, start)
-        borders = [border - start for border in self.borders if start <= border <= stop]
-        return MaskSpec(borders, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
+        offsets = [offset - start for offset in self.offsets if start <= offset <= stop]
+        return MaskSpec(offsets, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
 
     def function(self, device: torch.device) -> MaskFunction:
         """Return the mask as a function of row indices, exact within each segment only.
@@ -186,7 +186,7 @@ class MaskSpec:
 
     def row_function(self, device: torch.device) -> MaskFunction:
         """Return the mask as a function of row indices, exact for the whole row."""
-        segments = segment_numbers(self.borders, device)
+        segments = segment_numbers(self.offsets, device)
         return and_masks(partial(_same, segments), self.function(device))
 
 
@@ -292,7 +292,7 @@ class SequenceShard(Protocol):
 _shards = WeakTensorKeyDictionary()
 
 
-def borders_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
+def offsets_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
     """Return a copy of ``cu_seqlens`` for a slice; layers that get it as ``cu_seq_lens_q`` attend from the slice.
 
     Args:
@@ -305,29 +305,29 @@ def borders_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
 
 
 def shard_of(cu_seqlens: torch.Tensor) -> SequenceShard | None:
-    """Return the slice that was given to :func:`borders_on`; None: the whole row is on this rank."""
+    """Return the slice that was given to :func:`offsets_on`; None: the whole row is on this rank."""
     shard: SequenceShard | None = _shards.get(cu_seqlens)
     return shard
 
 
 @lru_cache(maxsize=2)
-def plain_spec(borders: tuple[int, ...], causal: bool, window: int | None) -> MaskSpec:
+def plain_spec(offsets: tuple[int, ...], causal: bool, window: int | None) -> MaskSpec:
     """Return the same spec object for the same values, so that layers share its cached results.
 
     Layers of a model alternate between at most two specs. A larger cache would keep memory of former rows.
     """
-    return MaskSpec(borders, causal=causal, window=window)
+    return MaskSpec(offsets, causal=causal, window=window)
 
 
-def segment_numbers(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def segment_numbers(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return ``[T]``, the index of the segment of each token."""
-    lengths = torch.tensor([stop - start for start, stop in pairwise(borders)])
+    lengths = torch.tensor([stop - start for start, stop in pairwise(offsets)])
     return to_device(torch.arange(len(lengths)).repeat_interleave(lengths), device)
 
 
-def segment_starts(borders: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def segment_starts(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return ``[T]``, the first token of the segment of each token."""
-    return to_device(torch.tensor(borders[:-1]), device)[segment_numbers(borders, device)]
+    return to_device(torch.tensor(offsets[:-1]), device)[segment_numbers(offsets, device)]
 
 
 def _same(numbers: torch.Tensor, batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:

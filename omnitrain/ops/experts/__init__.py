@@ -25,7 +25,7 @@ from omnitrain.ops.experts.timing import LayerSpans
 from omnitrain.ops.experts.weights import (
     ExpertRange,
     ExpertWeights,
-    chunk_borders,
+    chunk_offsets,
     experts_in,
     is_experts,
     matrix_names,
@@ -46,7 +46,7 @@ __all__ = [
     "add_expert_adapter",
     "backend_of",
     "bytes_sent",
-    "chunk_borders",
+    "chunk_offsets",
     "combine_rows",
     "experts_in",
     "is_experts",

@@ -53,7 +53,7 @@ def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: 
     budget, again = memory.row_budget, memory.recomputes_activation
     if budget is None or rows.size(0) <= budget:
         return experts.finish(_products(experts, rows, ends, again)).to(rows.dtype)
-    borders = [*range(0, rows.size(0), budget), rows.size(0)]
+    offsets = [*range(0, rows.size(0), budget), rows.size(0)]
     chunks = [
         checkpoint(
             _products,
@@ -63,7 +63,7 @@ def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: 
             again,
             use_reentrant=False,
         )
-        for start, stop in pairwise(borders)
+        for start, stop in pairwise(offsets)
     ]
     return experts.finish(torch.cat(chunks)).to(rows.dtype)
 

@@ -117,7 +117,7 @@ class ExpertWeights:
         if chunks == 1 and work is None:
             return [self]
         names, matrices = tuple(self._tensors), (self.first_name, self.down_name)
-        gradients = _Gradients(chunk_borders(self.num_experts, chunks), ranges, matrices, work)
+        gradients = _Gradients(chunk_offsets(self.num_experts, chunks), ranges, matrices, work)
         flat = _InChunks.apply(gradients, names, *self._tensors.values())
         of_chunk = [dict(zip(names, flat[chunk * len(names) :], strict=False)) for chunk in range(chunks)]
         return [
@@ -151,8 +151,8 @@ class ExpertWeights:
         return ExpertAdapter(a, b, scale)
 
 
-def chunk_borders(num_experts: int, chunks: int) -> tuple[int, ...]:
-    """Return the ``chunks + 1`` borders of nearly equal chunks of experts."""
+def chunk_offsets(num_experts: int, chunks: int) -> tuple[int, ...]:
+    """Return the ``chunks + 1`` offsets of nearly equal chunks of experts."""
     return tuple(num_experts * chunk // chunks for chunk in range(chunks + 1))
 
 
@@ -163,7 +163,7 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, gradients: _Gradients, names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.gradients, ctx.names = gradients, names
         ctx.set_materialize_grads(False)
-        chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(gradients.borders)]
+        chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(gradients.offsets)]
         frozen = [
             part for chunk in chunks for part, tensor in zip(chunk, tensors, strict=True) if not tensor.requires_grad
         ]
@@ -177,7 +177,7 @@ class _InChunks(torch.autograd.Function):
         for place, gradient in enumerate(gradients):
             if gradient is not None:
                 chunk, name = divmod(place, len(ctx.names))
-                whole.add(ctx.names[name], *ctx.gradients.borders[chunk : chunk + 2], gradient)
+                whole.add(ctx.names[name], *ctx.gradients.offsets[chunk : chunk + 2], gradient)
         return None, None, *(whole.of(name) for name in ctx.names)
 
 
@@ -187,7 +187,7 @@ class _Gradients:
     Gradients are kept per backward: an interrupted backward leaves nothing for the next one.
 
     Args:
-        borders: borders of the chunks.
+        offsets: offsets of the chunks.
         ranges: ranges of each chunk.
         matrices: names of the matrices, in the order in which delayed gradients are computed; the first have the
             largest operands.
@@ -196,12 +196,12 @@ class _Gradients:
 
     def __init__(
         self,
-        borders: tuple[int, ...],
+        offsets: tuple[int, ...],
         ranges: Sequence[Sequence[ExpertRange]],
         matrices: tuple[str, ...],
         work: WeightGradients | None,
     ) -> None:
-        self.borders = borders
+        self.offsets = offsets
         self._ranges, self._matrices, self._work = ranges, matrices, work
         self._wholes: dict[int, _Wholes] = {}
 
@@ -211,7 +211,7 @@ class _Gradients:
         def take(make: MakeRange) -> None:
             backward = torch._C._current_graph_task_id()
             for span in self._ranges[chunk]:
-                start, stop = self.borders[chunk] + span.start, self.borders[chunk] + span.stop
+                start, stop = self.offsets[chunk] + span.start, self.offsets[chunk] + span.stop
                 if self._work is not None:
                     self._work.add((backward, name, start, stop), partial(make, span))
                 else:
@@ -232,7 +232,7 @@ class _Gradients:
         return whole
 
     def _none_yet(self) -> _Wholes:
-        return _Wholes(self.borders[-1])
+        return _Wholes(self.offsets[-1])
 
 
 class _Wholes:

@@ -32,7 +32,7 @@ from omnitrain.ops.experts import (
     ExpertRange,
     LayerSpans,
     TokenPermutation,
-    chunk_borders,
+    chunk_offsets,
     is_replaying,
     sort_by_expert,
     token_gradients,
@@ -163,9 +163,9 @@ class _Order:
 
     Attributes:
         sizes: number of a rank's experts in each chunk.
-        ranges: borders of the ranges in each chunk, counted in the chunk's experts.
-        range_borders: ``[total borders]`` int64: the same borders, counted in a rank's experts.
-        borders: ``[chunks + 1]`` int64: borders of the chunks, counted in a rank's experts.
+        ranges: offsets of the ranges in each chunk, counted in the chunk's experts.
+        range_offsets: ``[total]`` int64: the same offsets, counted in a rank's experts.
+        offsets: ``[chunks + 1]`` int64: offsets of the chunks, counted in a rank's experts.
         experts: ``[E]`` int64: the experts in this order.
         position: ``[E]`` int64: the inverse, each expert's position in this order.
         chunk_start: ``[experts of a rank]`` int64: the first expert of each expert's chunk.
@@ -173,8 +173,8 @@ class _Order:
 
     sizes: list[int]
     ranges: list[tuple[int, ...]]
-    range_borders: Tensor
-    borders: Tensor
+    range_offsets: Tensor
+    offsets: Tensor
     experts: Tensor
     position: Tensor
     chunk_start: Tensor
@@ -183,29 +183,29 @@ class _Order:
     @cache  # because copies from the host to the device synchronize
     def of(cls, num_experts: int, ranks: int, chunks: int, device: torch.device) -> _Order:
         by_rank = torch.arange(num_experts, device=device).view(ranks, -1)
-        starts = chunk_borders(by_rank.size(1), chunks)
-        sizes, borders = [stop - start for start, stop in pairwise(starts)], torch.tensor(starts, device=device)
+        starts = chunk_offsets(by_rank.size(1), chunks)
+        sizes, offsets = [stop - start for start, stop in pairwise(starts)], torch.tensor(starts, device=device)
         # A single chunk's weight gradients are those of all experts, so there is nothing to concatenate.
-        ranges = [chunk_borders(size, min(size, -(-_RANGES // chunks)) if chunks > 1 else 1) for size in sizes]
-        range_borders = torch.tensor(
-            [start + border for start, in_chunk in zip(starts, ranges, strict=False) for border in in_chunk]
+        ranges = [chunk_offsets(size, min(size, -(-_RANGES // chunks)) if chunks > 1 else 1) for size in sizes]
+        range_offsets = torch.tensor(
+            [start + offset for start, in_chunk in zip(starts, ranges, strict=False) for offset in in_chunk]
         )
         experts = torch.cat([of_chunk.flatten() for of_chunk in by_rank.split(sizes, dim=1)])
-        chunk_start = borders[:-1].repeat_interleave(borders.diff(), output_size=by_rank.size(1))
-        return cls(sizes, ranges, range_borders.to(device), borders, experts, experts.argsort(), chunk_start)
+        chunk_start = offsets[:-1].repeat_interleave(offsets.diff(), output_size=by_rank.size(1))
+        return cls(sizes, ranges, range_offsets.to(device), offsets, experts, experts.argsort(), chunk_start)
 
 
 def _chunk_splits(to_send: Tensor, to_receive: Tensor, order: _Order) -> tuple[ChunkSplits, ...]:
     """The splits of all chunks, from row counts ``[ranks, experts of a rank]`` to send and to receive."""
-    up_to = F.pad(torch.stack([to_send, to_receive]).cumsum(-1), (1, 0))[..., order.borders]
+    up_to = F.pad(torch.stack([to_send, to_receive]).cumsum(-1), (1, 0))[..., order.offsets]
     rows_before = F.pad(to_receive.sum(0).cumsum(0), (1, 0))
-    of_ranks, of_ranges = up_to.diff(dim=-1).transpose(1, 2), rows_before[order.range_borders]
+    of_ranks, of_ranges = up_to.diff(dim=-1).transpose(1, 2), rows_before[order.range_offsets]
     counts = iter(torch.cat([of_ranks.flatten(), of_ranges]).tolist())  # the only synchronization with the device
     sent, received = ([list(islice(counts, len(to_receive))) for _ in order.sizes] for _ in range(2))
     ranges = []
-    for borders in order.ranges:
-        rows = list(islice(counts, len(borders)))
-        of_chunk = zip(pairwise(borders), pairwise(rows), strict=True)
+    for offsets in order.ranges:
+        rows = list(islice(counts, len(offsets)))
+        of_chunk = zip(pairwise(offsets), pairwise(rows), strict=True)
         ranges.append([ExpertRange(*experts, first - rows[0], end - rows[0]) for experts, (first, end) in of_chunk])
     # A block is the rows of one sender for one expert. Blocks arrive by chunk, sender, expert; sort by expert, sender.
     of_block = to_receive.flatten().long()

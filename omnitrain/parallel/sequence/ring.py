@@ -51,7 +51,7 @@ def ring_attention(
     _require_supported(call)
     of_ranks = call.mask.remember(
         ("sections", split.cp),
-        lambda: tuple(sections_of(split.chunks(rank), call.mask.borders) for rank in range(split.cp)),
+        lambda: tuple(sections_of(split.chunks(rank), call.mask.offsets) for rank in range(split.cp)),
     )
     sections = of_ranks[dist.get_rank(group)]
     lengths = [section.length for section in sections]

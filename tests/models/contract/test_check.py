@@ -106,7 +106,7 @@ def test_a_leak_that_no_module_can_be_blamed_for_leaves_one_sample_per_pack(mode
 def test_a_mask_spec_that_loses_windows_or_image_blocks_is_noticed(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry, "describe", lambda function, borders, *_: plain_spec(borders, True, None))
+    monkeypatch.setattr(entry, "describe", lambda function, offsets, *_: plain_spec(offsets, True, None))
     contract = checked(foundation_class(FAMILIES[family]()), family)
     assert not contract.packs or contract.segmented
     assert facts(contract, "packing").startswith("fallback")

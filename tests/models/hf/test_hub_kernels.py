@@ -16,7 +16,7 @@ from tests.families import FAMILIES
 
 @pytest.fixture
 def device_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where fla is installed: its kernel takes borders, and no tensor on the CPU."""
+    """As where fla is installed: its kernel takes offsets, and no tensor on the CPU."""
 
     def chunk_gated_delta_rule(*args: object, cu_seqlens: object = None, **kwargs: object) -> None:
         raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")

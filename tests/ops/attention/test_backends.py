@@ -22,8 +22,8 @@ from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.spec import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call, MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows
 
-BORDERS = (0, 4, 9, 10, 18)
-LENGTH = BORDERS[-1]
+OFFSETS = (0, 4, 9, 10, 18)
+LENGTH = OFFSETS[-1]
 BLOCK_IDS = torch.tensor([-1, 0, 0, -1, 1, 1, -1, 2, 2, -1, -1, 3, 3, 3, -1, -1, -1, -1])
 
 
@@ -41,13 +41,13 @@ def random_mask(heads: int) -> torch.Tensor:
 
 
 MASKS: dict[str, Callable[[], MaskSpec]] = {
-    "full": lambda: MaskSpec(BORDERS),
-    "causal": lambda: MaskSpec(BORDERS, causal=True),
-    "window": lambda: MaskSpec(BORDERS, causal=True, window=3),
-    "image blocks": lambda: MaskSpec(BORDERS, general=image_blocks),
-    "tensor": lambda: MaskSpec(BORDERS, general=random_mask(1)),
-    "tensor per head": lambda: MaskSpec(BORDERS, general=random_mask(4)),
-    "floats": lambda: MaskSpec(BORDERS, general=randn(1, 1, LENGTH, LENGTH, seed=6)),
+    "full": lambda: MaskSpec(OFFSETS),
+    "causal": lambda: MaskSpec(OFFSETS, causal=True),
+    "window": lambda: MaskSpec(OFFSETS, causal=True, window=3),
+    "image blocks": lambda: MaskSpec(OFFSETS, general=image_blocks),
+    "tensor": lambda: MaskSpec(OFFSETS, general=random_mask(1)),
+    "tensor per head": lambda: MaskSpec(OFFSETS, general=random_mask(4)),
+    "floats": lambda: MaskSpec(OFFSETS, general=randn(1, 1, LENGTH, LENGTH, seed=6)),
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -95,7 +95,7 @@ def seen_by(spec: MaskSpec, start: int, stop: int) -> torch.Tensor:
 def formula(call: Call) -> torch.Tensor:
     """The definition of each feature in float64, one segment after the other."""
     outputs = []
-    for start, stop in itertools.pairwise(call.mask.borders):
+    for start, stop in itertools.pairwise(call.mask.offsets):
         q, k, v = (x[0, :, start:stop].double() for x in (call.query, call.key, call.value))
         k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
         scores = q @ k.mT * (call.scale or q.size(-1) ** -0.5)
@@ -150,13 +150,13 @@ def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("borders", [(0, 18), (0, 3, 6, 9, 11, 18), (0, 1, 2, 18), (0, 4, 9, 18), (0, 5, 5, 9, 18)])
+@pytest.mark.parametrize("offsets", [(0, 18), (0, 3, 6, 9, 11, 18), (0, 1, 2, 18), (0, 4, 9, 18), (0, 5, 5, 9, 18)])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"causal": True, "window": 4}, {}])
 @pytest.mark.parametrize("backend", [SDPA, REFERENCE])
 def test_any_lengths_share_calls_without_changing_results(
-    backend: Backend, mask: dict[str, Any], borders: tuple[int, ...]
+    backend: Backend, mask: dict[str, Any], offsets: tuple[int, ...]
 ) -> None:
-    call = replace(make_call("full", "grouped heads", requires_grad=True), mask=MaskSpec(borders, **mask))
+    call = replace(make_call("full", "grouped heads", requires_grad=True), mask=MaskSpec(offsets, **mask))
     output, exact = backend.attend(call), formula(call)
     torch.testing.assert_close(output, exact, atol=2e-6, rtol=1e-5)
     for ours, expected in zip(gradients(output, call), gradients(exact, call), strict=True):
@@ -182,10 +182,10 @@ def test_segments_of_about_equal_length_share_a_call(monkeypatch: pytest.MonkeyP
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *a, **k: calls.append(q.shape) or real(q, *a, **k))
     monkeypatch.setitem(SDPA.attend.__globals__, "SHORT", 0)
-    borders = (0, 4, 8, 12, 17, 18)
-    SDPA.attend(replace(make_call("full", "plain"), mask=MaskSpec(borders, causal=True)))
+    offsets = (0, 4, 8, 12, 17, 18)
+    SDPA.attend(replace(make_call("full", "plain"), mask=MaskSpec(offsets, causal=True)))
     assert [(shape[0], shape[2]) for shape in calls] == [(4, 5), (1, 1)]
-    SDPA.attend(replace(make_call("full", "plain"), mask=MaskSpec(borders)))
+    SDPA.attend(replace(make_call("full", "plain"), mask=MaskSpec(offsets)))
     assert [(shape[0], shape[2]) for shape in calls[2:]] == [(3, 4), (1, 5), (1, 1)]
 
 
@@ -230,7 +230,7 @@ def test_text_in_a_model_with_image_blocks_needs_no_mask_tensor(monkeypatch: pyt
     )
     monkeypatch.setitem(SDPA.attend.__globals__, "SHORT", 0)
     call = make_call("image blocks", "plain")
-    SDPA.attend(replace(call, mask=MaskSpec(BORDERS, general=lambda b, h, q, k: k <= q)))
+    SDPA.attend(replace(call, mask=MaskSpec(OFFSETS, general=lambda b, h, q, k: k <= q)))
     assert masks == [None] * 3
 
 

@@ -14,7 +14,7 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_row
 from omnitrain.ops.attention.hf_arguments import HONOURED, IRRELEVANT
 
-BORDERS = (0, 4, 8, 13)
+OFFSETS = (0, 4, 8, 13)
 attend = AttentionInterface._global_mapping[ATTENTION_NAME]
 
 
@@ -28,14 +28,14 @@ class TowerLayer(torch.nn.Module):
     num_key_value_groups = 2
 
 
-def draw(length: int = BORDERS[-1]) -> tuple[torch.Tensor, ...]:
+def draw(length: int = OFFSETS[-1]) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(1, heads, length, 8, generator=generator) for heads in (4, 2, 2))
 
 
 def alone(causal: bool, **kwargs: Any) -> torch.Tensor:
     parts = []
-    for start, stop in itertools.pairwise(BORDERS):
+    for start, stop in itertools.pairwise(OFFSETS):
         q, k, v = (x[:, :, start:stop] for x in draw())
         parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True, **kwargs))
     return torch.cat(parts, 2).transpose(1, 2)
@@ -46,9 +46,9 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("layer", [CausalLayer(), TowerLayer()])
-def test_borders_in_arguments_cut_the_row(layer: torch.nn.Module) -> None:
-    borders = torch.tensor(BORDERS, dtype=torch.int32)
-    out, _ = attend(layer, *draw(), None, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=5, max_length_k=5)
+def test_offsets_in_arguments_cut_the_row(layer: torch.nn.Module) -> None:
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    out, _ = attend(layer, *draw(), None, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=5, max_length_k=5)
     assert close(out, alone(layer.is_causal))
 
 
@@ -62,20 +62,20 @@ class ListReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_layers_with_the_same_borders_read_them_once_and_again_when_they_change() -> None:
-    borders = torch.tensor(BORDERS, dtype=torch.int32)
+def test_layers_with_the_same_offsets_read_them_once_and_again_when_they_change() -> None:
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     with ListReads() as reads:
         for _ in range(5):
-            attend(TowerLayer(), *draw(), None, cu_seq_lens_q=borders)
+            attend(TowerLayer(), *draw(), None, cu_seq_lens_q=offsets)
         assert reads.count == 1
-        borders[1] = 3
-        out, _ = attend(TowerLayer(), *draw(), None, cu_seq_lens_q=borders)
+        offsets[1] = 3
+        out, _ = attend(TowerLayer(), *draw(), None, cu_seq_lens_q=offsets)
     assert reads.count == 2
     assert not close(out[:, :8], alone(causal=False)[:, :8])
 
 
 def test_a_window_in_arguments_holds_where_the_model_makes_no_mask() -> None:
-    cu_seqlens = torch.tensor(BORDERS)
+    cu_seqlens = torch.tensor(OFFSETS)
     plain, _ = attend(CausalLayer(), *draw(), None, cu_seq_lens_q=cu_seqlens)
     wide, _ = attend(CausalLayer(), *draw(), None, cu_seq_lens_q=cu_seqlens, sliding_window=5)
     narrow, _ = attend(CausalLayer(), *draw(), None, cu_seq_lens_q=cu_seqlens, sliding_window=1)
@@ -88,16 +88,16 @@ def test_a_window_in_arguments_holds_where_the_model_makes_no_mask() -> None:
 
 @pytest.mark.parametrize("layer", [CausalLayer(), TowerLayer()])
 def test_a_model_that_makes_no_mask_is_cut_by_the_context(layer: torch.nn.Module) -> None:
-    with packed(BORDERS):
+    with packed(OFFSETS):
         out, _ = attend(layer, *draw(), None)
     assert close(out, alone(layer.is_causal))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_mask_that_a_model_makes_itself_is_cut_at_the_borders(dtype: torch.dtype) -> None:
+def test_a_mask_that_a_model_makes_itself_is_cut_at_the_offsets(dtype: torch.dtype) -> None:
     seen = torch.ones(13, 13, dtype=torch.bool).tril()[None, None]
     mask = seen if dtype == torch.bool else torch.where(seen, 0.0, torch.finfo(dtype).min)
-    with packed(BORDERS):
+    with packed(OFFSETS):
         out, _ = attend(TowerLayer(), *draw(), mask)
     assert close(out, alone(causal=True))
 
@@ -106,11 +106,11 @@ def test_a_padding_mask_is_not_taken_for_a_mask_of_queries_and_keys() -> None:
     padding = torch.ones(1, 13, dtype=torch.bool)
     with pytest.raises(UserError, match=r"TowerLayer passes a padding mask of shape \(1, 13\)"):
         attend(TowerLayer(), *draw(), padding)
-    with packed(BORDERS), pytest.raises(UserError, match=r"shape \(1, 13\) does not fit a packed row"):
+    with packed(OFFSETS), pytest.raises(UserError, match=r"shape \(1, 13\) does not fit a packed row"):
         attend(TowerLayer(), *draw(), padding)
 
 
-def test_without_borders_it_is_sdpa_bit_for_bit() -> None:
+def test_without_offsets_it_is_sdpa_bit_for_bit() -> None:
     sdpa = AttentionInterface._global_mapping["sdpa"]
     mask = torch.ones(1, 1, 13, 13, dtype=torch.bool).tril()
     for layer, given in itertools.product((CausalLayer(), TowerLayer()), (None, mask)):
@@ -123,7 +123,7 @@ def test_without_borders_it_is_sdpa_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("name", ["sinks", "head_mask", "attention_bias", "indices", "output_attentions", "anything"])
 def test_an_argument_that_is_not_known_is_refused_by_name(name: str) -> None:
-    spec = MaskSpec(BORDERS, causal=True)
+    spec = MaskSpec(OFFSETS, causal=True)
     with pytest.raises(UserError, match=f"CausalLayer passes {name} to its attention"):
         attend(CausalLayer(), *draw(), spec, **{name: torch.ones(1)})
     attend(CausalLayer(), *draw(), spec, **{name: None})
@@ -132,7 +132,7 @@ def test_an_argument_that_is_not_known_is_refused_by_name(name: str) -> None:
 
 def test_each_argument_has_one_place() -> None:
     assert not HONOURED & IRRELEVANT.keys()
-    spec = MaskSpec(BORDERS, causal=True)
+    spec = MaskSpec(OFFSETS, causal=True)
     attend(CausalLayer(), *draw(), spec, **dict.fromkeys(IRRELEVANT, 1))
 
 
@@ -156,7 +156,7 @@ def test_blocks_of_keys_left_to_attention_are_refused_without_packing_too() -> N
 
 
 def test_sinks_and_soft_cap_reach_the_backend() -> None:
-    spec = MaskSpec(BORDERS, causal=True)
+    spec = MaskSpec(OFFSETS, causal=True)
     plain, _ = attend(CausalLayer(), *draw(), spec)
     capped, _ = attend(CausalLayer(), *draw(), spec, softcap=0.1)
     low, _ = attend(CausalLayer(), *draw(), spec, s_aux=torch.full((4,), -100.0))
@@ -169,38 +169,38 @@ def test_sinks_and_soft_cap_reach_the_backend() -> None:
 
 def test_a_layer_that_contradicts_its_mask_is_refused() -> None:
     with pytest.raises(UserError, match=r"TowerLayer: the model's mask is causal.*is_causal=False"):
-        attend(TowerLayer(), *draw(), MaskSpec(BORDERS, causal=True))
+        attend(TowerLayer(), *draw(), MaskSpec(OFFSETS, causal=True))
     with pytest.raises(UserError, match=r"the model's mask is full.*is_causal=True"):
-        attend(CausalLayer(), *draw(), MaskSpec(BORDERS))
-    attend(CausalLayer(), *draw(), MaskSpec(BORDERS), is_causal=False)
+        attend(CausalLayer(), *draw(), MaskSpec(OFFSETS))
+    attend(CausalLayer(), *draw(), MaskSpec(OFFSETS), is_causal=False)
 
 
-@pytest.mark.parametrize("mask", [None, MaskSpec(BORDERS, causal=True)])
+@pytest.mark.parametrize("mask", [None, MaskSpec(OFFSETS, causal=True)])
 def test_a_row_of_another_length_is_refused(mask: MaskSpec | None) -> None:
-    with packed(BORDERS), pytest.raises(UserError, match=r"\(1, 14, 14\).*13"):
+    with packed(OFFSETS), pytest.raises(UserError, match=r"\(1, 14, 14\).*13"):
         attend(CausalLayer(), *draw(14), mask)
 
 
 def test_a_packed_row_that_reads_other_tokens_is_refused() -> None:
     query, (_, key, value) = draw()[0], draw(20)
-    with packed(BORDERS), pytest.raises(UserError, match=r"TowerLayer.*\(1, 13, 20\)"):
+    with packed(OFFSETS), pytest.raises(UserError, match=r"TowerLayer.*\(1, 13, 20\)"):
         attend(TowerLayer(), query, key, value, None)
 
 
 def test_a_tower_inside_the_context_stays_whole() -> None:
     whole, _ = attend(TowerLayer(), *draw(20), None)
-    with packed(BORDERS):
+    with packed(OFFSETS):
         inside, _ = attend(TowerLayer(), *draw(20), None)
     assert torch.equal(whole, inside)
 
 
-def test_different_borders_of_queries_and_keys_are_refused() -> None:
-    with pytest.raises(UserError, match="different borders"):
+def test_different_offsets_of_queries_and_keys_are_refused() -> None:
+    with pytest.raises(UserError, match="different offsets"):
         attend(
             CausalLayer(),
             *draw(),
             None,
-            cu_seq_lens_q=torch.tensor(BORDERS),
+            cu_seq_lens_q=torch.tensor(OFFSETS),
             cu_seq_lens_k=torch.tensor([0, 6, 7, 13]),
         )
 
@@ -211,18 +211,18 @@ def test_contexts_nest_and_can_be_entered_again() -> None:
         with packed(None):
             assert packed_row() is None
         with row, row:
-            assert packed_row().borders == (0, 2, 2, 5)
-        assert packed_row().borders == (0, 2, 2, 5)
+            assert packed_row().offsets == (0, 2, 2, 5)
+        assert packed_row().offsets == (0, 2, 2, 5)
     assert packed_row() is None
 
 
-@pytest.mark.parametrize("borders", [(), (1, 4), (0, 5, 3)])
-def test_borders_that_are_none_are_refused(borders: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("offsets", [(), (1, 4), (0, 5, 3)])
+def test_offsets_that_are_none_are_refused(offsets: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="cu_seqlens must start at 0"):
-        packed(borders)
+        packed(offsets)
 
 
-def test_a_recomputation_that_lost_the_borders_is_refused() -> None:
+def test_a_recomputation_that_lost_the_offsets_is_refused() -> None:
     """Only a model that makes no mask needs the context in its backward."""
     layer, (query, key, value) = CausalLayer(), draw()
     query.requires_grad_()
@@ -230,12 +230,12 @@ def test_a_recomputation_that_lost_the_borders_is_refused() -> None:
     def forward(mask: MaskSpec | None) -> torch.Tensor:
         return checkpoint(lambda q: attend(layer, q, key, value, mask)[0], query, use_reentrant=False)
 
-    with packed(BORDERS):
-        by_spec, by_context = forward(MaskSpec(BORDERS, causal=True)), forward(None)
+    with packed(OFFSETS):
+        by_spec, by_context = forward(MaskSpec(OFFSETS, causal=True)), forward(None)
     (expected,) = torch.autograd.grad(by_spec.sum(), query)
     with pytest.raises(UserError, match="recomputed outside of packed"):
         torch.autograd.grad(by_context.sum(), query)
-    with packed(BORDERS):
+    with packed(OFFSETS):
         by_context = forward(None)
         (found,) = torch.autograd.grad(by_context.sum(), query)
     assert torch.equal(found, expected)

@@ -38,7 +38,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 
 @torch.no_grad()
 def attend(spec: MaskSpec) -> None:
-    states = torch.randn(1, 1, spec.borders[-1], 16)
+    states = torch.randn(1, 1, spec.offsets[-1], 16)
     flex.attend(Call(states, states, states, spec))
 
 

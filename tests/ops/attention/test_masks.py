@@ -28,10 +28,10 @@ from omnitrain.ops.attention.backends.segments import CAUSAL_SLACK, batches_of
 from omnitrain.ops.attention.spec import segment_starts
 from tests.waits import DEVICE, Device
 
-BORDERS = (0, 4, 9, 10, 18)
+OFFSETS = (0, 4, 9, 10, 18)
 # Blocks of image tokens; one ends where a sample ends and the next sample begins with another.
 BLOCK_IDS = torch.tensor([[-1, 0, 0, 0, 1, 1, -1, 2, 2, -1, -1, 3, 3, 3, -1, -1, -1, -1]])
-POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(BORDERS)])[None]
+POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(OFFSETS)])[None]
 CPU = torch.device("cpu")
 
 # (config, first token, last token + 1, keyword arguments of every sample) -> what transformers makes
@@ -123,29 +123,29 @@ MASKS: dict[str, tuple[Make, str]] = {
 
 def opened(spec: MaskSpec) -> torch.Tensor:
     """``[T, T]``: what the row function lets through."""
-    places = torch.arange(BORDERS[-1])
+    places = torch.arange(OFFSETS[-1])
     seen = spec.row_function(CPU)(torch.zeros((), dtype=torch.long), 0, places[:, None], places[None])
-    return seen.expand(BORDERS[-1], BORDERS[-1])
+    return seen.expand(OFFSETS[-1], OFFSETS[-1])
 
 
 def alone(make: Make) -> torch.Tensor:
     """``[T, T]``: the eager masks of the samples on the diagonal."""
     parts = []
-    for start, stop in itertools.pairwise(BORDERS):
+    for start, stop in itertools.pairwise(OFFSETS):
         mask = make("eager", start, stop, position_ids=POSITIONS[:, start:stop])
         parts.append(torch.ones(stop - start, stop - start, dtype=torch.bool) if mask is None else mask[0, 0] == 0)
     return torch.block_diag(*parts).bool()
 
 
-@pytest.mark.parametrize("detected", [False, True], ids=["borders only", "positions restart, too"])
+@pytest.mark.parametrize("detected", [False, True], ids=["offsets only", "positions restart, too"])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_mask_of_a_packed_row_is_that_of_each_sample_alone(name: str, detected: bool) -> None:
     make, kind = MASKS[name]
-    with packed(BORDERS):
-        spec = make(ATTENTION_NAME, 0, BORDERS[-1], position_ids=POSITIONS if detected else None)
+    with packed(OFFSETS):
+        spec = make(ATTENTION_NAME, 0, OFFSETS[-1], position_ids=POSITIONS if detected else None)
     assert spec.kind == kind
     assert torch.equal(opened(spec), alone(make))
-    for start, stop in itertools.pairwise(spec.borders):
+    for start, stop in itertools.pairwise(spec.offsets):
         part = spec.block_mask((start, stop), (start, stop), CPU).expand(1, 1, stop - start, stop - start)
         assert torch.equal(part[0, 0], alone(make)[start:stop, start:stop])
 
@@ -154,16 +154,16 @@ def test_a_window_as_long_as_every_sample_needs_no_mask() -> None:
     made = config(ATTENTION_NAME)
     made.sliding_window = 8
     embeds = torch.zeros(1, 18, 8)
-    with packed(BORDERS):
+    with packed(OFFSETS):
         spec = create_sliding_window_causal_mask(made, embeds, None, None)
-    assert (spec.kind, spec.borders) == ("causal", BORDERS)
+    assert (spec.kind, spec.offsets) == ("causal", OFFSETS)
     assert [batch.mask for batch in batches_of(spec, 1.25, CPU)] == [None] * 3  # 4 and 5 tokens share a call
 
 
 def test_chunks_are_cut_as_samples_are() -> None:
-    with packed(BORDERS):
+    with packed(OFFSETS):
         spec = MASKS["chunks"][0](ATTENTION_NAME, 0, 18)
-    assert spec.borders == (0, 3, 4, 7, 9, 10, 13, 16, 18)
+    assert spec.offsets == (0, 3, 4, 7, 9, 10, 13, 16, 18)
 
 
 def test_a_function_that_counts_and_looks_up_is_refused() -> None:
@@ -177,7 +177,7 @@ def test_a_function_that_counts_and_looks_up_is_refused() -> None:
             return by_token[batch, key]
 
     for function in (both, Object(), Object().__call__):
-        with packed(BORDERS), pytest.raises(UserError, match="more than a lookup or a count"):
+        with packed(OFFSETS), pytest.raises(UserError, match="more than a lookup or a count"):
             ask(create_causal_mask, ATTENTION_NAME, 0, 18, or_mask_function=function)
 
 
@@ -188,13 +188,13 @@ def test_layers_share_what_follows_from_a_mask() -> None:
         evaluated.append(query.shape)
         return (key <= query) & (key != 1)
 
-    spec = MaskSpec(BORDERS, general=counted)
+    spec = MaskSpec(OFFSETS, general=counted)
     assert batches_of(spec, 1.25, CPU) is batches_of(spec, 1.25, CPU)
     assert len(evaluated) == 4
 
 
 def test_a_row_that_is_entered_again_keeps_no_masks_of_the_forward_before() -> None:
-    row = packed(BORDERS)
+    row = packed(OFFSETS)
     for _ in range(3):
         with row:
             spec = blocks(ATTENTION_NAME, 0, 18)
@@ -202,7 +202,7 @@ def test_a_row_that_is_entered_again_keeps_no_masks_of_the_forward_before() -> N
 
 
 def test_a_mask_that_an_outer_model_made_stays() -> None:
-    with packed(BORDERS):
+    with packed(OFFSETS):
         outer = blocks(ATTENTION_NAME, 0, 18)
         inner = create_causal_mask(config(ATTENTION_NAME), torch.zeros(1, 18, 8), outer, None)
     assert inner is outer
@@ -211,7 +211,7 @@ def test_a_mask_that_an_outer_model_made_stays() -> None:
 def test_padding_in_a_packed_row_is_refused() -> None:
     mask = torch.ones(1, 18, dtype=torch.long)
     embeds = torch.zeros(1, 18, 8)
-    with packed(BORDERS):
+    with packed(OFFSETS):
         assert create_causal_mask(config(ATTENTION_NAME), embeds, mask, None).kind == "causal"
         mask[0, -1] = 0
         with pytest.raises(UserError, match="packed row has no padding"):
@@ -220,19 +220,19 @@ def test_padding_in_a_packed_row_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 19, 8), (2, 18, 8)])
 def test_a_causal_mask_that_does_not_fit_the_row_is_refused(shape: tuple[int, ...]) -> None:
-    with packed(BORDERS), pytest.raises(UserError, match="packed row of 18 tokens"):
+    with packed(OFFSETS), pytest.raises(UserError, match="packed row of 18 tokens"):
         create_causal_mask(config(ATTENTION_NAME), torch.zeros(shape), None, None)
 
 
 def test_a_tower_with_another_number_of_tokens_gets_its_own_mask() -> None:
-    with packed(BORDERS):
+    with packed(OFFSETS):
         assert create_bidirectional_mask(config(ATTENTION_NAME), torch.zeros(2, 16, 8), None) is None
         with packed(None):
             assert create_causal_mask(config(ATTENTION_NAME), torch.zeros(1, 18, 8), None, None) is None
 
 
 def test_code_that_computes_on_a_mask_is_told_what_it_is() -> None:
-    spec = MaskSpec(BORDERS)
+    spec = MaskSpec(OFFSETS)
     with pytest.raises(UserError, match="reads 'dtype' of its attention mask, so it cannot be packed"):
         _ = spec.dtype
     with pytest.raises(UserError, match="slices its attention mask, so it cannot be packed"):
@@ -244,11 +244,11 @@ def test_code_that_computes_on_a_mask_is_told_what_it_is() -> None:
     "make",
     [
         lambda spec: spec.row_function(DEVICE),
-        lambda spec: segment_starts(spec.borders, DEVICE),
+        lambda spec: segment_starts(spec.offsets, DEVICE),
         lambda spec: batches_of(spec, CAUSAL_SLACK, DEVICE),
     ],
 )
-def test_what_follows_from_borders_comes_to_the_device_without_a_wait(make: Callable[[MaskSpec], Any]) -> None:
+def test_what_follows_from_offsets_comes_to_the_device_without_a_wait(make: Callable[[MaskSpec], Any]) -> None:
     device = Device()
     with device.watched():
         make(MaskSpec((0, 8, 17), causal=True))
@@ -267,7 +267,7 @@ class Keeps(torch.nn.Module):
 
 
 def test_a_spec_passes_fsdp_and_trees_as_the_same_object() -> None:
-    spec, module = MaskSpec(BORDERS, causal=True), Keeps()
+    spec, module = MaskSpec(OFFSETS, causal=True), Keeps()
     assert _pytree.tree_map(lambda leaf: leaf, {"mask": [spec]})["mask"][0] is spec
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -1,6 +1,6 @@
 """Unmodified models of transformers: packed rows equal each sample alone, unpacked input equals plain transformers.
 
-Weights are redrawn so that attention is peaked: masks and borders that are wrong would show.
+Weights are redrawn so that attention is peaked: masks and offsets that are wrong would show.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention import attention_report, packed, use_omnitrain_attention
 
 LENGTHS = (7, 10, 13, 1)
-BORDERS = (0, *itertools.accumulate(LENGTHS))
+OFFSETS = (0, *itertools.accumulate(LENGTHS))
 TEXT = {
     "vocab_size": 100,
     "hidden_size": 32,
@@ -132,18 +132,18 @@ def assert_same_step(one: tuple[torch.Tensor, dict[str, Any]], other: tuple[torc
 
 
 def alone(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    parts = [model(ids[:, a:b], use_cache=False).logits for a, b in itertools.pairwise(BORDERS)]
+    parts = [model(ids[:, a:b], use_cache=False).logits for a, b in itertools.pairwise(OFFSETS)]
     return torch.cat(parts, 1)
 
 
 def in_one_row(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    with packed(BORDERS):
+    with packed(OFFSETS):
         return model(ids, position_ids=positions(), use_cache=False).logits
 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)
 def test_a_packed_row_equals_each_sample_alone_in_plain_transformers(name: str) -> None:
-    model, ids = redraw(TEXT_MODELS[name]()), draw_ids(1, BORDERS[-1])
+    model, ids = redraw(TEXT_MODELS[name]()), draw_ids(1, OFFSETS[-1])
     expected = step(model, lambda: alone(model, ids))
     use_omnitrain_attention(model)
     assert_same_step(step(model, lambda: in_one_row(model, ids)), expected)
@@ -151,14 +151,14 @@ def test_a_packed_row_equals_each_sample_alone_in_plain_transformers(name: str) 
 
 @pytest.mark.parametrize("name", TEXT_MODELS)
 def test_changing_one_sample_leaves_the_others_bitwise_unchanged(name: str) -> None:
-    model, ids = redraw(TEXT_MODELS[name]()), draw_ids(1, BORDERS[-1])
+    model, ids = redraw(TEXT_MODELS[name]()), draw_ids(1, OFFSETS[-1])
     use_omnitrain_attention(model)
     with torch.no_grad():
         before = in_one_row(model, ids)
-        ids[:, BORDERS[1] : BORDERS[2]] += 1
+        ids[:, OFFSETS[1] : OFFSETS[2]] += 1
         after = in_one_row(model, ids)
     changed = (before != after).any(-1)[0].nonzero().flatten().tolist()
-    assert changed == list(range(BORDERS[1], BORDERS[2]))
+    assert changed == list(range(OFFSETS[1], OFFSETS[2]))
 
 
 @torch.no_grad()
@@ -272,7 +272,7 @@ def test_changing_one_sample_with_images_leaves_the_others_bitwise_unchanged() -
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("name", ["qwen3", "gemma3: window"])
 def test_recomputed_layers_get_the_same_mask_after_the_context_is_left(name: str) -> None:
-    model, ids = redraw(TEXT_MODELS[name]()), draw_ids(1, BORDERS[-1])
+    model, ids = redraw(TEXT_MODELS[name]()), draw_ids(1, OFFSETS[-1])
     use_omnitrain_attention(model)
     model.train()
     plain = step(model, lambda: in_one_row(model, ids))
@@ -282,7 +282,7 @@ def test_recomputed_layers_get_the_same_mask_after_the_context_is_left(name: str
     assert all(torch.equal(plain[1][name], recomputed[1][name]) for name in plain[1])
 
 
-def test_a_tower_hands_over_its_borders_and_computes_the_same_bit_for_bit() -> None:
+def test_a_tower_hands_over_its_offsets_and_computes_the_same_bit_for_bit() -> None:
     """For other implementations it cuts queries, keys and values itself, one call per image."""
     config = Qwen2_5_VLVisionConfig(
         depth=2, hidden_size=32, intermediate_size=48, num_heads=4, patch_size=4, out_hidden_size=32, window_size=16
@@ -302,7 +302,7 @@ def test_two_models_keep_their_own_backends() -> None:
     one, other = TEXT_MODELS["qwen3"](), TEXT_MODELS["qwen3"]()
     use_omnitrain_attention(one, "reference")
     use_omnitrain_attention(other, "sdpa")
-    ids = draw_ids(1, BORDERS[-1])
+    ids = draw_ids(1, OFFSETS[-1])
     in_one_row(one, ids)
     in_one_row(other, ids)
     rows = {row.asked: row.backend for row in attention_report() if row.module == "Qwen3Attention"}
@@ -315,7 +315,7 @@ def test_a_named_backend_that_cannot_honour_the_model_is_refused() -> None:
     model = TEXT_MODELS["gpt_oss: sinks, window"]()
     use_omnitrain_attention(model, "sdpa")
     with pytest.raises(UserError, match="'sdpa' cannot compute GptOssAttention: it does not support sinks"):
-        in_one_row(model, draw_ids(1, BORDERS[-1]))
+        in_one_row(model, draw_ids(1, OFFSETS[-1]))
     with pytest.raises(UserError, match="no attention backend 'fast'"):
         use_omnitrain_attention(model, "fast")
 
@@ -328,8 +328,8 @@ def test_a_model_that_does_not_ask_for_an_attention_is_left_alone_and_named() ->
     assert torch.equal(model(draw_ids(1, 9)).logits, expected)
 
 
-def test_a_compiled_layer_computes_the_same_without_compiling_per_borders() -> None:
-    model, ids = redraw(TEXT_MODELS["qwen3"]()), draw_ids(1, BORDERS[-1])
+def test_a_compiled_layer_computes_the_same_without_compiling_per_offsets() -> None:
+    model, ids = redraw(TEXT_MODELS["qwen3"]()), draw_ids(1, OFFSETS[-1])
     use_omnitrain_attention(model)
     with torch.no_grad():
         expected = in_one_row(model, ids)
@@ -339,6 +339,6 @@ def test_a_compiled_layer_computes_the_same_without_compiling_per_borders() -> N
         assert torch.equal(in_one_row(model, ids), expected)
         frames = compiled.frame_count
         for cut in range(2, 12):
-            with packed((0, cut, BORDERS[-1])):
+            with packed((0, cut, OFFSETS[-1])):
                 model(ids, position_ids=positions(), use_cache=False)
     assert compiled.frame_count == frames

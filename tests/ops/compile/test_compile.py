@@ -33,12 +33,12 @@ def packed_model(**values: Any) -> nn.Module:
 
 
 def pack(lengths: list[int]) -> dict[str, Any]:
-    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return {
         "input_ids": torch.randint(0, 50, (1, sum(lengths))),
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
         "use_cache": False,

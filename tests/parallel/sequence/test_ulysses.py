@@ -27,7 +27,7 @@ def leaves(call: Call) -> dict[str, Tensor]:
 
 def gradients(call: Call, output: Tensor, rows: Tensor) -> dict[str, Tensor]:
     """Of a loss that weighs each element of the whole output by a number of its own."""
-    weight = torch.randn(1, call.mask.borders[-1], *output.shape[2:], generator=torch.Generator().manual_seed(9))
+    weight = torch.randn(1, call.mask.offsets[-1], *output.shape[2:], generator=torch.Generator().manual_seed(9))
     found = torch.autograd.grad((output * weight[:, rows]).sum(), list(leaves(call).values()))
     return dict(zip(leaves(call), found, strict=True))
 
@@ -136,17 +136,17 @@ def test_ring_in_bfloat16_is_as_exact_as_one_process(ranks: RankPool) -> None:
     assert largest(ranks.run(ring_in_bfloat16, timeout_s=30)) < 2
 
 
-def rows_sent(borders: tuple[int, ...]) -> list[int]:
+def rows_sent(offsets: tuple[int, ...]) -> list[int]:
     """Keys that this rank sends around the ring of 2, forward and backward."""
     state = init_parallel_state(cp_size=dist.get_world_size())
-    split = split_sequence(borders[-1], sp=1, cp=2)
+    split = split_sequence(offsets[-1], sp=1, cp=2)
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
     states = [torch.zeros(1, 2, shard.num_rows, 4, requires_grad=True) for _ in range(3)]
     sent = []
     with pytest.MonkeyPatch.context() as patch:
         made = dist.P2POp
         patch.setattr(dist, "P2POp", lambda way, x, *more: sent.append((way, x.size(1))) or made(way, x, *more))
-        shard.attend(Call(*states, mask=MaskSpec(borders, causal=True).on(shard)), REFERENCE.attend).sum().backward()
+        shard.attend(Call(*states, mask=MaskSpec(offsets, causal=True).on(shard)), REFERENCE.attend).sum().backward()
     return [rows for way, rows in sent if way is dist.isend]
 
 

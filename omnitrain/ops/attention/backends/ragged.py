@@ -23,7 +23,7 @@ class Ragged:
             score. The scale must come from the head dimension of the call.
         key: ``[T, key heads, D]``.
         value: ``[T, key heads, D]``, padded as well.
-        borders: ``[segments + 1]``, int32.
+        offsets: ``[segments + 1]``, int32.
         max_length: number of tokens of the longest segment.
         window: numbers of tokens that a token sees before and after itself; -1: all.
     """
@@ -31,7 +31,7 @@ class Ragged:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    borders: torch.Tensor
+    offsets: torch.Tensor
     max_length: int
     window: tuple[int, int]
 
@@ -41,14 +41,14 @@ def attend_ragged(call: Call, kernel: Callable[[Ragged], torch.Tensor]) -> torch
     mask, width = call.mask, call.value.size(-1)
     device = call.query.device
     head_dim = -(-call.query.size(-1) // _ALIGNED) * _ALIGNED
-    borders = mask.remember(device, lambda: torch.tensor(mask.borders, dtype=torch.int32).to(device, non_blocking=True))
+    offsets = mask.remember(device, lambda: torch.tensor(mask.offsets, dtype=torch.int32).to(device, non_blocking=True))
     left = -1 if mask.window is None else mask.window - 1
     output = kernel(
         Ragged(
             query=_padded(call.query[0].transpose(0, 1), head_dim),
             key=_padded(call.key[0].transpose(0, 1), head_dim),
             value=_padded(call.value[0].transpose(0, 1), head_dim),
-            borders=borders,
+            offsets=offsets,
             max_length=mask.max_length,
             window=(left, 0 if mask.causal else -1),
         )

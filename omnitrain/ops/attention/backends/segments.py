@@ -1,4 +1,4 @@
-"""Attention segment by segment: the row is cut at its borders, so segments cannot influence each other.
+"""Attention segment by segment: the row is cut between its segments, so they cannot influence each other.
 
 Neighbouring segments of about equal length (packs are sorted by length) share one call.
 """
@@ -174,7 +174,7 @@ def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortRow, .
 def _make_runs(
     mask: MaskSpec, slack: float, short: int, key_heads: int, device: torch.device
 ) -> Iterator[Batch | ShortKeys]:
-    segments = [_segment(mask, start, stop, device) for start, stop in pairwise(mask.borders)]
+    segments = [_segment(mask, start, stop, device) for start, stop in pairwise(mask.offsets)]
     for is_short, run in groupby(segments, lambda segment: segment.causal and segment.length <= short):
         neighbours = list(run)
         if is_short and len(neighbours) > 1:  # a single segment stays bit-identical to plain transformers
@@ -196,7 +196,7 @@ def _make_parts(runs: Sequence[Batch | ShortKeys], heads: int, read: ReadRows | 
 
 
 def _make_batches(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
-    segments = (_segment(mask, start, stop, device) for start, stop in pairwise(mask.borders))
+    segments = (_segment(mask, start, stop, device) for start, stop in pairwise(mask.offsets))
     return tuple(_batch(tuple(group), mask.window, device) for group in _grouped(segments, slack))
 
 

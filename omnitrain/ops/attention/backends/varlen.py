@@ -23,13 +23,13 @@ def attend(call: Call) -> torch.Tensor:
             grouped = {"enable_gqa": True}
         else:
             key, value = repeat_heads(key, rows.query.size(1)), repeat_heads(value, rows.query.size(1))
-        borders, length = rows.borders, rows.max_length
+        offsets, length = rows.offsets, rows.max_length
         return function(
             rows.query,
             key,
             value,
-            borders,
-            borders,
+            offsets,
+            offsets,
             length,
             length,
             scale=call.scaling,

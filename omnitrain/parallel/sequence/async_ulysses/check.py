@@ -159,7 +159,7 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
     own = _copied(arguments)
     for name, value in own.arguments.items():
         if isinstance(value, MaskSpec):
-            own.arguments[name] = value.on(_Noting(value.borders[-1], calls))
+            own.arguments[name] = value.on(_Noting(value.offsets[-1], calls))
     with ExitStack() as hooks:
         for part in names:
             hooks.enter_context(part.register_forward_hook(note))
