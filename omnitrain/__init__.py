@@ -10,40 +10,60 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
     from omnitrain.data.loading.loader import build_dataloader
-    from omnitrain.data.packing.fill_pack import OmniDataCollatorWithPacking
+    from omnitrain.data.packing.fill_pack import OmniDataCollatorWithPacking, pack_all
     from omnitrain.data.packing.pack import Pack
     from omnitrain.data.packing.sample import MediaSpan, Sample
     from omnitrain.data.render.chat_renderer import ChatRenderer
     from omnitrain.data.render.processor import OmniProcessor
     from omnitrain.data.render.template_renderer import TemplateRenderer
+    from omnitrain.data.sources.media import Waveform
+    from omnitrain.data.sources.rows import Row, open_sources
     from omnitrain.models.adapters.lora import merge_lora
     from omnitrain.models.components.outputs import OmniOutput
     from omnitrain.models.omni.build import build_foundation_model, build_omni_model
+    from omnitrain.models.omni.generate import Answer, generate
     from omnitrain.models.omni.model import OmniModel
     from omnitrain.ops.loss.cross_entropy import LossTerm
     from omnitrain.optim.gradients import clip_gradients, gradient_norm
+    from omnitrain.parallel.fsdp.summon import gathered
     from omnitrain.parallel.layout import ComponentLayout, ModelLayout, layout_of
     from omnitrain.parallel.parallelize import build_parallelize_model
     from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
-    from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state
+    from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state, loss_peers
     from omnitrain.parallel.step.accumulate import accumulate_gradients
     from omnitrain.parallel.step.plan import step_planner
     from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
-    from omnitrain.recipe import ComponentPlan, Layout, ParallelPlan, Precision, Recipe, parse_layout
+    from omnitrain.recipe import (
+        ChatFormat,
+        ComponentPlan,
+        DataSource,
+        Layout,
+        ParallelPlan,
+        Precision,
+        Recipe,
+        Sampling,
+        parse_layout,
+    )
+    from omnitrain.train.build_from_recipe import load_checkpoint
+    from omnitrain.train.evaluate.evaluate import heldout_loss
     from omnitrain.train.trainer import Trainer
     from omnitrain.train.verbs.verify import verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ComponentLayout": "omnitrain.parallel.layout",
-    "ModelLayout": "omnitrain.parallel.layout",
+    "Answer": "omnitrain.models.omni.generate",
+    "ChatFormat": "omnitrain.recipe",
     "ChatRenderer": "omnitrain.data.render.chat_renderer",
+    "ComponentLayout": "omnitrain.parallel.layout",
     "ComponentPlan": "omnitrain.recipe",
+    "DataSource": "omnitrain.recipe",
     "Layout": "omnitrain.recipe",
     "LossTerm": "omnitrain.ops.loss.cross_entropy",
     "MediaSpan": "omnitrain.data.packing.sample",
+    "ModelLayout": "omnitrain.parallel.layout",
     "OmniDataCollatorWithPacking": "omnitrain.data.packing.fill_pack",
     "OmniModel": "omnitrain.models.omni.model",
     "OmniOutput": "omnitrain.models.components.outputs",
@@ -53,11 +73,14 @@ _HOMES = {
     "ParallelState": "omnitrain.parallel.state",
     "Precision": "omnitrain.recipe",
     "Recipe": "omnitrain.recipe",
+    "Row": "omnitrain.data.sources.rows",
     "Sample": "omnitrain.data.packing.sample",
+    "Sampling": "omnitrain.recipe",
     "TemplateRenderer": "omnitrain.data.render.template_renderer",
     "Trainer": "omnitrain.train.trainer",
     "VerifyReport": "omnitrain.parallel.verify.verify",
     "VerifyRow": "omnitrain.parallel.verify.verify",
+    "Waveform": "omnitrain.data.sources.media",
     "accumulate_gradients": "omnitrain.parallel.step.accumulate",
     "build_dataloader": "omnitrain.data.loading.loader",
     "build_foundation_model": "omnitrain.models.omni.build",
@@ -66,20 +89,32 @@ _HOMES = {
     "clip_gradients": "omnitrain.optim.gradients",
     "gather_heads_scatter_seq": "omnitrain.parallel.sequence.head_exchange",
     "gather_seq_scatter_heads": "omnitrain.parallel.sequence.head_exchange",
+    "gathered": "omnitrain.parallel.fsdp.summon",
+    "generate": "omnitrain.models.omni.generate",
     "get_parallel_state": "omnitrain.parallel.state",
     "gradient_norm": "omnitrain.optim.gradients",
+    "heldout_loss": "omnitrain.train.evaluate.evaluate",
     "init_parallel_state": "omnitrain.parallel.state",
     "layout_of": "omnitrain.parallel.layout",
+    "load_checkpoint": "omnitrain.train.build_from_recipe",
+    "load_optimizer": "omnitrain.checkpoint.optimizer",
+    "loss_peers": "omnitrain.parallel.state",
     "merge_lora": "omnitrain.models.adapters.lora",
+    "open_sources": "omnitrain.data.sources.rows",
+    "pack_all": "omnitrain.data.packing.fill_pack",
     "parse_layout": "omnitrain.recipe",
+    "save_optimizer": "omnitrain.checkpoint.optimizer",
     "step_planner": "omnitrain.parallel.step.plan",
     "verify": "omnitrain.train.verbs.verify",
 }
 
 __all__ = [
+    "Answer",
+    "ChatFormat",
     "ChatRenderer",
     "ComponentLayout",
     "ComponentPlan",
+    "DataSource",
     "Layout",
     "LossTerm",
     "MediaSpan",
@@ -93,11 +128,14 @@ __all__ = [
     "ParallelState",
     "Precision",
     "Recipe",
+    "Row",
     "Sample",
+    "Sampling",
     "TemplateRenderer",
     "Trainer",
     "VerifyReport",
     "VerifyRow",
+    "Waveform",
     "accumulate_gradients",
     "build_dataloader",
     "build_foundation_model",
@@ -106,12 +144,21 @@ __all__ = [
     "clip_gradients",
     "gather_heads_scatter_seq",
     "gather_seq_scatter_heads",
+    "gathered",
+    "generate",
     "get_parallel_state",
     "gradient_norm",
+    "heldout_loss",
     "init_parallel_state",
     "layout_of",
+    "load_checkpoint",
+    "load_optimizer",
+    "loss_peers",
     "merge_lora",
+    "open_sources",
+    "pack_all",
     "parse_layout",
+    "save_optimizer",
     "step_planner",
     "verify",
 ]
@@ -132,4 +179,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Process groups and device meshes of one factorisation of the ranks."""
+"""``ParallelState``: this rank's place in one factorisation of the ranks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from omnitrain.errors import UserError
+from omnitrain.parallel.meshes import device_meshes
+from omnitrain.peers import SINGLE_PROCESS, GlooGroup, Peers
 from omnitrain.plan.mesh import MeshShape, fit_mesh
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 DpMode = Literal["fsdp2", "hsdp", "replicate"]
-
-# FSDP can only combine meshes that are submeshes of one root, so all meshes of a parameter come from the same root.
-_DENSE_ROOT = ("pp", "dp_replicate", "fsdp", "tp")
-_EXPERT_ROOT = ("pp", "dp_replicate", "ep_fsdp", "ep", "tp")
-_STANDALONE_AXES = ("dp", "loss", "cp", "sp", "sequence")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +61,89 @@ class ParallelState:
         return self.size("dp")
 
     @property
+    def dp_replicate_size(self) -> int:
+        """The number of copies of the parameters."""
+        return self.size("dp_replicate")
+
+    @property
+    def dp_shard_size(self) -> int:
+        """The number of data-parallel ranks that share one copy of the parameters."""
+        return self.size("dp_shard")
+
+    @property
+    def fsdp_size(self) -> int:
+        """The number of ranks over which a copy of the parameters is sharded: dp_shard x cp x sp."""
+        return self.size("fsdp")
+
+    @property
+    def ep_size(self) -> int:
+        """The number of ranks that share one copy of the experts."""
+        return self.size("ep")
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks that share the matrices of every layer."""
+        return self.size("tp")
+
+    @property
+    def ulysses_size(self) -> int:
+        """The number of ranks that share a sequence and exchange it for attention heads: the axis ``sp``."""
+        return self.size("sp")
+
+    @property
+    def sp_size(self) -> int:
+        """The number of ranks that share a sequence with Ulysses. Without ring attention, the ``sequence_size``."""
+        return self.size("sp")
+
+    @property
+    def cp_size(self) -> int:
+        """The number of ranks that share a sequence with ring attention."""
+        return self.size("cp")
+
+    @property
+    def sequence_size(self) -> int:
+        """The number of ranks that share a sequence, by Ulysses or by the ring: cp x sp."""
+        return self.size("sequence")
+
+    @property
+    def pp_size(self) -> int:
+        """The number of pipeline stages."""
+        return self.size("pp")
+
+    @property
     def dp_rank(self) -> int:
         """The data-parallel rank of this process."""
         return self.place("dp")
+
+    @property
+    def dp_replicate_rank(self) -> int:
+        """The index of the copy of the parameters that this process has."""
+        return self.place("dp_replicate")
+
+    @property
+    def dp_shard_rank(self) -> int:
+        """The rank of this process among the data-parallel ranks that share its copy of the parameters."""
+        return self.place("dp_shard")
+
+    @property
+    def fsdp_rank(self) -> int:
+        """The rank of this process among the ranks over which its copy of the parameters is sharded."""
+        return self.place("fsdp")
+
+    @property
+    def ep_rank(self) -> int:
+        """The rank of this process in ``ep_group``."""
+        return self.place("ep")
+
+    @property
+    def tp_rank(self) -> int:
+        """The rank of this process in ``tp_group``."""
+        return self.place("tp")
+
+    @property
+    def ulysses_rank(self) -> int:
+        """The rank of this process in ``ulysses_group``."""
+        return self.place("sp")
 
     @property
     def sp_rank(self) -> int:
@@ -80,19 +156,59 @@ class ParallelState:
         return self.place("cp")
 
     @property
-    def tp_rank(self) -> int:
-        """The rank of this process in ``tp_mesh``."""
-        return self.place("tp")
-
-    @property
-    def ep_rank(self) -> int:
-        """The rank of this process in ``ep_mesh``."""
-        return self.place("ep")
+    def sequence_rank(self) -> int:
+        """The rank of this process in ``sequence_group``."""
+        return self.place("sequence")
 
     @property
     def pp_rank(self) -> int:
         """The index of this process's pipeline stage."""
         return self.place("pp")
+
+    @property
+    def dp_enabled(self) -> bool:
+        """Whether there is data parallelism."""
+        return self.dp_size > 1
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether several ranks share one copy of the parameters."""
+        return self.fsdp_size > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether there is expert parallelism."""
+        return self.ep_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether there is tensor parallelism."""
+        return self.tp_size > 1
+
+    @property
+    def ulysses_enabled(self) -> bool:
+        """Whether ranks share a sequence with Ulysses."""
+        return self.ulysses_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether ranks share a sequence with Ulysses."""
+        return self.sp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether ranks share a sequence with ring attention."""
+        return self.cp_size > 1
+
+    @property
+    def sequence_enabled(self) -> bool:
+        """Whether ranks share a sequence, by Ulysses or by the ring."""
+        return self.sequence_size > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether there are several pipeline stages."""
+        return self.pp_size > 1
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -123,6 +239,31 @@ class ParallelState:
     def dp_mesh(self) -> DeviceMesh:
         """``[dp]``: one rank of each data-parallel group."""
         return self._meshes["dp"]
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """One rank of each data-parallel group."""
+        return self._meshes["dp"].get_group()
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        """The ranks that share one copy of the experts."""
+        return self._meshes["ep"].get_group()
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The ranks that share the matrices of every layer."""
+        return self._meshes["tp"].get_group()
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """One rank of each pipeline stage."""
+        return self._meshes["pp"].get_group()
+
+    @property
+    def ulysses_group(self) -> dist.ProcessGroup:
+        """The same as ``sp_group``."""
+        return self._meshes["sp"].get_group()
 
     @property
     def sp_group(self) -> dist.ProcessGroup:
@@ -258,6 +399,21 @@ def get_parallel_state() -> ParallelState:
     return _default
 
 
+def loss_peers(state: ParallelState | None = None) -> Peers:
+    """Return the ranks of ``loss_group``, as ``heldout_loss`` and ``generate`` take them.
+
+    All ranks must call it. It creates a process group: call it once and keep the result.
+
+    Args:
+        state: None: the state of the last :func:`init_parallel_state`.
+
+    Raises:
+        UserError: :func:`init_parallel_state` was not called.
+    """
+    shape = (state or get_parallel_state()).shape
+    return GlooGroup(shape.groups("loss")) if shape.world_size > 1 else SINGLE_PROCESS
+
+
 def forget_parallel_state() -> None:
     """Clear the default state; call this when the process groups are destroyed."""
     global _default
@@ -280,59 +436,4 @@ def _ensure_process_group() -> None:
 
 def _state(shape: MeshShape, dp_mode: DpMode) -> ParallelState:
     device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    groups = _Groups(shape)
-
-    def root(dims: tuple[str, ...]) -> DeviceMesh:
-        ranks = torch.arange(shape.world_size).reshape([shape.size(dim) for dim in dims])
-        return DeviceMesh.from_group([groups[dim] for dim in dims], device_type, ranks, mesh_dim_names=dims)
-
-    dense, expert = root(_DENSE_ROOT), root(_EXPERT_ROOT)
-    has_copies = shape.dp_replicate > 1
-    meshes = {
-        "fsdp": dense["dp_replicate", "fsdp"] if has_copies else dense["fsdp"],
-        "ep_fsdp": expert["dp_replicate", "ep_fsdp"] if has_copies else expert["ep_fsdp"],
-        "ep": expert["ep"],
-        "tp": dense["tp"],
-        "pp": dense["pp"],
-    }
-    for dim in _STANDALONE_AXES:
-        meshes[dim] = DeviceMesh.from_group(groups[dim], device_type, mesh_dim_names=(dim,))
-    return ParallelState(shape, dist.get_rank(), device_type, dp_mode, meshes)
-
-
-class _Groups(dict[str, dist.ProcessGroup]):
-    """Axis (or product of axes) -> this rank's process group. Axes with the same ranks share a group, except ``ep``.
-
-    A group runs its CUDA collectives in one order, so in a shared group the all-to-alls of experts would wait for
-    FSDP's all-gathers. All ranks must look up the same axes in the same order. Every group also takes CPU tensors,
-    even after ``init_process_group("nccl")``.
-    """
-
-    def __init__(self, shape: MeshShape) -> None:
-        self._shape = shape
-        self._created: dict[tuple[tuple[int, ...], bytes], dist.ProcessGroup] = {}
-        self._backend: str | None = None
-        assert dist.group.WORLD is not None
-        configured = dist.get_backend_config()
-        if "cpu:" in configured:
-            self._created[_key(np.arange(shape.world_size)[None])] = dist.group.WORLD
-        else:
-            self._backend = f"cpu:gloo,{configured}"
-
-    def __missing__(self, axis: str) -> dist.ProcessGroup:
-        partition = self._shape.groups(axis)
-        key = _key(partition)
-        if axis == "ep" and partition.shape[1] > 1:
-            return self.setdefault(axis, self._new_group(partition, axis))
-        if key not in self._created:
-            self._created[key] = self._new_group(partition, axis)
-        return self.setdefault(axis, self._created[key])
-
-    def _new_group(self, partition: np.ndarray, axis: str) -> dist.ProcessGroup:
-        """Create all groups of the axis, as ``new_group`` requires, and return the one of this rank."""
-        groups = [dist.new_group(ranks.tolist(), backend=self._backend, group_desc=axis) for ranks in partition]
-        return next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
-
-
-def _key(partition: np.ndarray) -> tuple[tuple[int, ...], bytes]:
-    return partition.shape, partition.tobytes()
+    return ParallelState(shape, dist.get_rank(), device_type, dp_mode, device_meshes(shape, device_type))

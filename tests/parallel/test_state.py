@@ -13,7 +13,9 @@ from omnitrain.parallel.state import forget_parallel_state
 from omnitrain.plan.mesh import MeshShape
 
 MESHES = ("dp", "fsdp", "ep_fsdp", "ep", "tp", "pp")
-GROUPS = ("sp", "cp", "loss")
+GROUPS = ("dp", "sp", "cp", "tp", "ep", "pp", "sequence", "loss")
+AXES = ("dp", "dp_replicate", "dp_shard", "fsdp", "ep", "tp", "sp", "cp", "sequence", "pp")
+SWITCHED = ("dp", "fsdp", "ep", "tp", "sp", "cp", "sequence", "pp")
 
 
 def members(group: dist.ProcessGroup) -> list[int]:
@@ -31,11 +33,15 @@ def members_of_all_groups(state: ot.ParallelState) -> dict[str, list[int]]:
     return found
 
 
-def answers(degrees: dict[str, Any]) -> tuple[MeshShape, dict[str, list[int]], dict[str, int]]:
+def answers(degrees: dict[str, Any]) -> tuple[MeshShape, dict[str, list[int]], dict[str, tuple[int, int]]]:
+    """The shape, the members of each group, and size and rank on each axis."""
     state = ot.init_parallel_state(**degrees)
     assert ot.get_parallel_state() is state
-    places = {name: getattr(state, f"{name}_rank") for name in ("dp", "sp", "cp", "tp", "ep", "pp")}
-    return state.shape, members_of_all_groups(state), places
+    sizes_and_ranks = {name: (getattr(state, f"{name}_size"), getattr(state, f"{name}_rank")) for name in AXES}
+    assert [getattr(state, f"{name}_enabled") for name in SWITCHED] == [sizes_and_ranks[n][0] > 1 for n in SWITCHED]
+    assert (state.ulysses_size, state.ulysses_rank) == sizes_and_ranks["sp"]
+    assert state.ulysses_group is state.sp_group and state.ulysses_enabled == state.sp_enabled
+    return state.shape, members_of_all_groups(state), sizes_and_ranks
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,9 @@ def answers(degrees: dict[str, Any]) -> tuple[MeshShape, dict[str, list[int]], d
 def test_groups_meshes_and_places_are_those_of_the_shape(
     ranks: RankPool, world: int, degrees: dict[str, Any], shape: MeshShape
 ) -> None:
-    for rank, (found_shape, groups, places) in enumerate(ranks.run(answers, degrees, timeout_s=30, world=world)):
+    for rank, (found_shape, groups, sizes_and_ranks) in enumerate(
+        ranks.run(answers, degrees, timeout_s=30, world=world)
+    ):
         assert found_shape == shape
         expected = {name: shape.group(rank, name).tolist() for name in MESHES}
         expected |= {f"{name}_group": shape.group(rank, name).tolist() for name in GROUPS}
@@ -64,7 +72,7 @@ def test_groups_meshes_and_places_are_those_of_the_shape(
             copies = shape.group(rank, "dp_replicate").tolist()
             expected |= {"fsdp_copies": copies, "ep_fsdp_copies": copies}
         assert groups == expected
-        assert places == {name: shape.place(rank, name) for name in places}
+        assert sizes_and_ranks == {name: (shape.size(name), shape.place(rank, name)) for name in AXES}
 
 
 def several_states() -> list[dict[str, list[int]]]:
