@@ -9,7 +9,7 @@ as long as its projections, which are timed first. That needs root and iproute2;
 Sides take turns within the same ranks:
 
 - ``plain``: Ulysses as it is: projections, one all-to-all, attention, one all-to-all, projection;
-- ``async``: the same layer, driven (``async_ulysses``); its outputs and gradients must have the same bits;
+- ``async``: the same layer with ``async_ulysses``; its outputs and gradients must have the same bits;
 - ``communication``: the all-to-alls of ``plain`` alone, forward and backward;
 - ``projections``: the layer's projections of the rank's rows alone, forward.
 """
@@ -32,7 +32,7 @@ from transformers import AutoConfig
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
-from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, drive
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses
 from omnitrain.parallel.sequence.async_ulysses.check import attention_layouts, kind_of
 from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_rows, rows_to_heads
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
@@ -125,10 +125,10 @@ def counted_bytes() -> Iterator[list[int]]:
 def run_rank(tokens: int, hidden: int, rounds: int, steps: int, rate: float | None) -> dict[str, Any]:
     """Measure on one rank."""
     settle()
-    layer, driven = Layer(tokens, hidden), Layer(tokens, hidden)
-    layout = attention_layouts(driven.model, Contract())[kind_of(driven.attention)]
+    layer, overlapped = Layer(tokens, hidden), Layer(tokens, hidden)
+    layout = attention_layouts(overlapped.model, Contract())[kind_of(overlapped.attention)]
     assert isinstance(layout, AttentionLayout), layout
-    drive(driven.attention, layout)
+    use_async_ulysses(overlapped.attention, layout)
     layer.project()
     projections = median(seconds(layer.project, steps) for _ in range(5))
     everyone: list[Any] = [None] * RANKS
@@ -142,13 +142,13 @@ def run_rank(tokens: int, hidden: int, rounds: int, steps: int, rate: float | No
     dist.barrier()
     before = bytes_on_the_wire()
     dist.barrier()
-    for one, other in zip(layer.step(), driven.step(), strict=True):
+    for one, other in zip(layer.step(), overlapped.step(), strict=True):
         assert torch.equal(one, other)
     dist.barrier()
     wire = bytes_on_the_wire() - before
     sides: dict[str, Callable[[], Any]] = {
         "plain": layer.step,
-        "async": driven.step,
+        "async": overlapped.step,
         "communication": layer.communicate,
         "projections": layer.project,
     }

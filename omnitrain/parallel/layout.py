@@ -35,7 +35,7 @@ class ComponentLayout:
         is_trained: whether some of its parameters get a gradient.
         activations: its activation offload, if any.
         compiled: its compiled blocks, if any.
-        driven: its attention modules with async Ulysses, if the plan asks for it.
+        async_ulysses: its attention modules with async Ulysses, if the plan asks for it.
         tokens: whether sequence parallelism was applied, if the plan asks for it.
         tower: its shared blocks, if the ranks of a sequence group make its calls together.
     """
@@ -48,7 +48,7 @@ class ComponentLayout:
     is_trained: bool
     activations: ActivationOffload | None = None
     compiled: CompiledBlocks | None = None
-    driven: AsyncUlyssesModules | None = None
+    async_ulysses: AsyncUlyssesModules | None = None
     tokens: TokenSharding | None = None
     tower: SharedTower | None = None
 
@@ -157,4 +157,4 @@ def _mesh(component: ComponentLayout) -> str:
 def _sequence(component: ComponentLayout) -> str:
     degrees = {"ulysses": component.plan.ulysses or 1, "cp": component.plan.cp or 1}
     shared = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    return ", ".join(str(part) for part in (shared, component.driven, component.tokens) if part) or "whole"
+    return ", ".join(str(part) for part in (shared, component.async_ulysses, component.tokens) if part) or "whole"

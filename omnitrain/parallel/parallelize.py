@@ -19,7 +19,7 @@ from omnitrain.models.omni.build import build_omni_model, require_device
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import compile_blocks
-from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, share_tokens, spread_experts
+from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_experts, use_tp_dispatch
 from omnitrain.parallel.fsdp.broadcast_load import SOURCE, BroadcastLoader, ranks_without_weights
 from omnitrain.parallel.fsdp.load import (
     adapters_at,
@@ -38,13 +38,13 @@ from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence.apply import part_of_call
-from omnitrain.parallel.sequence.async_ulysses.apply import drive_foundation
+from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state
 from omnitrain.parallel.tensor.adapters import styles_with_adapters
-from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
-from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, divide_tokens
+from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
 from omnitrain.peers import is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
@@ -137,11 +137,11 @@ def build_parallelize_model(
     loader = BroadcastLoader(omni, device_of(state.fsdp_mesh)) if broadcasts else None
     _set_precision(omni, plans)  # the broadcast casts each tensor to the dtype set here
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
-    cut_tensors(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
+    shard_matrices(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
-        divide_tokens(omni.foundation, [omni.get_submodule(name) for name in ends], state.tp_mesh.get_group())
+        apply_sequence_parallel(omni.foundation, [omni.get_submodule(name) for name in ends], state.tp_mesh.get_group())
     experts = _spread_experts(omni, plans, plan, state)
-    driven = drive_foundation(omni, state.size("sp")) if plans[FOUNDATION].async_ulysses else None
+    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if plans[FOUNDATION].async_ulysses else None
     towers = _share_towers(omni, plans, state)
     units = find_units(omni, experts)
     activations = _apply_recompute_and_offload(omni, plans, units, state)
@@ -149,7 +149,7 @@ def build_parallelize_model(
     meshes = _meshes(plans, state)
     sharding = {name: _sharding(plan, meshes[name], state, enable_full_shard) for name, plan in plans.items()}
     shard(omni, units, sharding, fill=None if loader is None else loader.fill)
-    of_foundation = {"compiled": compiled, "driven": driven, "tokens": tokens}
+    of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
     components = _layouts(omni, plans, meshes, units, activations, towers, of_foundation)
     remember_layout(omni, ModelLayout(state, components))
     return omni
@@ -209,7 +209,7 @@ def _spread_experts(
             used = spread_experts(model, chosen, state.ep_mesh, plans[name])
             plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
-        share_tokens(model, layers, state.tp_mesh)
+        use_tp_dispatch(model, layers, state.tp_mesh)
     return spread
 
 

@@ -1,4 +1,4 @@
-"""``ParallelState``: this rank's place in one factorisation of the ranks."""
+"""``ParallelState``: this rank's coordinates in one factorisation of the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DpMode = Literal["fsdp2", "hsdp", "replicate"]
 class ParallelState:
     """The coordinates of this rank in one factorisation of all ranks, with its meshes and process groups.
 
-    Several states can use the same ranks at once. :meth:`size` and :meth:`place` take any axis or product of axes
+    Several states can use the same ranks at once. :meth:`size` and :meth:`rank_in` take any axis or product of axes
     (see :class:`~omnitrain.plan.mesh.MeshShape`); the properties cover the common ones. Meshes with two axes exist
     only for FSDP: ``dp_replicate`` with ``fsdp`` or ``ep_fsdp``.
 
@@ -46,9 +46,9 @@ class ParallelState:
         """Return the number of ranks along the product of ``axes``."""
         return self.shape.size(*axes)
 
-    def place(self, *axes: str) -> int:
+    def rank_in(self, *axes: str) -> int:
         """Return this process's rank along the product of ``axes``, from 0."""
-        return self.shape.place(self.rank, *axes)
+        return self.shape.rank_in(self.rank, *axes)
 
     @property
     def world_size(self) -> int:
@@ -113,57 +113,57 @@ class ParallelState:
     @property
     def dp_rank(self) -> int:
         """The data-parallel rank of this process."""
-        return self.place("dp")
+        return self.rank_in("dp")
 
     @property
     def dp_replicate_rank(self) -> int:
         """The index of the copy of the parameters that this process has."""
-        return self.place("dp_replicate")
+        return self.rank_in("dp_replicate")
 
     @property
     def dp_shard_rank(self) -> int:
         """The rank of this process among the data-parallel ranks that share its copy of the parameters."""
-        return self.place("dp_shard")
+        return self.rank_in("dp_shard")
 
     @property
     def fsdp_rank(self) -> int:
         """The rank of this process among the ranks over which its copy of the parameters is sharded."""
-        return self.place("fsdp")
+        return self.rank_in("fsdp")
 
     @property
     def ep_rank(self) -> int:
         """The rank of this process in ``ep_group``."""
-        return self.place("ep")
+        return self.rank_in("ep")
 
     @property
     def tp_rank(self) -> int:
         """The rank of this process in ``tp_group``."""
-        return self.place("tp")
+        return self.rank_in("tp")
 
     @property
     def ulysses_rank(self) -> int:
         """The rank of this process in ``ulysses_group``."""
-        return self.place("sp")
+        return self.rank_in("sp")
 
     @property
     def sp_rank(self) -> int:
         """The rank of this process in ``sp_group``."""
-        return self.place("sp")
+        return self.rank_in("sp")
 
     @property
     def cp_rank(self) -> int:
         """The rank of this process in ``cp_group``."""
-        return self.place("cp")
+        return self.rank_in("cp")
 
     @property
     def sequence_rank(self) -> int:
         """The rank of this process in ``sequence_group``."""
-        return self.place("sequence")
+        return self.rank_in("sequence")
 
     @property
     def pp_rank(self) -> int:
         """The index of this process's pipeline stage."""
-        return self.place("pp")
+        return self.rank_in("pp")
 
     @property
     def dp_enabled(self) -> bool:

@@ -80,15 +80,15 @@ class MeshShape:
         coordinates = np.unravel_index(rank, grid.shape)
         return grid[tuple(slice(None) if index in inside else at for index, at in enumerate(coordinates))].reshape(-1)
 
-    def places(self, *axes: str) -> np.ndarray:
+    def ranks_in(self, *axes: str) -> np.ndarray:
         """Return ``[world_size]`` int64: each global rank's rank in its group on the product of ``axes``."""
         groups = self.groups(*axes)
-        places = np.empty(self.world_size, dtype=np.int64)
-        places[groups] = np.arange(groups.shape[1])
-        return places
+        ranks = np.empty(self.world_size, dtype=np.int64)
+        ranks[groups] = np.arange(groups.shape[1])
+        return ranks
 
-    def place(self, rank: int, *axes: str) -> int:
-        """Return the rank of global ``rank`` in its group on the product of ``axes``, such as its ``dp`` rank."""
+    def rank_in(self, rank: int, *axes: str) -> int:
+        """Return the rank of global ``rank`` in its group on the product of ``axes``, for example its ``dp`` rank."""
         return int(np.searchsorted(self.group(rank, *axes), rank))
 
     def __str__(self) -> str:

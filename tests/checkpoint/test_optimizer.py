@@ -19,7 +19,7 @@ from omnitrain.errors import UserError
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
-from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.apply import shard_matrices
 from tests.stored import stored
 
 
@@ -86,7 +86,7 @@ def cut_twice() -> nn.Module:
     torch.manual_seed(0)
     model = Narrow()
     layout = init_parallel_state(tp_size=2)
-    cut_tensors(model, {"up": "colwise", "down": "rowwise"}, layout.tp_mesh)
+    shard_matrices(model, {"up": "colwise", "down": "rowwise"}, layout.tp_mesh)
     return fully_shard(model, mesh=layout.fsdp_mesh)
 
 

@@ -59,7 +59,7 @@ def answers(degrees: dict[str, Any]) -> tuple[MeshShape, dict[str, list[int]], d
     ],
     ids=str,
 )
-def test_groups_meshes_and_places_are_those_of_the_shape(
+def test_groups_meshes_and_ranks_are_those_of_the_shape(
     ranks: RankPool, world: int, degrees: dict[str, Any], shape: MeshShape
 ) -> None:
     for rank, (found_shape, groups, sizes_and_ranks) in enumerate(
@@ -72,7 +72,7 @@ def test_groups_meshes_and_places_are_those_of_the_shape(
             copies = shape.group(rank, "dp_replicate").tolist()
             expected |= {"fsdp_copies": copies, "ep_fsdp_copies": copies}
         assert groups == expected
-        assert sizes_and_ranks == {name: (shape.size(name), shape.place(rank, name)) for name in AXES}
+        assert sizes_and_ranks == {name: (shape.size(name), shape.rank_in(rank, name)) for name in AXES}
 
 
 def several_states() -> list[dict[str, list[int]]]:

@@ -80,10 +80,10 @@ def test_a_place_is_where_the_rank_is_on_an_axis(shape: MeshShape) -> None:
     for rank in range(shape.world_size):
         expected = coordinates(shape, rank)
         for axis, place in expected.items():
-            assert shape.place(rank, axis) == place
+            assert shape.rank_in(rank, axis) == place
             assert shape.group(rank, axis)[place] == rank
-        assert shape.place(rank, "dp") == expected["dp_replicate"] * shape.dp_shard + expected["dp_shard"]
-    assert [shape.place(rank, "fsdp") for rank in range(shape.world_size)] == shape.places("fsdp").tolist()
+        assert shape.rank_in(rank, "dp") == expected["dp_replicate"] * shape.dp_shard + expected["dp_shard"]
+    assert [shape.rank_in(rank, "fsdp") for rank in range(shape.world_size)] == shape.ranks_in("fsdp").tolist()
 
 
 def test_products_are_their_axes() -> None:
@@ -115,7 +115,7 @@ def test_sixteen_thousand_ranks_take_milliseconds() -> None:
     for name in names:
         groups = shape.groups(name)
         assert (np.sort(groups, axis=None) == np.arange(16384)).all()
-        shape.places(name)
+        shape.ranks_in(name)
         for rank in range(0, 16384, 128):
             assert rank in shape.group(rank, name)
     assert time.perf_counter() - began < 1.0

@@ -26,7 +26,7 @@ from omnitrain.models.discovery.text_run import StopRunError, first_block
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
-from omnitrain.models.foundation.skipped_modules import call_what_is_left_out
+from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
@@ -94,7 +94,7 @@ class FoundationRunner:
         if self.contract.attention == "omnitrain":
             self.own_attention = use_omnitrain_attention(model)
         run_by_segment(model, self.contract.segmented)
-        call_what_is_left_out(model, [skipped for skipped in self.contract.skipped_modules if not skipped.problem])
+        call_skipped_modules(model, [skipped for skipped in self.contract.skipped_modules if not skipped.problem])
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let modules that the contract lists as row-local compute only the tokens that a loss reads.

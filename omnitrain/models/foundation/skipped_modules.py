@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.recipe.globs import any_layer
 
-_ATTRIBUTE = "_calls_what_is_left_out"
+_ATTRIBUTE = "_calls_skipped_modules"
 
 
-def call_what_is_left_out(model: nn.Module, found: Sequence[SkippedModule]) -> None:
+def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> None:
     """Let every forward of ``model`` call the modules that it skips on empty tensors. Idempotent.
 
     Args:

@@ -149,7 +149,7 @@ def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
     return decoder.lm_head(states, torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
 
 
-def tied(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
+def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
     """Return ``term`` with a gradient of zero for all inputs of ``idle``."""
     zeros = [tensor.float().sum() * 0.0 for tensor in idle]
     return term + torch.stack(zeros).sum() if zeros else term

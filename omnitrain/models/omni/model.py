@@ -28,7 +28,7 @@ from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
 from omnitrain.models.hf.config_copies import take_own_configs
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, tied
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.save import save_whole
@@ -279,7 +279,7 @@ class OmniModel(ComponentModel):
                 read[name] = predicted_from[index]
             else:
                 idle.append(idle_head(decoder, hidden))
-        losses = {"text": replace(output.text, sum=tied(output.text.sum, idle))} | losses
+        losses = {"text": replace(output.text, sum=with_zero_gradients(output.text.sum, idle))} | losses
         return OmniOutput(losses, read, None if hidden is None else hidden.detach())
 
     def _filled_up(self, pack: Pack, part: RowPart | None) -> Pack:

@@ -177,7 +177,7 @@ def _deepep_buffer(experts: Sequence[nn.Module], mesh: DeviceMesh, plan: Compone
     return buffer
 
 
-def share_tokens(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: DeviceMesh) -> None:
+def use_tp_dispatch(model: OmniModel, layers: Sequence[ExpertLayer], tp_mesh: DeviceMesh) -> None:
     """Divide tokens among the ranks of ``tp_mesh``, which all hold the same tokens, for the experts of ``layers``."""
     for layer in layers if tp_mesh.size() > 1 else ():
         module = model.get_submodule(layer.name)

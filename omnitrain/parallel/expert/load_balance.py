@@ -97,7 +97,7 @@ class RouterMonitor:
         state = layout.state if layout is not None else None
         self._group = state.loss_group if state is not None else None
         self._sequence = state.sequence_group if state is not None else None
-        self._counts_tokens = state is None or state.place("sequence") == 0  # ranks of a sequence have the same packs
+        self._counts_tokens = state is None or state.rank_in("sequence") == 0  # ranks of a sequence have the same packs
         layers = expert_layers(model)[FOUNDATION]  # the inputs of other components are not tokens of samples
         self._layers = [self._watched(layer.name, model.get_submodule(layer.name)) for layer in layers]
         self._rows: _SampleTokens | None = None  # set during a forward
@@ -286,7 +286,7 @@ def _sample_tokens(pack: Pack, work: MicroBatchWork) -> _SampleTokens:
     sample, part = _sample_of_token(pack), work.part
     assert part is None or isinstance(part, SequencePart)
     # The host knows all positions, so this needs no synchronization with the device.
-    positions = torch.arange(len(sample)) if part is None else torch.from_numpy(part.split.rows[part.place])
+    positions = torch.arange(len(sample)) if part is None else torch.from_numpy(part.split.rows[part.rank])
     valid = positions < len(sample)  # False for padding
     valid[valid.clone()] = _is_real(pack)[positions[valid]]
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device

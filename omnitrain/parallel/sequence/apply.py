@@ -33,7 +33,7 @@ def part_of(state: ParallelState, num_tokens: int, device: torch.device) -> Sequ
         return None
     split = split_sequence(max(num_tokens, fewest_tokens(ranks)), sp=state.size("sp"), cp=state.size("cp"))
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
-    return SequencePart(split, state.place("sequence"), shard, state.sequence_group, device)
+    return SequencePart(split, state.rank_in("sequence"), shard, state.sequence_group, device)
 
 
 def part_of_call(state: ParallelState, num_rows: int, device: torch.device) -> SequencePart | None:
@@ -51,7 +51,7 @@ def part_of_call(state: ParallelState, num_rows: int, device: torch.device) -> S
         return None
     split = split_sequence(num_rows, sp=ranks)
     shard = UlyssesShard(split, state.sequence_group)
-    return SequencePart(split, state.place("sequence"), shard, state.sequence_group, device)
+    return SequencePart(split, state.rank_in("sequence"), shard, state.sequence_group, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +60,14 @@ class SequencePart:
 
     Attributes:
         split: the split of the sequence.
-        place: rank of this process in ``group``.
+        rank: rank of this process in ``group``.
         attention: attention over the whole sequence.
         group: the ranks that share the sequence.
         device: device of the sequence.
     """
 
     split: SequenceSplit
-    place: int
+    rank: int
     attention: UlyssesShard
     group: dist.ProcessGroup
     device: torch.device
@@ -80,7 +80,7 @@ class SequencePart:
     @property
     def host_rows(self) -> Tensor:
         """``rows`` on the host."""
-        return torch.from_numpy(self.split.rows[self.place])
+        return torch.from_numpy(self.split.rows[self.rank])
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +102,7 @@ class SequencePart:
         counts = [len(rows) for rows in self.split.rows]
         heads = equal_spans(tensors[0].size(1), self.num_ranks)
         gathered = rows_to_heads(tensors, [heads] * len(tensors), counts, self.group)
-        whole = compute([states[self.in_order] for states in gathered], slice(*heads[self.place]))
+        whole = compute([states[self.in_order] for states in gathered], slice(*heads[self.rank]))
         (local,) = heads_to_rows([whole[self.in_order.argsort()]], [heads], counts, self.group)
         return local
 

@@ -13,7 +13,7 @@ from omnitrain.parallel.tensor.forwards import own_part, replace_forward, rows_o
 from omnitrain.parallel.tensor.styles import STYLES
 
 
-def cut_tensors(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, ends: Collection[str] = ()) -> None:
+def shard_matrices(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, ends: Collection[str] = ()) -> None:
     """Shard the parameters that ``styles`` select, and replace the forwards of their modules, in place.
 
     Args:

@@ -18,9 +18,9 @@ from omnitrain.models.discovery import discover
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
-from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, divide_tokens, ends_of
+from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel, ends_of
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -90,9 +90,9 @@ def _measured(
     expected = _outcome(tiny, probes, share=1.0)
     cut = _divided(tiny, styles, state.size("tp"))
     last = TokenSharding(ends=frozenset(ends)).ends_in(cut)
-    cut_tensors(tiny, cut, state.tp_mesh, last)
+    shard_matrices(tiny, cut, state.tp_mesh, last)
     if divide:
-        divide_tokens(tiny, [tiny.get_submodule(name) for name in last], state.tp_mesh.get_group())
+        apply_sequence_parallel(tiny, [tiny.get_submodule(name) for name in last], state.tp_mesh.get_group())
     tiny.zero_grad()
     found = _outcome(tiny, probes, share=1.0 if state.tp_rank == 0 else 0.0, state=state)
     return _difference(found, expected) or "", frozenset(ends)

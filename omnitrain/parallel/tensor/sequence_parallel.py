@@ -90,7 +90,7 @@ class TokenSharding:
         return f"tokens whole on each tp rank: {self.problem}" if self.problem else "tokens divided over tp"
 
 
-def divide_tokens(model: PreTrainedModel, ends: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+def apply_sequence_parallel(model: PreTrainedModel, ends: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
     """Divide tokens among the ranks of ``group`` between the regions of the text decoder's blocks, in training.
 
     Args:

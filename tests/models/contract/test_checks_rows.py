@@ -10,7 +10,7 @@ from torch import nn
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract, SkippedModule
 from omnitrain.models.contract.check import check_contract
-from omnitrain.models.foundation.skipped_modules import call_what_is_left_out
+from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from tests.families import FAMILIES
 from tests.models.contract import broken
 from tests.models.plain import pair_of
@@ -61,7 +61,7 @@ def test_calls_come_in_one_order_and_give_gradients_of_zeros() -> None:
     names: list[int] = []
     for number, step in enumerate(model.steps):
         step.register_forward_hook(lambda *_, number=number: names.append(number))
-    call_what_is_left_out(model, [SkippedModule("steps.*", "", takes=((0, 3),))])
+    call_skipped_modules(model, [SkippedModule("steps.*", "", takes=((0, 3),))])
     rows = torch.randn(4, 3, requires_grad=True)
     for numbers in ((0, 1, 2), (1,), (), (2,)):
         names.clear()

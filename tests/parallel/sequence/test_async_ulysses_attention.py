@@ -1,4 +1,4 @@
-"""Async Ulysses: attention modules of transformers, driven so that projections and all-to-alls overlap."""
+"""Async Ulysses: attention modules of transformers whose projections overlap their all-to-alls."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
-from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, drive, why_not_driven
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses, why_not_async
 from omnitrain.parallel.sequence.async_ulysses.check import Manners, attention_layouts, kind_of
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.spawn.pool import RankPool
@@ -64,7 +64,7 @@ def attention_gradients(
     return [output, *torch.autograd.grad(output, inputs, of_output)]
 
 
-def driven_and_plain(
+def async_and_plain(
     model_type: str, layout: AttentionLayout, cp: int, dtype: torch.dtype, recompute: bool
 ) -> list[bool]:
     """For several lengths, whether each tensor has the same bits."""
@@ -76,10 +76,10 @@ def driven_and_plain(
         nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(2))
     lengths = (8, 97, 256)
     plain = [attention_gradients(foundation, attention, state, tokens, recompute) for tokens in lengths]
-    drive(attention, layout)
-    driven = [attention_gradients(foundation, attention, state, tokens, recompute) for tokens in lengths]
+    use_async_ulysses(attention, layout)
+    overlapped = [attention_gradients(foundation, attention, state, tokens, recompute) for tokens in lengths]
     return [
-        torch.equal(one, other) for a, b in zip(plain, driven, strict=True) for one, other in zip(a, b, strict=True)
+        torch.equal(one, other) for a, b in zip(plain, overlapped, strict=True) for one, other in zip(a, b, strict=True)
     ]
 
 
@@ -94,12 +94,12 @@ def driven_and_plain(
         ("qwen3", 2, 1, torch.bfloat16, False),
     ],
 )
-def test_driven_attention_has_the_bits_of_plain_ulysses(
+def test_async_attention_has_the_bits_of_plain_ulysses(
     ranks: RankPool, model_type: str, world: int, cp: int, dtype: torch.dtype, recompute: bool
 ) -> None:
     (layout,) = layouts(model_type, key_heads=max(2, world // cp)).values()
     assert isinstance(layout, AttentionLayout), layout
-    for same in ranks.run(driven_and_plain, model_type, layout, cp, dtype, recompute, timeout_s=60, world=world):
+    for same in ranks.run(async_and_plain, model_type, layout, cp, dtype, recompute, timeout_s=60, world=world):
         assert all(same), same
 
 
@@ -114,7 +114,7 @@ def test_projections_and_norms_are_found_by_what_they_read() -> None:
     assert (layout.hidden, layout.output, layout.num_heads, layout.num_key_heads) == ("hidden_states", "o_proj", 4, 2)
 
 
-def test_a_module_that_cannot_be_driven_is_left_with_the_reason() -> None:
+def test_a_module_that_cannot_use_it_stays_plain_with_the_reason() -> None:
     assert list(layouts("phi3").values()) == ["qkv_proj makes queries and keys in one"]
 
 
@@ -133,19 +133,19 @@ def test_projections_that_were_changed_and_key_heads_that_ranks_share_are_left_a
     attention = omni.foundation.model.layers[0].self_attn
     layout = attention_layouts(omni.foundation, omni.runner.contract)[kind_of(attention)]
     assert isinstance(layout, AttentionLayout)
-    assert why_not_driven(attention, layout, 2) is None
-    assert why_not_driven(attention, layout, 4) == "ulysses 4 does not divide its 2 key heads"
+    assert why_not_async(attention, layout, 2) is None
+    assert why_not_async(attention, layout, 4) == "ulysses 4 does not divide its 2 key heads"
     handle = attention.k_norm.register_forward_hook(lambda *_: None)
-    assert why_not_driven(attention, layout, 2) == "k_norm has hooks"
+    assert why_not_async(attention, layout, 2) == "k_norm has hooks"
     handle.remove()
     attention.v_proj.forward = attention.v_proj.forward
-    assert why_not_driven(attention, layout, 2) == "v_proj has another forward"
+    assert why_not_async(attention, layout, 2) == "v_proj has another forward"
 
 
-def test_a_deep_copy_of_a_driven_module_computes_with_its_own_weights() -> None:
+def test_a_deep_copy_of_an_async_module_computes_with_its_own_weights() -> None:
     omni = tiny("qwen3")
     attention = omni.foundation.model.layers[0].self_attn
-    drive(attention, next(iter(attention_layouts(omni.foundation, omni.runner.contract).values())))
+    use_async_ulysses(attention, next(iter(attention_layouts(omni.foundation, omni.runner.contract).values())))
     other = copy.deepcopy(attention)
     other.o_proj.weight.data.zero_()
     hidden = torch.randn(1, 5, 32)

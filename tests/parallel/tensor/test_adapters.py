@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import omnitrain as ot
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.tensor.adapters import styles_with_adapters
-from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
 from tests.parallel.laid_out import counted, full
 from tests.parallel.tensor.test_styles import HEADS, Layer, trained
@@ -43,7 +43,7 @@ def errors(styles: dict[str, str]) -> tuple[float, dict[str, list[float]], dict[
     """Relative errors of the loss, and of gradients before and after they are added up; which dims are cut."""
     (whole, _), (layer, renamed) = adapted(), adapted()
     state = ot.init_parallel_state(tp_size=2)
-    cut_tensors(layer, styles_with_adapters(styles, renamed), state.tp_mesh)
+    shard_matrices(layer, styles_with_adapters(styles, renamed), state.tp_mesh)
     expected = trained(whole, 1.0)["loss"]
     loss = float(abs(trained(layer, 1.0 if state.tp_rank == 0 else 0.0)["loss"] - expected) / expected.abs())
     found: dict[str, list[float]] = {name: [] for name, _ in layer.named_parameters()}
@@ -78,7 +78,7 @@ def collectives() -> list[Counter[str]]:
     mesh = ot.init_parallel_state(tp_size=2).tp_mesh
     found = []
     for layer, renamed in ((Layer(), {}), adapted()):
-        cut_tensors(layer, styles_with_adapters(STYLES, renamed), mesh)
+        shard_matrices(layer, styles_with_adapters(STYLES, renamed), mesh)
         with counted() as ops:
             trained(layer, 1.0)
         found.append(Counter({name: number for name, number in ops.items() if name.startswith("c10d.")}))

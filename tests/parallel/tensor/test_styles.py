@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import omnitrain as ot
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.tensor.apply import cut_tensors
+from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
 from omnitrain.parallel.tensor.styles import STYLES
 
@@ -98,7 +98,7 @@ def errors(styles: dict[str, str]) -> tuple[dict[str, float], set[str]]:
     whole, layer = Layer().double(), Layer().double()
     layer.load_state_dict(whole.state_dict())
     state = ot.init_parallel_state(tp_size=2)
-    cut_tensors(layer, styles, state.tp_mesh)
+    shard_matrices(layer, styles, state.tp_mesh)
     found = trained(layer, 1.0 if state.tp_rank == 0 else 0.0)
     add_up_over_tp(layer.parameters(), state)
     expected: dict[str, Any] = trained(whole, 1.0) | {name: p.grad for name, p in whole.named_parameters()}
@@ -120,7 +120,7 @@ def norm_gradients() -> list[float]:
     whole, layer = Layer().double(), Layer().double()
     layer.load_state_dict(whole.state_dict())
     state = ot.init_parallel_state(tp_size=2)
-    cut_tensors(layer, HEADS, state.tp_mesh)
+    shard_matrices(layer, HEADS, state.tp_mesh)
     trained(layer, 1.0 if state.tp_rank == 0 else 0.0)
     trained(whole, 1.0)
     size = whole.norm.weight.grad.norm()
@@ -141,8 +141,8 @@ def dropped() -> Tensor:
     layer.norm = nn.Sequential(layer.norm, nn.Dropout(0.3))
     layer.experts = nn.Sequential(nn.Dropout(0.3), layer.experts)
     state = ot.init_parallel_state(tp_size=2)
-    cut_tensors(layer, HEADS, state.tp_mesh)
-    torch.manual_seed(state.place("loss"))
+    shard_matrices(layer, HEADS, state.tp_mesh)
+    torch.manual_seed(state.rank_in("loss"))
     return layer(torch.arange(9)).detach()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
-from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, drive, why_not_driven
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses, why_not_async
 from omnitrain.parallel.sequence.async_ulysses.check import Manners, attention_layouts, kind_of
 
 
@@ -19,20 +19,20 @@ class AsyncUlyssesModules:
     """The attention modules with and without async Ulysses.
 
     Attributes:
-        driven: number of modules whose projections overlap their all-to-alls.
+        num_async: number of modules whose projections overlap their all-to-alls.
         plain: reason -> number of modules that use plain Ulysses.
     """
 
-    driven: int
+    num_async: int
     plain: dict[str, int]
 
     def __str__(self) -> str:
-        total = self.driven + sum(self.plain.values())
+        total = self.num_async + sum(self.plain.values())
         reasons = "; ".join(f"plain {number}: {reason}" for reason, number in sorted(self.plain.items()))
-        return f"async {self.driven} of {total} layers" + (f" ({reasons})" if reasons else "")
+        return f"async {self.num_async} of {total} layers" + (f" ({reasons})" if reasons else "")
 
 
-def drive_foundation(model: OmniModel, sp: int) -> AsyncUlyssesModules:
+def apply_async_ulysses(model: OmniModel, sp: int) -> AsyncUlyssesModules:
     """Apply async Ulysses to the attention modules that support it on all ranks; all ranks must call it.
 
     Args:
@@ -50,10 +50,10 @@ def drive_foundation(model: OmniModel, sp: int) -> AsyncUlyssesModules:
         if reason := next(filter(None, reasons), None):  # of any rank, because all ranks must do the same
             plain[reason] += 1
         elif isinstance(layout, AttentionLayout):
-            drive(module, layout)
+            use_async_ulysses(module, layout)
     return AsyncUlyssesModules(len(modules) - plain.total(), dict(plain))
 
 
 def _layout(module: nn.Module, layouts: Manners, sp: int) -> AttentionLayout | str:
     layout = layouts.get(kind_of(module), "its weights have another shape than in the tiny model")
-    return (why_not_driven(module, layout, sp) or layout) if isinstance(layout, AttentionLayout) else layout
+    return (why_not_async(module, layout, sp) or layout) if isinstance(layout, AttentionLayout) else layout

@@ -97,8 +97,8 @@ class OwnHeadsShard:
         return self.attend_own_heads(call, self.heads, compute)
 
 
-def drive(module: nn.Module, layout: AttentionLayout) -> None:
-    """Run ``module`` by :func:`run_driven` if its mask has a Ulysses shard with several ranks."""
+def use_async_ulysses(module: nn.Module, layout: AttentionLayout) -> None:
+    """Run ``module`` by :func:`run_async` if its mask has a Ulysses shard with several ranks."""
     signature = inspect.signature(module.forward)
     function = forward_of(module)
 
@@ -111,12 +111,12 @@ def drive(module: nn.Module, layout: AttentionLayout) -> None:
             return plain(*args, **kwargs)
         exchange = RowExchange(shard.rows_of_ranks, shard.sp_group)
         arguments = signature.bind(*args, **kwargs)
-        return run_driven(self, plain, layout, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
+        return run_async(self, plain, layout, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
 
     set_forward(module, forward)
 
 
-def run_driven(
+def run_async(
     module: nn.Module,
     plain: Callable[..., Any],
     layout: AttentionLayout,
@@ -161,7 +161,7 @@ def run_driven(
         return plain(*args, **kwargs)
 
 
-def why_not_driven(module: nn.Module, layout: AttentionLayout, sp: int) -> str | None:
+def why_not_async(module: nn.Module, layout: AttentionLayout, sp: int) -> str | None:
     """Return why a module must use plain Ulysses on ``sp`` ranks; None: it supports async Ulysses.
 
     If ranks share a key head, its gradients would be summed after rotary positions instead of before, which rounds

@@ -25,7 +25,7 @@ from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.ops.attention import MaskSpec, PackedRow
 from omnitrain.ops.attention.spec import Call
 from omnitrain.ops.collectives import with_backward
-from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_driven
+from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_async
 from omnitrain.parallel.sequence.async_ulysses.projections import RowExchange, Rows
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
 from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
@@ -71,7 +71,7 @@ def _layout(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLa
         layouts = [_manner_of(module, plain, heads_first) for heads_first in (False, True)]
         differences = [_difference(module, layout, arguments, plain) for layout in layouts]
         return next((m for m, found in zip(layouts, differences, strict=True) if found is None), str(differences[0]))
-    except _NotDrivenError as reason:
+    except _NotAsyncError as reason:
         return str(reason)
 
 
@@ -96,7 +96,7 @@ def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArgumen
 _NO_GROUP: Any = None
 
 
-class _NotDrivenError(Exception):
+class _NotAsyncError(Exception):
     """A module does not support async Ulysses."""
 
 
@@ -153,7 +153,7 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
 
     def note(part: nn.Module, args: tuple[Any, ...], returned: Any) -> None:
         if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(returned, Tensor):
-            raise _NotDrivenError(f"{names[part]} takes or gives more than one tensor")
+            raise _NotAsyncError(f"{names[part]} takes or gives more than one tensor")
         called.append(_Called(names[part], args[0], returned))
 
     own = _copied(arguments)
@@ -165,10 +165,10 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
             hooks.enter_context(part.register_forward_hook(note))
         output = _first(module.forward(*own.args, **own.kwargs))
     if len(calls) != 1 or not called:
-        raise _NotDrivenError(f"it attends {len(calls)} times, and has {len(called)} layers")
+        raise _NotAsyncError(f"it attends {len(calls)} times, and has {len(called)} layers")
     hidden = [name for name, value in own.arguments.items() if value is called[0].given]
     if not hidden:
-        raise _NotDrivenError(f"{called[0].name} does not read the hidden states")
+        raise _NotAsyncError(f"{called[0].name} does not read the hidden states")
     _require_no_other_gradient(arguments, hidden[0])
     return _Plain(hidden[0], called, calls[0], output, _gradients(module, own.arguments[hidden[0]], output))
 
@@ -178,7 +178,7 @@ def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -
     states = arguments.arguments[hidden]
     for name, value in arguments.arguments.items():
         if any(isinstance(x, Tensor) and x.requires_grad and x is not states for x in tree_leaves(value)):
-            raise _NotDrivenError(f"its argument {name} has gradients, too")
+            raise _NotAsyncError(f"its argument {name} has gradients, too")
 
 
 def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
@@ -188,14 +188,14 @@ def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Attention
     output, others = plain.called[-1], [call for call in plain.called[:-1] if call.given is not given]
     for call in (*inputs, output):
         if type(module.get_submodule(call.name)) is not nn.Linear:
-            raise _NotDrivenError(f"{call.name} is not a plain nn.Linear")
+            raise _NotAsyncError(f"{call.name} is not a plain nn.Linear")
     norms = {_source(call, inputs): call for call in others}
     names = [call.name for call in plain.called]
     if len(set(names)) != len(names) or len(norms) != len(others) or output in inputs:
-        raise _NotDrivenError(f"it calls {', '.join(names)}, which is not projections, norms and one projection")
+        raise _NotAsyncError(f"it calls {', '.join(names)}, which is not projections, norms and one projection")
     bare = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in (*names, "")]
     if bare:
-        raise _NotDrivenError(f"it reads {', '.join(bare)} without calling its module")
+        raise _NotAsyncError(f"it reads {', '.join(bare)} without calling its module")
     return AttentionLayout(
         plain.hidden,
         tuple(
@@ -220,7 +220,7 @@ def _source(norm: _Called, inputs: list[_Called]) -> str:
         same = norm.given.untyped_storage().data_ptr() == call.returned.untyped_storage().data_ptr()
         if same and norm.given.numel() == call.returned.numel():
             return call.name
-    raise _NotDrivenError(f"{norm.name} reads no projection of the hidden states")
+    raise _NotAsyncError(f"{norm.name} reads no projection of the hidden states")
 
 
 def _is_key(projection: _Called, call: Call) -> bool:
@@ -232,7 +232,7 @@ def _is_key(projection: _Called, call: Call) -> bool:
 
     of_key = reaches(call.key) or reaches(call.value)
     if of_key and reaches(call.query):
-        raise _NotDrivenError(f"{projection.name} makes queries and keys in one")
+        raise _NotAsyncError(f"{projection.name} makes queries and keys in one")
     return of_key
 
 
@@ -243,7 +243,7 @@ def _difference(
     own = _copied(arguments)
     output = _first(_drive(module, layout, _Pretended.of(plain, 1, 0), own))
     if not torch.equal(output, plain.output):
-        return "its output differs when it is driven"
+        return "its output differs with async Ulysses"
     found = _gradients(module, own.arguments[layout.hidden], output)
     names = ["hidden states", *(name for name, _ in module.named_parameters())]
     for name, one, other in zip(names, found, plain.gradients, strict=True):
@@ -291,7 +291,7 @@ def _drive(module: nn.Module, layout: AttentionLayout, exchange: _Pretended, arg
     def attend(call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
         return compute(of_own_heads(call, heads, exchange.rank))
 
-    return run_driven(module, module.forward, layout, exchange, arguments, lambda table, dim: table, attend)
+    return run_async(module, module.forward, layout, exchange, arguments, lambda table, dim: table, attend)
 
 
 def _copied(arguments: inspect.BoundArguments) -> inspect.BoundArguments:
