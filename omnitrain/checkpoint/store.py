@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
+from omnitrain.checkpoint.disk import free_bytes, set_default_modes, size_text
 from omnitrain.checkpoint.shared_folder import require_seen
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
@@ -79,7 +80,7 @@ class CheckpointStore:
             ):  # tokenizers raises plain Exception
                 raise
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            reason = f"{first_line}; {_free_mib(self.folder):,} MiB are free there"
+            reason = f"{first_line}; {size_text(free_bytes(self.folder))} are free there"
             raise TrainingError(f"{final} cannot be written ({reason}); earlier checkpoints are intact") from error
 
     def _commit(self, temporary: Path, final: Path, checksums: list[dict[str, str]]) -> None:
@@ -207,6 +208,7 @@ def _names_of_rank(names: Sequence[str], peers: Peers) -> Sequence[str]:
 
 def _synced_checksums(names: Sequence[str], folder: Path) -> dict[str, str]:
     """Flush the files to disk and return file -> checksum."""
+    set_default_modes(folder / name for name in names)
     for name in names:
         _sync(folder / name)
     return {name: _checksum(folder / name) for name in names}
@@ -215,12 +217,6 @@ def _synced_checksums(names: Sequence[str], folder: Path) -> dict[str, str]:
 def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _free_mib(folder: Path) -> int:
-    """Return the free space, because torch's error does not say that a disk is full."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(existing).free // 2**20
 
 
 def _sync(path: Path) -> None:

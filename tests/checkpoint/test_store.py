@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved
 from omnitrain.errors import TrainingError, UserError
@@ -78,11 +79,22 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: 
             (folder / "half.txt").write_text("half")
             raise error
 
-        told = rf"step-00000002 cannot be written \(.*{error.args[-1]}; [\d,]+ MiB are free there\);"
+        told = rf"step-00000002 cannot be written \(.*{error.args[-1]}; [\d.,]+ [MG]iB are free there\);"
         with pytest.raises(TrainingError, match=told):
             store.save(2, fail)
     assert [folder.name for folder in tmp_path.iterdir()] == ["step-00000001"]
     assert (store.latest() / "state.txt").read_text() == "good"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_weights_have_the_permissions_that_the_umask_asks_for(tmp_path: Path, umask: int, mode: int) -> None:
+    """safetensors alone would make files that only their owner reads."""
+    before = os.umask(umask)
+    try:
+        folder = CheckpointStore(tmp_path, keep=1).save(1, lambda path: save_file({}, path / "model.safetensors"))
+    finally:
+        os.umask(before)
+    assert [file.stat().st_mode & 0o777 for file in folder.iterdir()] == [mode, mode]
 
 
 def test_a_mistake_in_writing_is_no_full_disk_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.adapters.lora import ADAPTER, Adapters, adapters_of, add_lora, peft, root_of
 from omnitrain.models.components.model import ComponentModel
@@ -71,6 +72,7 @@ def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Ten
             key: entry.to_peft(weights[name]).contiguous() for key, (name, entry) in _entries(model, root, adapters)
         }
         save_file(tensors, into / _WEIGHTS, metadata={"format": "pt"})
+        set_default_modes([into / _WEIGHTS])
         _config(model, root, adapters).save_pretrained(str(into))
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
+from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.data.render.native import NativeInputs
@@ -138,6 +139,7 @@ class OmniModel(ComponentModel):
             remove_adapters(Path(save_directory))
             save_adapters(self, Path(save_directory), adapters)
             super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})
+            set_default_modes(Path(save_directory).glob("*.safetensors"))
 
     def _save_spread(self, folder: Path, unknown: set[str]) -> None:
         if unknown:

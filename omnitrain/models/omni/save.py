@@ -16,6 +16,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
+from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.checkpoint.whole import whole_tensors
 from omnitrain.models.adapters.files import remove_adapters, save_adapters, split_weights
 from omnitrain.models.components.model import ComponentModel
@@ -108,6 +109,7 @@ def _write(model: ComponentModel, weights: dict[str, Tensor], file: Path) -> lis
     base, _ = split_weights(model, weights)
     converted = revert_weight_conversion(model, remove_tied_weights_from_state_dict(base, model))
     save_file({name: tensor.contiguous() for name, tensor in converted.items()}, file, metadata={"format": "pt"})
+    set_default_modes([file])
     return list(converted)
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.omni.encode import MicroBatchWork
@@ -103,6 +104,7 @@ def write_routing(path: Path, recording: Recording, lengths: dict[str, int]) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     save_file(tensors, partial, metadata={_SAMPLES: json.dumps(list(lengths.items()))})
+    set_default_modes([partial])
     partial.replace(path.with_name(f"{path.name}.safetensors"))
 
 

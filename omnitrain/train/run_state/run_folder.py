@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from omnitrain.checkpoint.disk import existing, free_bytes, size_text
 from omnitrain.checkpoint.shared_folder import require_seen
 from omnitrain.checkpoint.store import CheckpointStore
 from omnitrain.data.packing.sample import Rejected
@@ -156,24 +156,18 @@ class RunFolder:
 
 
 def _require_space(folder: Path, checkpoint_bytes: int) -> None:
-    free = shutil.disk_usage(_existing(folder)).free
+    free = free_bytes(folder)
     if free < checkpoint_bytes:
-        needed, left = (f"{size / 2**30:,.1f} GiB" for size in (checkpoint_bytes, free))
         raise UserError(
-            f"output_dir: a checkpoint of this run takes {needed}, but the disk of {str(folder)!r} has {left} free; "
-            "free some space, or use another folder"
+            f"output_dir: a checkpoint of this run takes {size_text(checkpoint_bytes)}, but the disk of "
+            f"{str(folder)!r} has {size_text(free)} free; free some space, or use another folder"
         )
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def _require_writable(folder: Path) -> None:
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if files - {LOCK_FILE} and not (folder / "recipe.yaml").is_file():
         raise UserError(f"output_dir: {str(folder)!r} has files but no run (no recipe.yaml); use a new folder")
-    existing = _existing(folder)
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"output_dir: {str(folder)!r} cannot be written: {existing} is not a writable folder")
+    parent = existing(folder)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"output_dir: {str(folder)!r} cannot be written: {parent} is not a writable folder")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.parallel.fsdp.units import stays_fp32
@@ -46,6 +47,7 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
         _cast(model.foundation, _DTYPES[dtype])
     show_unused(model.config.unused_tensors)
     model.foundation.save_pretrained(folder)
+    set_default_modes(folder.glob("*.safetensors"))
     processor.renderer.save_pretrained(folder)
     return sorted([*model.encoders, *model.decoders])
 
