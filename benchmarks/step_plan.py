@@ -1,11 +1,11 @@
 """The time that a rank needs to plan a step, once it has the tables of all ranks.
 
 Timed is what the loader does a batch ahead: decode the gathered tables, plan the step, and read off one rank's calls
-and routes in every micro-batch. Two ports feed one encoder on 64 ranks; costs are log-normal, so that some items are
-many times the mean. ``few`` has 1,000 items in all, ``many`` has 1,000 on each rank; with ``world`` they are balanced
-over all ranks, with ``local`` they stay where they are. ``over_unavoidable`` is the cost of the busiest rank, in the
-worst micro-batch, over the larger of the mean and the costliest item. ``cpu_seconds`` tells work from waiting for a
-core.
+and routes in every micro-batch. One encoder on 64 ranks encodes images and videos; costs are log-normal, so that some
+items are many times the mean. ``few`` has 1,000 items in all, ``many`` has 1,000 on each rank; with ``world`` they are
+balanced over all ranks, with ``local`` they stay where they are. ``over_unavoidable`` is the cost of the busiest rank,
+in the worst micro-batch, over the larger of the mean and the costliest item. ``cpu_seconds`` tells work from waiting
+for a core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
-    Port,
     RankFacts,
     StepPlan,
     Topology,
@@ -37,23 +36,23 @@ FORMULA = "seconds = median over rounds of (seconds to decode, plan and read off
 RANKS = 64
 MICRO_BATCHES = 4
 ENCODER = "image_encoder"
-PORTS = ("image", "video")
+MEDIA = ("image", "video")
 
 
 def topology(place: Place) -> Topology:
     """An encoder and a foundation on all ranks."""
     everyone = tuple(range(RANKS))
-    encoder = PlannedComponent(ENCODER, everyone, tuple(Port(name) for name in PORTS), place=place)
+    encoder = PlannedComponent(ENCODER, everyone, MEDIA, place=place)
     return Topology(RANKS, (encoder, PlannedComponent("foundation", everyone, reads_packs=True)), ("text",))
 
 
 def gathered_tables(given: Topology, num_items: int) -> np.ndarray:
     """Return tables ``[ranks, words]`` of ``num_items`` items in total, of two shapes, as an all-gather gives them."""
     rng = np.random.default_rng(0)
-    drawn = rng.multinomial(num_items, np.full(RANKS * MICRO_BATCHES * len(PORTS), 1 / (RANKS * MICRO_BATCHES * 2)))
+    drawn = rng.multinomial(num_items, np.full(RANKS * MICRO_BATCHES * len(MEDIA), 1 / (RANKS * MICRO_BATCHES * 2)))
     facts = [
         RankFacts(tuple(MicroBatchFacts({"text": 512}, (256,) * 8, _items(rng, cells)) for cells in of_rank))
-        for of_rank in drawn.reshape(RANKS, MICRO_BATCHES, len(PORTS)).tolist()
+        for of_rank in drawn.reshape(RANKS, MICRO_BATCHES, len(MEDIA)).tolist()
     ]
     words = [encode_table(given, own) for own in facts]
     return np.stack([padded(own, needed_capacity(words)) for own in words])
@@ -61,8 +60,8 @@ def gathered_tables(given: Topology, num_items: int) -> np.ndarray:
 
 def _items(rng: np.random.Generator, counts: list[int]) -> dict[str, tuple[ItemFacts, ...]]:
     return {
-        port: tuple(ItemFacts(int(cost), 1 + int(cost), int(cost) % 2) for cost in rng.lognormal(5, 1, count))
-        for port, count in zip(PORTS, counts, strict=True)
+        medium: tuple(ItemFacts(int(cost), 1 + int(cost), int(cost) % 2) for cost in rng.lognormal(5, 1, count))
+        for medium, count in zip(MEDIA, counts, strict=True)
     }
 
 
@@ -78,7 +77,7 @@ def plan_once(given: Topology, gathered: np.ndarray) -> StepPlan:
 def over_unavoidable(plan: StepPlan) -> float:
     """Return the cost of the busiest rank over the lower bound of any assignment, in the worst micro-batch."""
     loads, costliest = plan.loads(ENCODER), np.zeros(plan.num_micro_batches)
-    np.maximum.at(costliest, plan.slot // len(PORTS), plan.cost)
+    np.maximum.at(costliest, plan.slot // len(MEDIA), plan.cost)
     least = np.maximum(loads.mean(axis=1), costliest)
     works = least > 0
     return float((loads.max(axis=1)[works] / least[works]).max())

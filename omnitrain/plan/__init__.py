@@ -13,7 +13,7 @@ from omnitrain.plan.tables import (
     padded,
     shape_key,
 )
-from omnitrain.plan.topology import CallSite, PlannedComponent, Port, Topology
+from omnitrain.plan.topology import CallSite, PlannedComponent, Topology
 
 __all__ = [
     "Call",
@@ -22,7 +22,6 @@ __all__ = [
     "ItemFacts",
     "MicroBatchFacts",
     "PlannedComponent",
-    "Port",
     "RankFacts",
     "RowRoutes",
     "StepPlan",

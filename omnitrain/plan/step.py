@@ -52,7 +52,7 @@ class StepPlan:
     """Everything the ranks decide together for one optimizer step.
 
     ``M`` is the number of micro-batches, ``E`` the number of call sites. Items are numbered across all ranks: by owner,
-    then micro-batch, port, and order in the pack.
+    then micro-batch, medium, and order in the pack.
 
     Attributes:
         topology: components and ranks of the run.
@@ -65,7 +65,7 @@ class StepPlan:
         owner: ``[items]`` int64, rank that drew the item.
         producer: ``[items]`` int64, rank that encodes it. If the component is shared, the producer's whole data group
             encodes it.
-        slot: ``[items]`` int64, ``micro-batch * ports + port``.
+        slot: ``[items]`` int64, ``micro-batch * media + medium``.
         rows: ``[items]`` int64, rows of the item's features.
         cost: ``[items]`` int64.
         work: ``[items]`` int64, all items sorted by slot, producer and call.
@@ -122,7 +122,7 @@ class StepPlan:
 
         With ``place: world`` all ranks take part if any item moves, otherwise the ranks of its data group.
         """
-        if not self.topology.ports_of(component) or not self.topology.moves(component):
+        if not self.topology.media_of(component) or not self.topology.moves(component):
             return False
         routes = self.routes(component, micro_batch)
         is_sent = routes.producer != routes.consumer
@@ -135,9 +135,9 @@ class StepPlan:
 
         Ranks that encode items together divide the cost equally, rounded up.
         """
-        micro_batch, port = np.divmod(self.slot, max(1, len(self.topology.ports)))
-        ports = self.topology.ports_of(component)
-        selected = (port >= ports.start) & (port < ports.stop)
+        micro_batch, medium = np.divmod(self.slot, max(1, len(self.topology.media)))
+        media = self.topology.media_of(component)
+        selected = (medium >= media.start) & (medium < media.stop)
         cell = micro_batch[selected] * self.topology.world_size + self.producer[selected]
         sums = np.bincount(cell, self.cost[selected], self.num_micro_batches * self.topology.world_size)
         loads = sums.astype(np.int64).reshape(self.num_micro_batches, -1)
@@ -199,8 +199,8 @@ class StepPlan:
         return self.topology.data_groups[self.topology.group_of[rank]][0]
 
     def _items(self, component: str, micro_batch: int) -> np.ndarray:
-        first, ports = micro_batch * len(self.topology.ports), self.topology.ports_of(component)
-        return np.flatnonzero((self.slot >= first + ports.start) & (self.slot < first + ports.stop))
+        first, media = micro_batch * len(self.topology.media), self.topology.media_of(component)
+        return np.flatnonzero((self.slot >= first + media.start) & (self.slot < first + media.stop))
 
     def _copies(self, item: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Repeat each item once per consumer. Return the items and their consumers."""
@@ -215,7 +215,7 @@ class StepPlan:
     def _items_by_call(self, producer: int, micro_batch: int, call_site: int, num_calls: int) -> list[tuple[int, ...]]:
         if self.topology.call_sites[call_site].kind != "encode" or not num_calls:
             return [()] * num_calls
-        cell = (micro_batch * len(self.topology.ports) + call_site) * self.topology.world_size + producer
+        cell = (micro_batch * len(self.topology.media) + call_site) * self.topology.world_size + producer
         in_cell = slice(*np.searchsorted(self.work_cell, [cell, cell + 1]))
         offsets = np.searchsorted(self.call[in_cell], np.arange(1, num_calls))
         return [tuple(items.tolist()) for items in np.split(self.work[in_cell], offsets)]
@@ -257,12 +257,12 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
 
 def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
     producer = tables.owner.copy()
-    micro_batch, port = np.divmod(np.arange(len(tables.counts) * len(topology.ports)), max(1, len(topology.ports)))
+    micro_batch, medium = np.divmod(np.arange(len(tables.counts) * len(topology.media)), max(1, len(topology.media)))
     for component in topology.components:
-        ports = topology.ports_of(component.name)
-        if component.place == "local" or component.is_shared or not ports:
+        media = topology.media_of(component.name)
+        if component.place == "local" or component.is_shared or not media:
             continue
-        chosen = np.flatnonzero(((port >= ports.start) & (port < ports.stop))[tables.slot])
+        chosen = np.flatnonzero(((medium >= media.start) & (medium < media.stop))[tables.slot])
         workers, group = _workers(topology, component)
         problem = (micro_batch * len(workers))[tables.slot[chosen]] + group[tables.owner[chosen]]
         num_workers = np.tile([len(ranks) for ranks in workers], len(tables.counts))
@@ -283,8 +283,8 @@ def _workers(topology: Topology, component: PlannedComponent) -> tuple[list[np.n
 def _work(
     topology: Topology, tables: StepTables, producer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return ``work``, ``call`` and ``work_cell`` of :class:`StepPlan`, and the ports' ``calls_with_data``."""
-    ranks, ports = topology.world_size, len(topology.ports)
+    """Return ``work``, ``call`` and ``work_cell`` of :class:`StepPlan`, and ``calls_with_data`` of the encoders."""
+    ranks, media = topology.world_size, len(topology.media)
     cell = tables.slot * ranks + producer
     work = stable_order(cell, tables.shape)
     cell, shape = cell[work], tables.shape[work]
@@ -292,12 +292,12 @@ def _work(
     opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0)
     calls_so_far = np.cumsum(opens_call)
     call = calls_so_far - calls_so_far[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
-    encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * ports * ranks)
-    encodes = encodes.reshape(len(tables.counts), ports, ranks)
+    encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * media * ranks)
+    encodes = encodes.reshape(len(tables.counts), media, ranks)
     owners = [group[0] for group in topology.data_groups]
     for component in topology.components:
         if component.is_shared:
-            shared = topology.ports_of(component.name)
+            shared = topology.media_of(component.name)
             encodes[:, shared] = encodes[:, shared][:, :, owners][:, :, topology.group_of]
     return work, call, cell, encodes
 
@@ -307,7 +307,7 @@ def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
     group = topology.group_of
     members = (group[:, None] == group).astype(np.int64)
     calls = []
-    for call_site in topology.call_sites[len(topology.ports) :]:
+    for call_site in topology.call_sites[len(topology.media) :]:
         is_head = call_site.kind == "head"
         drawn = tables.counts[:, topology.losses.index(call_site.name)] if is_head else tables.num_samples
         calls.append((drawn @ members) > 0)

@@ -2,8 +2,8 @@
 
 A rank's words are ``[num_words, micro-batches, samples, shapes, items]``, then samples per micro-batch, loss counts per
 micro-batch and loss, the length of every sample, the key of every shape, and four words per item:
-``micro-batch * ports + port``, rows, cost, index of its shape. Samples and items are sorted by micro-batch, and items
-by port within a micro-batch.
+``micro-batch * media + medium``, rows, cost, index of its shape. Samples and items are sorted by micro-batch, and items
+by medium within a micro-batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MicroBatchFacts:
     Attributes:
         counts: loss name -> number of predicted tokens; 0 if absent.
         lengths: tokens of each sample.
-        items: port name -> its items, in the order in which the pack needs their features.
+        items: name of the media -> the items, in the order in which the pack needs their features.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class StepTables:
         num_samples: ``[M, ranks]`` int64.
         tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
         owner: ``[items]`` int64, ascending: the rank that listed the item.
-        slot: ``[items]`` int64, ``micro-batch * ports + port``, ascending for each owner.
+        slot: ``[items]`` int64, ``micro-batch * media + medium``, ascending for each owner.
         rows: ``[items]`` int64.
         cost: ``[items]`` int64.
         shape: ``[items]`` int64, index of the shape key among all distinct keys.
@@ -101,17 +101,17 @@ def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
     """Encode a rank's table as ``[words]`` int64.
 
     Raises:
-        ValueError: a loss or port that the topology does not have, or a negative number.
+        ValueError: a loss or media that the topology does not have, or a negative number.
     """
     _check_names(topology, facts)
-    batches, ports = facts.micro_batches, [port.name for port in topology.ports]
+    batches, media = facts.micro_batches, topology.media
     lengths = [length for batch in batches for length in batch.lengths]
     shapes: dict[int, int] = {}
     items = [
-        (batch_index * len(ports) + port_index, item.rows, item.cost, shapes.setdefault(item.shape, len(shapes)))
+        (batch_index * len(media) + medium_index, item.rows, item.cost, shapes.setdefault(item.shape, len(shapes)))
         for batch_index, batch in enumerate(batches)
-        for port_index, port in enumerate(ports)
-        for item in batch.items.get(port, ())
+        for medium_index, medium in enumerate(media)
+        for item in batch.items.get(medium, ())
     ]
     words = [0, len(batches), len(lengths), len(shapes), len(items)]
     words += [len(batch.lengths) for batch in batches]
@@ -176,10 +176,10 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTab
 
 
 def _check_names(topology: Topology, facts: RankFacts) -> None:
-    ports = {port.name for port in topology.ports}
+    media = topology.media
     for batch in facts.micro_batches:
-        unknown = sorted((batch.counts.keys() - set(topology.losses)) | (batch.items.keys() - ports))
+        unknown = sorted((batch.counts.keys() - set(topology.losses)) | (batch.items.keys() - set(media)))
         if unknown:
             raise ValueError(
-                f"found {unknown}; expected losses of {list(topology.losses)} and ports of {sorted(ports)}"
+                f"found {unknown}; expected losses of {list(topology.losses)} and media of {sorted(media)}"
             )

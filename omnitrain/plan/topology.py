@@ -15,24 +15,14 @@ CallSiteKind = Literal["encode", "forward", "head"]
 
 
 @dataclass(frozen=True)
-class Port:
-    """A kind of media that a component encodes.
-
-    Attributes:
-        name: unique among all components: ``foundation.image``, ``image_encoder``, ...
-    """
-
-    name: str
-
-
-@dataclass(frozen=True)
 class PlannedComponent:
     """A component as the step plan needs it.
 
     Attributes:
         name: name of the component.
         ranks: ranks of its mesh; all of them call it equally often.
-        ports: kinds of media it encodes, in the order in which it encodes them.
+        media: names of the media that it encodes, in this order: ``image_encoder``, or ``foundation.image`` if the
+            foundation reads images by itself. Unique among all components.
         reads_packs: whether it is the foundation, called once per micro-batch with the packed sequence.
         head: name of the loss that it computes from the foundation's hidden states in a separate call, or None.
         place: ranks among which an item may be encoded: ``local`` its owner, ``group`` the ranks that hold its sample,
@@ -44,7 +34,7 @@ class PlannedComponent:
 
     name: str
     ranks: tuple[int, ...]
-    ports: tuple[Port, ...] = ()
+    media: tuple[str, ...] = ()
     reads_packs: bool = False
     head: str | None = None
     place: Place = "local"
@@ -60,12 +50,12 @@ class PlannedComponent:
 
 @dataclass(frozen=True)
 class CallSite:
-    """One way to call a component: a port, the foundation's forward, or a head.
+    """One way to call a component: the media that it encodes, the foundation's forward, or a head.
 
     Attributes:
         component: name of the component.
         kind: ``encode``, ``forward`` or ``head``.
-        name: name of the port, the component or the loss.
+        name: name of the media, the component or the loss.
     """
 
     component: str
@@ -102,14 +92,14 @@ class Topology:
             raise ValueError("\n".join(problems))
 
     @cached_property
-    def ports(self) -> tuple[Port, ...]:
-        """All ports, component by component. Tables and plans refer to a port by its index here."""
-        return tuple(port for component in self.components for port in component.ports)
+    def media(self) -> tuple[str, ...]:
+        """The names of all media, component by component. Tables and plans refer to them by their indices here."""
+        return tuple(name for component in self.components for name in component.media)
 
     @cached_property
     def call_sites(self) -> tuple[CallSite, ...]:
-        """All call sites in the order in which a micro-batch calls them; the ports come first."""
-        encode = [CallSite(c.name, "encode", port.name) for c in self.components for port in c.ports]
+        """All call sites in the order in which a micro-batch calls them; those of media come first."""
+        encode = [CallSite(c.name, "encode", name) for c in self.components for name in c.media]
         forward = [CallSite(c.name, "forward", c.name) for c in self.components if c.reads_packs]
         heads = [CallSite(c.name, "head", c.head) for c in self.components if c.head is not None]
         return (*encode, *forward, *heads)
@@ -140,10 +130,10 @@ class Topology:
         """Return the indices of the component's call sites, in the order in which a micro-batch calls them."""
         return tuple(index for index, call_site in enumerate(self.call_sites) if call_site.component == component)
 
-    def ports_of(self, component: str) -> range:
-        """Return the indices of the component's ports."""
-        ports = [index for index in self.call_sites_of(component) if self.call_sites[index].kind == "encode"]
-        return range(ports[0], ports[-1] + 1) if ports else range(0)
+    def media_of(self, component: str) -> range:
+        """Return the indices of the component's media in :attr:`media`."""
+        media = [index for index in self.call_sites_of(component) if self.call_sites[index].kind == "encode"]
+        return range(media[0], media[-1] + 1) if media else range(0)
 
     def _rank_problems(self) -> Iterable[str]:
         everyone = set(range(self.world_size))
@@ -159,7 +149,7 @@ class Topology:
             elif (component.reads_packs or component.head is not None) and len(ranks) < self.world_size:
                 missing = sorted(everyone - ranks)
                 yield f"{component.name}: it reads sequences, but ranks {missing}, which have some, do not hold it"
-            elif component.ports:
+            elif component.media:
                 yield from self._place_problems(component)
 
     def _place_problems(self, component: PlannedComponent) -> Iterable[str]:
@@ -174,7 +164,7 @@ class Topology:
     def _name_problems(self) -> Iterable[str]:
         for kind, names in (
             ("component", [component.name for component in self.components]),
-            ("port", [port.name for port in self.ports]),
+            ("media", self.media),
             ("loss", self.losses),
         ):
             yield from (f"{kind} {name!r} exists {n} times" for name, n in Counter(names).items() if n > 1)

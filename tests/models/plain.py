@@ -73,16 +73,16 @@ def plain_logits(model: PreTrainedModel, probe: Probe) -> Tensor:
 @torch.no_grad()
 def plain_logits_of_items_apart(both: Pair, probe: Probe) -> Tensor:
     """The same, with each image, video and clip run through the plain model's tower by itself."""
-    ports = both.ours.runner.native.ports
+    interfaces = both.ours.runner.native.interfaces
     rows: dict[str, MediaFeatures] = {}
     for modality in dict.fromkeys(probe.modalities):
-        port = ports[modality]
-        items = port.probe_items(probe.modalities.count(modality))
-        rows[modality] = MediaFeatures.cat([port.encode(both.plain, item) for item in items])
-    media = {name for port in ports.values() for name in port.arguments}
+        interface = interfaces[modality]
+        items = interface.probe_items(probe.modalities.count(modality))
+        rows[modality] = MediaFeatures.cat([interface.encode(both.plain, item) for item in items])
+    media = {name for interface in interfaces.values() for name in interface.arguments}
     arguments = {name: value for name, value in probe.arguments.items() if name not in media}
     positions = torch.from_numpy(probe.sample.position_ids)
-    with override(both.plain, ports, rows) as extra:
+    with override(both.plain, interfaces, rows) as extra:
         return both.plain(**arguments, **extra, position_ids=positions[..., None, :], use_cache=False).logits
 
 

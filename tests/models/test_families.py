@@ -44,7 +44,7 @@ def pair(family: str) -> Pair:
 @pytest.mark.parametrize("family", CASES)
 def test_samples_are_text_images_two_images_videos_and_sound(family: str) -> None:
     mixtures = {probe.modalities for probe in pair(family).probes}
-    modalities = set(pair(family).ours.runner.native.ports)
+    modalities = set(pair(family).ours.runner.native.interfaces)
     assert mixtures >= {(), *((modality,) for modality in modalities)}
     assert ("image", "image") in mixtures or not modalities
     assert ("video" in modalities, "audio" in modalities) == (family in VIDEO, family in AUDIO_FAMILIES)

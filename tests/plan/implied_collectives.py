@@ -50,7 +50,7 @@ def implied_collectives(plan: StepPlan, rank: int) -> tuple[Collective, ...]:
 
 @dataclass(frozen=True)
 class _Phase:
-    """A call, or the exchange after the last call of a component's ports."""
+    """A call, or the exchange after the last call of a component's media."""
 
     component: PlannedComponent
     call: int

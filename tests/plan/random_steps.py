@@ -10,7 +10,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
-    Port,
     RankFacts,
     StepPlan,
     Topology,
@@ -31,9 +30,9 @@ def random_topology(rng: np.random.Generator) -> Topology:
     return Topology(
         world_size=world_size,
         components=(
-            PlannedComponent("image_encoder", some, (Port("image"), Port("video")), place=place[0]),
-            PlannedComponent("audio_encoder", everyone, (Port("audio"),), place=place[1]),
-            PlannedComponent("image_decoder", everyone, (Port("drawing"),), head="drawing"),
+            PlannedComponent("image_encoder", some, ("image", "video"), place=place[0]),
+            PlannedComponent("audio_encoder", everyone, ("audio",), place=place[1]),
+            PlannedComponent("image_decoder", everyone, ("drawing",), head="drawing"),
             PlannedComponent("foundation", everyone, reads_packs=True),
         ),
         losses=("text", "drawing"),
@@ -62,11 +61,11 @@ def plan_of(topology: Topology, facts: list[RankFacts]) -> StepPlan:
 
 def _micro_batch(rng: np.random.Generator, topology: Topology, most_items: int) -> MicroBatchFacts:
     items = {
-        port.name: tuple(
+        medium: tuple(
             ItemFacts(int(rng.integers(1, 50)), int(rng.lognormal(4, 1.5)), int(rng.integers(0, 3)))
             for _ in range(rng.integers(0, most_items + 1))
         )
-        for port in topology.ports
+        for medium in topology.media
     }
     drawn = sum(item.rows for item in items["drawing"])
     return MicroBatchFacts(

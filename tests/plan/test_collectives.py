@@ -5,7 +5,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
-    Port,
     RankFacts,
     Topology,
 )
@@ -19,11 +18,11 @@ TEXT = MicroBatchFacts({"text": 3}, (5,))
 
 
 def topology(**encoder: object) -> Topology:
-    ports = (Port("image"), Port("video"))
+    media = ("image", "video")
     return Topology(
         world_size=4,
         components=(
-            PlannedComponent("encoder", (0, 1, 2, 3), ports, num_replicas=2, **encoder),
+            PlannedComponent("encoder", (0, 1, 2, 3), media, num_replicas=2, **encoder),
             PlannedComponent("foundation", (0, 1, 2, 3), reads_packs=True),
         ),
         losses=("text",),

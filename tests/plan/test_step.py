@@ -10,7 +10,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
-    Port,
     RankFacts,
     StepPlan,
     Topology,
@@ -34,8 +33,8 @@ def batches(facts: list[RankFacts]) -> list[tuple[int, int, MicroBatchFacts]]:
 
 def listed_items(plan: StepPlan, facts: list[RankFacts]) -> list[tuple[int, int, str, ItemFacts]]:
     """All items in the order of their numbers."""
-    ports = [port.name for port in plan.topology.ports]
-    return [(r, m, port, item) for r, m, batch in batches(facts) for port in ports for item in batch.items[port]]
+    media = plan.topology.media
+    return [(r, m, medium, item) for r, m, batch in batches(facts) for medium in media for item in batch.items[medium]]
 
 
 def is_minimal(plan: StepPlan, rank: int, m: int, call: Call) -> bool:
@@ -57,16 +56,16 @@ def test_every_item_is_encoded_once_by_a_rank_that_may_and_reaches_each_consumer
                 for call in plan.calls_of(rank, component.name, m):
                     encoded.update(call.items)
                     for item in call.items:
-                        owner, micro_batch, port, _ = items[item]
-                        assert (micro_batch, port) == (m, topology.call_sites[call.call_site].name)
+                        owner, micro_batch, medium, _ = items[item]
+                        assert (micro_batch, medium) == (m, topology.call_sites[call.call_site].name)
                         allowed = {"local": {owner}, "group": {*group_of(plan, owner)}, "world": {*component.ranks}}
                         assert rank == plan.producer[item]
                         assert rank in allowed[component.place]
             routes = plan.routes(component.name, m)
             expected = {
                 (number, consumer)
-                for number, (owner, micro_batch, port, _) in enumerate(items)
-                if micro_batch == m and port in [p.name for p in component.ports]
+                for number, (owner, micro_batch, medium, _) in enumerate(items)
+                if micro_batch == m and medium in component.media
                 for consumer in group_of(plan, owner)
             }
             assert Counter(zip(routes.item.tolist(), routes.consumer.tolist(), strict=True)) == Counter(expected)
@@ -99,7 +98,7 @@ def test_a_component_runs_where_any_rank_has_data_and_reduces_in_its_last_such_m
     for _, m, batch in batches(facts):
         active["foundation"].add(m)
         for component in plan.topology.components:
-            if any(batch.items[port.name] for port in component.ports):
+            if any(batch.items[medium] for medium in component.media):
                 active[component.name].add(m)
     assert plan.num_micro_batches == max((len(own.micro_batches) for own in facts), default=0)
     for component in plan.topology.components:
@@ -122,7 +121,7 @@ def test_counts_and_tokens_are_those_of_all_ranks_together(seed: int) -> None:
 def test_every_item_goes_from_who_encodes_it_to_all_that_share_its_sample_in_order(seed: int) -> None:
     plan, _ = random_plan(seed)
     group_of = {rank: set(group) for group in plan.topology.data_groups for rank in group}
-    for component in [c.name for c in plan.topology.components if c.ports]:
+    for component in [c.name for c in plan.topology.components if c.media]:
         for m in range(plan.num_micro_batches):
             routes, calls = plan.routes(component, m), {}
             for rank in range(plan.topology.world_size):
@@ -156,7 +155,7 @@ def test_nobody_has_data() -> None:
 
 
 def two_ranks(place: str = "local", **more: object) -> Topology:
-    encoder = PlannedComponent("encoder", (0, 1), (Port("image"),), place=place, **more)
+    encoder = PlannedComponent("encoder", (0, 1), ("image",), place=place, **more)
     return Topology(2, (encoder, PlannedComponent("foundation", (0, 1), reads_packs=True)), ("text",))
 
 
@@ -175,7 +174,7 @@ def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_ru
 
 def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() -> None:
     everyone = tuple(range(4))
-    shared = PlannedComponent("encoder", everyone, (Port("image"),), place="group", is_shared=True)
+    shared = PlannedComponent("encoder", everyone, ("image",), place="group", is_shared=True)
     topology = Topology(4, (shared,), ("text",), ((0, 1), (2, 3)))
     plan = plan_of(topology, [RankFacts((drew(7, 4),)), RankFacts(), RankFacts((drew(),)), RankFacts()])
     calls = [plan.calls_of(rank, "encoder", 0) for rank in everyone]
@@ -189,7 +188,7 @@ def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() ->
 def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> None:
     rng = np.random.default_rng(3)
     everyone = tuple(range(8))
-    topology = Topology(8, (PlannedComponent("encoder", everyone, (Port("image"),), place="world"),), ())
+    topology = Topology(8, (PlannedComponent("encoder", everyone, ("image",), place="world"),), ())
     images = tuple(ItemFacts(4, int(cost) + 1) for cost in rng.lognormal(5, 1, 400))
     facts = [RankFacts((MicroBatchFacts(lengths=(1,), items={"image": images}),)), *[RankFacts()] * 7]
     loads = plan_of(topology, facts).loads("encoder")[0]

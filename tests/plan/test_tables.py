@@ -5,7 +5,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
-    Port,
     RankFacts,
     Topology,
     decode_tables,
@@ -16,7 +15,7 @@ from omnitrain.plan import (
 )
 from tests.plan.random_steps import random_facts, random_topology
 
-TINY = Topology(1, (PlannedComponent("encoder", (0,), (Port("image"),)),), ("text",))
+TINY = Topology(1, (PlannedComponent("encoder", (0,), ("image",)),), ("text",))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -29,13 +28,13 @@ def test_the_tables_of_all_ranks_arrive_as_they_were_sent(seed: int) -> None:
     gathered = np.stack([padded(words, needed_capacity(sent)) for words in sent])
     tables = decode_tables(topology, gathered)
 
-    ports = [port.name for port in topology.ports]
+    media = topology.media
     listed = [
-        (rank, m * len(ports) + p, item.rows, item.cost, item.shape)
+        (rank, m * len(media) + p, item.rows, item.cost, item.shape)
         for rank, own in enumerate(facts)
         for m, batch in enumerate(own.micro_batches)
-        for p, port in enumerate(ports)
-        for item in batch.items[port]
+        for p, medium in enumerate(media)
+        for item in batch.items[medium]
     ]
     arrived = zip(tables.owner, tables.slot, tables.rows, tables.cost, strict=True)
     assert list(arrived) == [item[:4] for item in listed]
@@ -77,11 +76,11 @@ def test_a_topology_lists_all_of_its_contradictions() -> None:
         Topology(
             world_size=4,
             components=(
-                PlannedComponent("a", (0, 1), (Port("image"),), place="local"),
-                PlannedComponent("b", (0, 9), (Port("image"),)),
+                PlannedComponent("a", (0, 1), ("image",), place="local"),
+                PlannedComponent("b", (0, 9), ("image",)),
                 PlannedComponent("c", (0, 1, 2), num_replicas=2),
-                PlannedComponent("d", (0, 1), (Port("sound"),), place="group", head="sound"),
-                PlannedComponent("e", (0,), (Port("film"),), place="group"),
+                PlannedComponent("d", (0, 1), ("sound",), place="group", head="sound"),
+                PlannedComponent("e", (0,), ("film",), place="group"),
             ),
             losses=("text",),
             data_groups=((0, 1), (2, 2)),
@@ -90,6 +89,6 @@ def test_a_topology_lists_all_of_its_contradictions() -> None:
     assert [line.split(":")[0] for line in lines] == [
         "data groups ((0, 1), (2, 2))",
         *"abcde",
-        "port 'image' exists 2 times",
+        "media 'image' exists 2 times",
         "d",
     ]

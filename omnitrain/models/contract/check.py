@@ -117,8 +117,10 @@ def _checks() -> dict[str, Callable[[Trial], None]]:
 
 def _modalities(trial: Trial) -> None:
     """Check that features of each modality can be computed outside the forward, one per placeholder."""
-    for modality, port in trial.native.ports.items():
-        trial.note(f"modality {modality}", "passed", f"features of {port.component} enter through {port.method}")
+    for modality, interface in trial.native.interfaces.items():
+        trial.note(
+            f"modality {modality}", "passed", f"features of {interface.component} enter through {interface.method}"
+        )
     for modality, reason in trial.native.in_forward.items():
         fact = f"read by the model's own forward, one sample per row: {reason}"
         trial.note(f"modality {modality}", "fallback", fact)
@@ -164,19 +166,19 @@ def _items(trial: Trial) -> None:
         trial.use(by_sample=mixed)
         fact = f"features of {', '.join(mixed)} depend on other items in the call; samples are encoded one at a time"
         trial.note("items", "fallback", fact)
-    elif trial.native.ports:
+    elif trial.native.interfaces:
         trial.note("items", "passed", "the features of an item do not depend on other items in the call")
 
 
 def _side_features(trial: Trial) -> None:
     """Check that the model reads its side features (deepstack levels)."""
-    for modality, port in trial.native.ports.items():
-        if not port.side:
+    for modality, interface in trial.native.interfaces.items():
+        if not interface.side:
             continue
         if unread := unread_side_features(trial, modality):
             trial.note("side features", "refused", f"{modality}: the model does not read {', '.join(unread)}")
         else:
-            trial.note("side features", "passed", f"{modality}: {', '.join(port.side)} reach the logits")
+            trial.note("side features", "passed", f"{modality}: {', '.join(interface.side)} reach the logits")
 
 
 def _packing(trial: Trial) -> None:

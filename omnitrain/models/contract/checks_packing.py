@@ -66,16 +66,16 @@ def head_fact(trial: Trial) -> str | None:
 @torch.no_grad()
 def mixing_modalities(trial: Trial) -> tuple[str, ...]:
     """Return the modalities in which a second item of a call changes the features of the first."""
-    return tuple(modality for modality in trial.native.ports if _mixes(trial, modality))
+    return tuple(modality for modality in trial.native.interfaces if _mixes(trial, modality))
 
 
 def _mixes(trial: Trial, modality: str) -> bool:
-    port = trial.native.ports[modality]
-    if not port.items_are_independent:  # measured in evaluation mode
+    interface = trial.native.interfaces[modality]
+    if not interface.items_are_independent:  # measured in evaluation mode
         return True
     if not any(isinstance(module, _BatchNorm) for module in trial.plain.modules()):
         return False
-    alone, together = (port.encode(trial.plain, port.probe_batch(count)).main for count in (1, 2))
+    alone, together = (interface.encode(trial.plain, interface.probe_batch(count)).main for count in (1, 2))
     return relative(together[: len(alone)], alone) > TOLERANCE
 
 
@@ -88,7 +88,7 @@ def unread_side_features(trial: Trial, modality: str) -> list[str]:
     logits = trial.logits(pack, media)
     features = media.native[modality]
     unread = []
-    for name in trial.native.ports[modality].side:
+    for name in trial.native.interfaces[modality].side:
         zeroed = replace(features, side={**features.side, name: torch.zeros_like(features.side[name])})
         if torch.equal(logits, trial.logits(pack, EncodedMedia({**media.native, modality: zeroed}))):
             unread.append(name)

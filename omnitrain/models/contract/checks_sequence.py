@@ -138,5 +138,5 @@ def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any
 def _slice(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> dict[str, MediaFeatures]:
     """The features whose placeholders lie in the slice; features are in the order of their placeholders."""
     ids = pack.input_ids[0].cpu()
-    placeholders = {name: (ids == runner.native.ports[name].token_id).nonzero()[:, 0] for name in media.native}
+    placeholders = {name: (ids == runner.native.interfaces[name].token_id).nonzero()[:, 0] for name in media.native}
     return {name: rows.at(local_positions(part, placeholders[name])[0]) for name, rows in media.native.items()}

@@ -61,7 +61,7 @@ def check_native_tower(
         model = build_tiny_model(model_class, tiny_config(config, **cuts))
         native = discover(model)
         runner = FoundationRunner(model.train(), contract, native=native)
-        names = {modality for modality, port in native.ports.items() if port.component == component}
+        names = {modality for modality, interface in native.interfaces.items() if interface.component == component}
         samples = [probe.sample for probe in probe_samples(model, native) if names & set(probe.modalities)]
         packs = [Pack.from_samples([sample]) for sample in samples]
         parameters = [model.get_parameter(path) for path in native.components[component]]

@@ -45,11 +45,11 @@ class Probe:
 
 def probe_samples(model: PreTrainedModel, native: Discovery) -> list[Probe]:
     """Return probes: text of three lengths, each modality alone, two items of one modality, and all modalities."""
-    mixtures: list[tuple[str, ...]] = [(), (), (), *((modality,) for modality in native.ports)]
-    if native.ports:
-        mixtures.append((next(iter(native.ports)),) * 2)
-    if len(native.ports) > 1:
-        mixtures.append(tuple(native.ports))
+    mixtures: list[tuple[str, ...]] = [(), (), (), *((modality,) for modality in native.interfaces)]
+    if native.interfaces:
+        mixtures.append((next(iter(native.interfaces)),) * 2)
+    if len(native.interfaces) > 1:
+        mixtures.append(tuple(native.interfaces))
     maker = _ProbeMaker(model, native)
     return [maker.probe(index, mixture) for index, mixture in enumerate(mixtures)]
 
@@ -96,16 +96,16 @@ class _ProbeMaker:
         ids = [self._text(generator, 5 if mixture else _TEXT_LENGTHS[index])]
         spans: list[MediaSpan] = []
         for position, modality in enumerate(mixture):
-            port = self.native.ports[modality]
+            interface = self.native.interfaces[modality]
             item = self._item(modality, mixture[:position].count(modality))
             num_runs = _num_frames(item.features) if between_frames else 1
             start, end = (
                 [token for token in _marks(self.model.config, modality, forms) if token < self.vocabulary]
                 for forms in (_STARTS, _ENDS)
             )
-            run = [*[port.token_id] * (item.num_tokens // num_runs), *self._text(generator, 1)]
+            run = [*[interface.token_id] * (item.num_tokens // num_runs), *self._text(generator, 1)]
             tokens = np.array([*start, *(run * num_runs)[:-1], *end], dtype=np.int64)
-            where = sum(map(len, ids)) + np.flatnonzero(tokens == port.token_id)
+            where = sum(map(len, ids)) + np.flatnonzero(tokens == interface.token_id)
             spans.append(MediaSpan(NATIVE_PREFIX + modality, int(where[0]), item, is_target=False, scattered=where))
             ids += [tokens, self._text(generator, 3 + index % 4)]
         return self._finished(index, np.concatenate(ids), spans, generator)
@@ -116,9 +116,9 @@ class _ProbeMaker:
     @torch.no_grad()
     def _item(self, modality: str, index: int) -> MediaItem:
         if (modality, index) not in self._items:
-            port = self.native.ports[modality]
-            tensors = port.probe_items(index + 1)[index]
-            num_tokens = port.encode(self.model, tensors).main.size(0)
+            interface = self.native.interfaces[modality]
+            tensors = interface.probe_items(index + 1)[index]
+            num_tokens = interface.encode(self.model, tensors).main.size(0)
             features = {name: tensor.numpy() for name, tensor in tensors.items()}
             self._items[modality, index] = MediaItem(features, num_tokens)
         return self._items[modality, index]
@@ -126,7 +126,7 @@ class _ProbeMaker:
     def _finished(
         self, index: int, ids: np.ndarray, spans: Sequence[MediaSpan], generator: np.random.Generator
     ) -> Probe:
-        placeholders = [port.token_id for port in self.native.ports.values()]
+        placeholders = [interface.token_id for interface in self.native.interfaces.values()]
         trained = ~np.isin(ids, placeholders) & (ids < _num_classes(self.model)) & (generator.random(len(ids)) < 0.8)
         if self.native.extras.marks_answer:  # supervised tokens must come after all others
             trained &= np.arange(len(ids)) >= len(ids) - 4
@@ -135,7 +135,7 @@ class _ProbeMaker:
         media = {
             name: tensor.numpy()
             for modality in dict.fromkeys(modalities)
-            for name, tensor in self.native.ports[modality].probe_batch(modalities.count(modality)).items()
+            for name, tensor in self.native.interfaces[modality].probe_batch(modalities.count(modality)).items()
         }
         sample = Sample(
             id=f"probe {index}",

@@ -39,7 +39,7 @@ class Discovery:
     """The components and modalities of a model.
 
     Attributes:
-        ports: modality -> how its features are computed and enter the forward.
+        interfaces: modality -> how its features are computed and enter the forward.
         components: name -> names of its parameters. ``foundation`` has all parameters that no other component reads,
             and those of the text model that a feature method reads (embeddings of image codes).
         in_forward: modality that only the model's own forward reads -> why its features cannot be computed outside it.
@@ -49,7 +49,7 @@ class Discovery:
         extras: computes the per-token arguments of a sample.
     """
 
-    ports: dict[str, ModalityInterface]
+    interfaces: dict[str, ModalityInterface]
     components: dict[str, tuple[str, ...]]
     in_forward: dict[str, str]
     forward_arguments: frozenset[str]
@@ -60,7 +60,7 @@ class Discovery:
     @property
     def token_ids(self) -> dict[str, int]:
         """Return modality -> id of its placeholder token."""
-        return {modality: port.token_id for modality, port in self.ports.items()}
+        return {modality: interface.token_id for modality, interface in self.interfaces.items()}
 
 
 def discover(model: PreTrainedModel) -> Discovery:
@@ -71,35 +71,35 @@ def discover(model: PreTrainedModel) -> Discovery:
     Args:
         model: a causal language model of transformers, with or without other modalities.
     """
-    ports: dict[str, ModalityInterface] = {}
+    interfaces: dict[str, ModalityInterface] = {}
     in_forward: dict[str, str] = {}
     refused: dict[str, str] = {}
     with undisturbed(model):
         text = _text_parameters(model)
         for modality in MODALITIES:
-            port_or_reason = _port_or_reason(model, modality)
-            if isinstance(port_or_reason, ModalityInterface):
-                ports[modality] = port_or_reason
+            interface_or_reason = _interface_or_reason(model, modality)
+            if isinstance(interface_or_reason, ModalityInterface):
+                interfaces[modality] = interface_or_reason
             elif media_arguments(type(model), modality):
-                in_forward[modality] = port_or_reason
+                in_forward[modality] = interface_or_reason
             elif feature_hosts(model, modality):
-                refused[modality] = port_or_reason
-        extras = _extras(model, ports)
-        positions = _positions(model, ports, extras)
-    grouped = _grouped(model, ports, text, positions, extras)
+                refused[modality] = interface_or_reason
+        extras = _extras(model, interfaces)
+        positions = _positions(model, interfaces, extras)
+    grouped = _grouped(model, interfaces, text, positions, extras)
     return replace(grouped, in_forward=in_forward, refused=refused)
 
 
-def _port_or_reason(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
+def _interface_or_reason(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
     if feature_hosts(model, modality):
         return find_port(model, modality)
     arguments = ", ".join(media_arguments(type(model), modality))
     return f"its forward takes {arguments}, but it has no {method_name(modality)} to compute features"
 
 
-def _extras(model: PreTrainedModel, ports: Mapping[str, ModalityInterface]) -> TokenExtras:
+def _extras(model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface]) -> TokenExtras:
     names = extra_arguments(type(model))
-    tokens = {modality: port.token_id for modality, port in ports.items()}
+    tokens = {modality: interface.token_id for modality, interface in interfaces.items()}
     extras = TokenExtras(names, tokens, video_marks(model.config, tokens))
     return replace(extras, marks_answer=bool(names) and _zeros_open_the_prompt(model))
 
@@ -124,7 +124,9 @@ def _text_call(model: PreTrainedModel) -> dict[str, Any]:
         return {}
 
 
-def _positions(model: PreTrainedModel, ports: Mapping[str, ModalityInterface], extras: TokenExtras) -> PositionFunction:
+def _positions(
+    model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], extras: TokenExtras
+) -> PositionFunction:
     """The model's position function, or a plain count from its first position."""
     position_ids = _text_call(model).get("position_ids")
     start = int(position_ids.min()) if isinstance(position_ids, Tensor) else _first_position(model)
@@ -133,9 +135,9 @@ def _positions(model: PreTrainedModel, ports: Mapping[str, ModalityInterface], e
     function = PositionFunction(type(model), model.config.to_json_string(use_diff=False), start=start)
     axes = position_ids.size(0) if isinstance(position_ids, Tensor) and position_ids.ndim == 3 else 0
     for modality in MODALITIES:
-        port = ports.get(modality)
-        if port is not None and not axes:
-            axes = _axes_with(model, function, port, extras)
+        interface = interfaces.get(modality)
+        if interface is not None and not axes:
+            axes = _axes_with(model, function, interface, extras)
     return replace(function, axes=axes)
 
 
@@ -147,12 +149,14 @@ def _first_position(model: PreTrainedModel) -> int:
         return 0
 
 
-def _axes_with(model: PreTrainedModel, function: PositionFunction, port: ModalityInterface, extras: TokenExtras) -> int:
+def _axes_with(
+    model: PreTrainedModel, function: PositionFunction, interface: ModalityInterface, extras: TokenExtras
+) -> int:
     plain = plain_ids(model, 4)
-    opening, closing = marks(model.config, port.modality) or (plain[1], plain[2])
-    ids = np.array([plain[0], opening, *[port.token_id] * port.minimal_rows, closing, plain[3]])
+    opening, closing = marks(model.config, interface.modality) or (plain[1], plain[2])
+    ids = np.array([plain[0], opening, *[interface.token_id] * interface.minimal_rows, closing, plain[3]])
     try:
-        positions = function(ids, port.minimal_input(), extras(ids))
+        positions = function(ids, interface.minimal_input(), extras(ids))
     except UserError:
         return 0
     return positions.shape[0] if positions.ndim == 2 else 0
@@ -160,13 +164,16 @@ def _axes_with(model: PreTrainedModel, function: PositionFunction, port: Modalit
 
 def _grouped(
     model: PreTrainedModel,
-    ports: dict[str, ModalityInterface],
+    interfaces: dict[str, ModalityInterface],
     text: set[str],
     positions: PositionFunction,
     extras: TokenExtras,
 ) -> Discovery:
     """Join modalities whose methods read common parameters into one component, named after the first modality."""
-    reads = {modality: [name for name in port.parameters if name not in text] for modality, port in ports.items()}
+    reads = {
+        modality: [name for name in interface.parameters if name not in text]
+        for modality, interface in interfaces.items()
+    }
     component: dict[str, str] = {}
     for modality, names in reads.items():
         mates = [other for other in component if set(reads[other]) & set(names)]
@@ -184,7 +191,9 @@ def _grouped(
     # A processor cannot know types that tell prompt from answer: they follow from the supervised tokens.
     not_from_processor = {"input_ids", "labels", *(extras.names if extras.marks_answer else ())}
     return Discovery(
-        ports={modality: replace(port, component=component[modality]) for modality, port in ports.items()},
+        interfaces={
+            modality: replace(interface, component=component[modality]) for modality, interface in interfaces.items()
+        },
         components=everything,
         in_forward={},
         forward_arguments=frozenset(inspect.signature(type(model).forward).parameters) - not_from_processor,

@@ -39,7 +39,7 @@ class WrongGuessError(Exception):
 
 def find_port(model: PreTrainedModel, modality: str) -> ModalityInterface | str:
     """Return the interface of a modality (with an empty component name), or the reason why none was found."""
-    return _Search(model, modality).port()
+    return _Search(model, modality).find()
 
 
 class _Search:
@@ -51,7 +51,7 @@ class _Search:
         self.host = self._caller()
         self.forward_names = tuple(inspect.signature(type(model).forward).parameters)
 
-    def port(self) -> ModalityInterface | str:
+    def find(self) -> ModalityInterface | str:
         main = self._main()
         if main is None:
             return f"its forward takes none of {', '.join(MAIN_ARGUMENTS[self.modality])}"
@@ -80,7 +80,7 @@ class _Search:
         if probe.variable and {name for name, _ in bindings.values()} <= {probe.main}:
             raise WrongGuessError("items differ in size, but no argument gives their sizes")
         layout, token = self._layout(features, output)
-        port = ModalityInterface(
+        interface = ModalityInterface(
             modality=self.modality,
             component="",
             token_id=token,
@@ -98,9 +98,9 @@ class _Search:
             minimal_rows=0,
             called_by_number=(),
         )
-        port = self._with_independence(self._with_trigger(port, features, output), output)
-        one, two = self._calls(port, port.probe_items(1)[0]), self._calls(port, port.probe_batch(2))
-        return replace(port, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
+        interface = self._with_independence(self._with_trigger(interface, features, output), output)
+        one, two = self._calls(interface, interface.probe_items(1)[0]), self._calls(interface, interface.probe_batch(2))
+        return replace(interface, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
 
     # Arguments of the feature method ----------------------------------------------------------------------------------
 
@@ -221,47 +221,54 @@ class _Search:
 
     # Facts about an interface that works ------------------------------------------------------------------------------
 
-    def _with_trigger(self, port: ModalityInterface, features: Mapping[str, Tensor], output: Any) -> ModalityInterface:
+    def _with_trigger(
+        self, interface: ModalityInterface, features: Mapping[str, Tensor], output: Any
+    ) -> ModalityInterface:
         """Add the smallest arguments for which the forward calls the feature method."""
-        rows = flatten(output, port.layout)
-        expected = self._decoder_inputs(port.token_id, rows.main.size(0), features, output)
-        minimal = {name: value for name, value in port.minimal_input().items() if name in self.forward_names}
-        main = port.probe.main
+        rows = flatten(output, interface.layout)
+        expected = self._decoder_inputs(interface.token_id, rows.main.size(0), features, output)
+        minimal = {name: value for name, value in interface.minimal_input().items() if name in self.forward_names}
+        main = interface.probe.main
         for trigger in ({main: torch.empty(0)}, {main: minimal[main]}, minimal):
             with suppress(WrongGuessError), _guess("forward without media: "):
                 arguments = typed(self.model, trigger)
-                if _same(expected, self._decoder_inputs(port.token_id, rows.main.size(0), arguments, rows.as_output())):
-                    return replace(port, trigger={name: value.cpu() for name, value in arguments.items()})
+                if _same(
+                    expected, self._decoder_inputs(interface.token_id, rows.main.size(0), arguments, rows.as_output())
+                ):
+                    return replace(interface, trigger={name: value.cpu() for name, value in arguments.items()})
         raise WrongGuessError("no argument makes the forward take features that were computed before")
 
-    def _with_independence(self, port: ModalityInterface, output: Any) -> ModalityInterface:
+    def _with_independence(self, interface: ModalityInterface, output: Any) -> ModalityInterface:
         """Add whether items are independent: items of any size, only items of equal size, or none.
 
         Args:
-            port: the interface without this fact and without ``minimal_rows``.
+            interface: the interface without this fact and without ``minimal_rows``.
             output: output of the feature method for the first two items.
         """
-        apart, together = self._encoded(port, port.probe_items(2)), [flatten(output, port.layout)]
-        if port.probe.variable and not _same_rows(apart, together):
-            port = replace(port, probe=replace(port.probe, variable=False))
-            apart, together = self._encoded(port, port.probe_items(2)), self._encoded(port, [port.probe_batch(2)])
+        apart, together = self._encoded(interface, interface.probe_items(2)), [flatten(output, interface.layout)]
+        if interface.probe.variable and not _same_rows(apart, together):
+            interface = replace(interface, probe=replace(interface.probe, variable=False))
+            apart, together = (
+                self._encoded(interface, interface.probe_items(2)),
+                self._encoded(interface, [interface.probe_batch(2)]),
+            )
         minimal_rows = apart[0].main.size(0) if apart else 0
-        return replace(port, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
+        return replace(interface, items_are_independent=_same_rows(apart, together), minimal_rows=minimal_rows)
 
-    def _calls(self, port: ModalityInterface, features: dict[str, Tensor]) -> Counter[str]:
+    def _calls(self, interface: ModalityInterface, features: dict[str, Tensor]) -> Counter[str]:
         """Module with parameters -> number of its calls; empty if the tower refuses the input."""
         counts: Counter[str] = Counter()
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 if next(module.parameters(), None) is not None:
                     hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: counts.update([name])))
-            return counts if self._encoded(port, [features]) else Counter()
+            return counts if self._encoded(interface, [features]) else Counter()
 
-    def _encoded(self, port: ModalityInterface, inputs: Sequence[dict[str, Tensor]]) -> list[MediaFeatures]:
+    def _encoded(self, interface: ModalityInterface, inputs: Sequence[dict[str, Tensor]]) -> list[MediaFeatures]:
         """The features of each input; empty if the tower refuses one (a size it accepts only with a larger one)."""
         try:
             with _guess(""), ParameterReads(self.model):
-                return [port.encode(self.model, typed(self.model, features)) for features in inputs]
+                return [interface.encode(self.model, typed(self.model, features)) for features in inputs]
         except WrongGuessError:
             return []
 

@@ -106,38 +106,40 @@ class ModalityInterface:
 
 @contextmanager
 def override(
-    model: PreTrainedModel, ports: Mapping[str, ModalityInterface], rows: Mapping[str, MediaFeatures]
+    model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], rows: Mapping[str, MediaFeatures]
 ) -> Iterator[dict[str, Any]]:
     """Let the model's feature methods return the given features instead of running its towers.
 
     Yields further arguments for the model's forward::
 
-        with override(model, ports, {"image": rows}) as arguments:
+        with override(model, interfaces, {"image": rows}) as arguments:
             model(input_ids=ids, position_ids=positions, **arguments)
 
     Args:
         model: the HF model.
-        ports: modality -> interface of the model.
+        interfaces: modality -> interface of the model.
         rows: modality -> features, in the order of their placeholders; the caller has checked their number.
 
     Raises:
         UserError: the model does not read one of the modalities.
     """
-    unknown = [modality for modality in rows if modality not in ports]
+    unknown = [modality for modality in rows if modality not in interfaces]
     if unknown:
-        raise UserError(f"{type(model).__name__} has no {unknown[0]} input; it reads {sorted(ports) or 'only text'}")
+        raise UserError(
+            f"{type(model).__name__} has no {unknown[0]} input; it reads {sorted(interfaces) or 'only text'}"
+        )
     patched: list[tuple[torch.nn.Module, str]] = []
     arguments: dict[str, Any] = {}
     try:
         for modality, value in rows.items():
-            port = ports[modality]
+            interface = interfaces[modality]
             output = value.as_output()
-            for name in port.overridden:
+            for name in interface.overridden:
                 module = model.get_submodule(name)
-                object.__setattr__(module, port.method, _returning(output))
-                patched.append((module, port.method))
+                object.__setattr__(module, interface.method, _returning(output))
+                patched.append((module, interface.method))
             device = value.main.device
-            arguments |= {name: to_device(tensor, device) for name, tensor in port.trigger.items()}
+            arguments |= {name: to_device(tensor, device) for name, tensor in interface.trigger.items()}
         yield arguments
     finally:
         for module, name in patched:

@@ -130,7 +130,9 @@ class FoundationRunner:
     def apart(self) -> dict[str, Apart]:
         """Modalities (``foundation.image``, ...) -> whether a call takes one sample or one item; often empty."""
         samples: dict[str, Apart] = {NATIVE_PREFIX + modality: "samples" for modality in self.contract.by_sample}
-        return samples | {NATIVE_PREFIX + m: "items" for m, port in self.native.ports.items() if not port.items_stack}
+        return samples | {
+            NATIVE_PREFIX + m: "items" for m, interface in self.native.interfaces.items() if not interface.items_stack
+        }
 
     def encode_call(self, name: str, call: MediaCall) -> MediaFeatures:
         """Run one call of a modality (``foundation.image``, ...); see :meth:`encode`.
@@ -142,11 +144,11 @@ class FoundationRunner:
             UserError: the model does not read the modality, or the numbers of features and placeholders differ.
         """
         modality = name.removeprefix(NATIVE_PREFIX)
-        port = self.native.ports.get(modality)
-        if port is None:
-            reason = self.native.refused.get(modality, f"it reads {sorted(self.native.ports) or 'only text'}")
+        interface = self.native.interfaces.get(modality)
+        if interface is None:
+            reason = self.native.refused.get(modality, f"it reads {sorted(self.native.interfaces) or 'only text'}")
             raise UserError(f"{type(self.model).__name__} cannot be trained with {modality} inputs: {reason}")
-        rows = port.encode(self.model, call.items.features)
+        rows = interface.encode(self.model, call.items.features)
         if len(rows.counts) == len(call.samples):
             check_rows(modality, call.items.num_tokens, rows.counts, call.samples)
         else:  # the output has no pieces per item, so only the sum can be checked
@@ -162,7 +164,7 @@ class FoundationRunner:
         """
         by_token: dict[int, list[str]] = {}
         for name in rows:
-            by_token.setdefault(self.native.ports[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
+            by_token.setdefault(self.native.interfaces[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
         native = {}
         for names in by_token.values():
             together = _end_to_end([rows[name] for name in names])
@@ -180,7 +182,7 @@ class FoundationRunner:
         """
         by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
         for modality, rows in (item for media in encoded for item in media.items()):
-            by_token.setdefault(self.native.ports[modality].token_id, []).append((modality, rows))
+            by_token.setdefault(self.native.interfaces[modality].token_id, []).append((modality, rows))
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
 
     def text_loss(self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None) -> FoundationOutput:
@@ -311,7 +313,7 @@ class FoundationRunner:
                 embedding: Any = self.model.get_input_embeddings()
                 stack.enter_context(_forward_replaced(embedding, _inserting(embedding, input_ids, media.inserted)))
             if media.native:
-                accepted |= stack.enter_context(override(self.model, self.native.ports, media.native))
+                accepted |= stack.enter_context(override(self.model, self.native.interfaces, media.native))
             if row is not None:
                 stack.enter_context(inside(row))
             return self.model(input_ids=input_ids, **accepted)

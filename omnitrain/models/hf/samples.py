@@ -41,14 +41,14 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
             f"sample {index}: each label must be the input id of its token, or {IGNORED} for tokens that do not count"
         )
     features = {
-        modality: {name: np.asarray(arguments[name]) for name in port.arguments if arguments.get(name) is not None}
-        for modality, port in native.ports.items()
+        modality: {name: np.asarray(arguments[name]) for name in interface.arguments if arguments.get(name) is not None}
+        for modality, interface in native.interfaces.items()
     }
     if _is_read_in_forward(native, arguments, index):
         return _in_forward(native, arguments, ids, trained, index)
     given = {modality: arrays for modality, arrays in features.items() if arrays}
     positions = _placeholder_positions(native, list(given), ids, index)
-    spans = [_span(name, native.ports[name].token_id, given[name], where) for name, where in positions.items()]
+    spans = [_span(name, native.interfaces[name].token_id, given[name], where) for name, where in positions.items()]
     extras = native.extras(ids, trained)
     token_inputs = {name: np.asarray(arguments.get(name, values)).reshape(-1) for name, values in extras.items()}
     media = {name: array for arrays in given.values() for name, array in arrays.items()}
@@ -82,7 +82,7 @@ def _in_forward(
 
 def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: int) -> bool:
     """Whether only the model's own forward reads some of the media (float arguments with several dims)."""
-    read = {name for port in native.ports.values() for name in port.arguments}
+    read = {name for interface in native.interfaces.values() for name in interface.arguments}
     floats = {name for name, value in arguments.items() if (a := np.asarray(value)).dtype.kind == "f" and a.ndim > 1}
     unread = sorted(floats - read)
     if unread and native.in_forward and native.forward_arguments.issuperset(unread):
@@ -98,7 +98,7 @@ def _placeholder_positions(
     native: Discovery, modalities: Sequence[str], ids: np.ndarray, index: int
 ) -> dict[str, np.ndarray]:
     """Modality -> ``[n]`` int64, positions of its placeholders; marks around videos tell them from images."""
-    tokens = [native.ports[modality].token_id for modality in modalities]
+    tokens = [native.interfaces[modality].token_id for modality in modalities]
     if len(set(tokens)) == len(tokens):
         return {modality: np.flatnonzero(ids == token) for modality, token in zip(modalities, tokens, strict=True)}
     if native.extras.video_marks is None:

@@ -87,7 +87,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
     idle: list[Tensor] = []
     where: dict[str, Tensor] = {}
     drawn = {**pack.inputs, **pack.targets}
-    for component, names in model.ports.items():
+    for component, names in model.media_names.items():
         batches = {name: drawn[name] for name in names if name in drawn}
         places = {name: local_positions(work.part, batch.positions) for name, batch in batches.items()}
         made: dict[str, list[_Made]] = {}
@@ -168,7 +168,7 @@ def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
 def _minimal(model: Any, name: str) -> _Made:
     features, num_tokens = model.minimal_input(name)
     if name.startswith(NATIVE_PREFIX):
-        return model.runner.native.ports[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
+        return model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
     return model.get_submodule(name).lm_encode(features, num_tokens)
 
 

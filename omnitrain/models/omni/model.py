@@ -180,24 +180,24 @@ class OmniModel(ComponentModel):
         return self.runner.native.components
 
     @property
-    def ports(self) -> dict[str, tuple[str, ...]]:
+    def media_names(self) -> dict[str, tuple[str, ...]]:
         """Component -> names in a pack of what it encodes, in the order in which components encode."""
-        modalities = self.runner.native.ports
-        names = {f"{NATIVE_PREFIX}{modality}": port.component for modality, port in modalities.items()}
+        modalities = self.runner.native.interfaces
+        names = {f"{NATIVE_PREFIX}{modality}": interface.component for modality, interface in modalities.items()}
         names |= {name: name for name in (*self.encoder_names, *self.decoder_names)}
         order = sorted(names)
         return {names[first]: tuple(name for name in order if names[name] == names[first]) for first in order}
 
     def minimal_input(self, name: str) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """The smallest features that are encoded under a name of :attr:`ports`, on this model's device, and their rows.
+        """Return the smallest features for one of :attr:`media_names`, on this model's device, and their rows.
 
         Made once: an adapter builds a HF processor, and perhaps its tower without weights. No rows of a modality that
         the foundation reads by itself.
         """
         if name not in self._minimal_inputs:
             if name.startswith(NATIVE_PREFIX):
-                port = self.runner.native.ports[name.removeprefix(NATIVE_PREFIX)]
-                self._minimal_inputs[name] = port.minimal_input(), ()
+                interface = self.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
+                self._minimal_inputs[name] = interface.minimal_input(), ()
             else:
                 self._minimal_inputs[name] = self.get_submodule(name).minimal_input()
         features, num_tokens = self._minimal_inputs[name]

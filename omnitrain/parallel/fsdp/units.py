@@ -103,8 +103,8 @@ class _Parameters:
                 self._holders.setdefault(parameter, set()).add(module)
         self._uneven = {
             self._modules[f"{FOUNDATION}.{name}"]
-            for port in model.runner.native.ports.values()
-            for name in port.called_by_number
+            for interface in model.runner.native.interfaces.values()
+            for name in interface.called_by_number
         }
         outside = {f"{FOUNDATION}.{name}" for name in model.runner.contract.read_outside}
         self._outside = {module for name, module in self._modules.items() if any_layer(name) in outside}

@@ -178,7 +178,7 @@ class _Table:
 
 def positions_of(pack: Pack, component: PlannedComponent) -> np.ndarray:
     """Return ``[rows]`` int64: the token position of each feature row of a component, in the plan's order of items."""
-    names = [port.name for port in component.ports if port.name in pack.inputs]
+    names = [name for name in component.media if name in pack.inputs]
     return np.concatenate([np.zeros(0, dtype=np.int64), *(pack.inputs[name].positions.numpy() for name in names)])
 
 

@@ -45,19 +45,19 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
         swap: an all-to-all of parcels; called by all ranks or by none.
     """
     moving = [component.name for component in plan.topology.components if plan.topology.moves(component.name)]
-    ports = {plan.topology.ports[port].name for name in moving for port in plan.topology.ports_of(name)}
-    if not ports:
+    names = {name for component in moving for name in plan.topology.component(component).media}
+    if not names:
         return StepBatch(tuple(packs), plan, tuple({} for _ in packs))
     parcels: list[dict[int, MediaCall]] = [{} for _ in range(plan.topology.world_size)]
     for index, name, item in _owned_items(plan, rank, packs):
-        if name in ports:
+        if name in names:
             parcels[plan.producer[index]][index] = item
     received = swap([as_bytes(parcel) for parcel in parcels])
     items = {index: item for parcel in received for index, item in pickle.loads(parcel).items()}
     calls = tuple(
-        dict.fromkeys(ports, ()) | _calls(plan, rank, moving, micro_batch, items) for micro_batch in range(len(packs))
+        dict.fromkeys(names, ()) | _calls(plan, rank, moving, micro_batch, items) for micro_batch in range(len(packs))
     )
-    return StepBatch(tuple(_without_features(pack, ports) for pack in packs), plan, calls)
+    return StepBatch(tuple(_without_features(pack, names) for pack in packs), plan, calls)
 
 
 def _owned_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaCall]]:
@@ -65,10 +65,10 @@ def _owned_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[t
     indices = iter(np.flatnonzero(plan.owner == rank).tolist())
     for pack in packs if plan.topology.is_owner(rank) else ():
         batches = {**pack.inputs, **pack.targets}
-        for port in plan.topology.ports:
-            for call in media_calls(batches[port.name], pack.info.ids) if port.name in batches else ():
+        for name in plan.topology.media:
+            for call in media_calls(batches[name], pack.info.ids) if name in batches else ():
                 for item, sample in zip(call.items.split([1] * len(call.samples)), call.samples, strict=True):
-                    yield next(indices), port.name, MediaCall(item, (sample,))
+                    yield next(indices), name, MediaCall(item, (sample,))
 
 
 def _calls(
@@ -96,11 +96,11 @@ def _one_call(items: Sequence[MediaCall]) -> MediaCall:
     )
 
 
-def _without_features(pack: Pack, ports: set[str]) -> Pack:
+def _without_features(pack: Pack, names: set[str]) -> Pack:
     def stripped(batch: MediaBatch) -> MediaBatch:
         return dataclasses.replace(batch, groups=tuple(MediaGroup({}, {}, group.num_tokens) for group in batch.groups))
 
     def strip(batches: Mapping[str, MediaBatch]) -> dict[str, MediaBatch]:
-        return {name: stripped(batch) if name in ports else batch for name, batch in batches.items()}
+        return {name: stripped(batch) if name in names else batch for name, batch in batches.items()}
 
     return dataclasses.replace(pack, inputs=strip(pack.inputs), targets=strip(pack.targets))

@@ -19,7 +19,6 @@ from omnitrain.plan import (
     ItemFacts,
     MicroBatchFacts,
     PlannedComponent,
-    Port,
     RankFacts,
     StepTables,
     Topology,
@@ -66,7 +65,7 @@ def topology_of(model: OmniModel) -> Topology:
         PlannedComponent(
             name=name,
             ranks=ranks,
-            ports=tuple(Port(port) for port in model.ports.get(name, ())),
+            media=model.media_names.get(name, ()),
             reads_packs=name == FOUNDATION,
             head=name if name in model.decoder_names else None,
             place=places.get(name, "local"),
@@ -74,7 +73,7 @@ def topology_of(model: OmniModel) -> Topology:
             is_trained=trained[name],
             is_shared=layout is not None and layout.components[name].tower is not None,
         )
-        for name in (*model.ports, FOUNDATION)
+        for name in (*model.media_names, FOUNDATION)
     ]
     return Topology(len(ranks), tuple(components), ("text", *model.decoder_names), data_groups)
 

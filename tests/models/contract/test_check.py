@@ -138,7 +138,7 @@ def test_images_in_one_strip_are_encoded_item_by_item_and_so_can_be_packed() -> 
     )
     assert facts(check_contract(foundation_class(config), config), "packing").startswith("passed")
     both = pair_of(config)
-    assert not both.ours.runner.native.ports["image"].items_stack
+    assert not both.ours.runner.native.interfaces["image"].items_stack
     image = next(probe.sample for probe in both.probes if probe.modalities == ("image",))
     with torch.no_grad():
         one, two = (both.ours(Pack.from_samples([image] * number)).losses["text"].sum for number in (1, 2))

@@ -55,7 +55,7 @@ class MediaSample:
 
     def injected(self, rows: MediaFeatures) -> Tensor:
         """Logits with rows put in, and positions computed beforehand."""
-        with override(self.model, self.found.ports, {self.modality: rows}) as arguments:
+        with override(self.model, self.found.interfaces, {self.modality: rows}) as arguments:
             return self._forward(**arguments, position_ids=self.positions)
 
     def _forward(self, **arguments: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ class MediaSample:
 def media_sample(family: str, modality: str) -> MediaSample:
     """Text, two items of the modality with text between, text."""
     model, found = built(family)
-    port = found.ports[modality]
+    interface = found.interfaces[modality]
     with torch.no_grad():
-        counts = [port.encode(model, item).main.size(0) for item in port.probe_items(2)]
-    features = {name: value for name, value in port.probe_batch(2).items() if name in port.arguments}
-    sample = MediaSample(model, found, modality, features, _ids(model, port.token_id, modality, counts, runs=1))
+        counts = [interface.encode(model, item).main.size(0) for item in interface.probe_items(2)]
+    features = {name: value for name, value in interface.probe_batch(2).items() if name in interface.arguments}
+    sample = MediaSample(model, found, modality, features, _ids(model, interface.token_id, modality, counts, runs=1))
     if modality == "video" and not _placed(sample):  # a run of rows per frame, as timestamps between them make it
-        return MediaSample(model, found, modality, features, _ids(model, port.token_id, modality, counts, runs=2))
+        return MediaSample(model, found, modality, features, _ids(model, interface.token_id, modality, counts, runs=2))
     return sample
 
 

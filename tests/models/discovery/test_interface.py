@@ -26,10 +26,10 @@ CASES = [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) fo
 @pytest.mark.parametrize(("family", "modality"), CASES)
 def test_rows_put_in_give_plain_transformers_logits_and_gradients_bitwise(family: str, modality: str) -> None:
     sample = media_sample(family, modality)
-    model, port = sample.model, sample.found.ports[modality]
+    model, interface = sample.model, sample.found.interfaces[modality]
     plain = sample.plain()
     expected = gradients(model, plain)
-    logits = sample.injected(port.encode(model, sample.features))
+    logits = sample.injected(interface.encode(model, sample.features))
     assert torch.equal(logits, plain)
     got = gradients(model, logits)
     assert got.keys() == expected.keys()
@@ -39,11 +39,11 @@ def test_rows_put_in_give_plain_transformers_logits_and_gradients_bitwise(family
 @pytest.mark.parametrize(("family", "modality"), CASES)
 def test_one_call_per_item_and_any_order_give_the_rows_of_one_joint_call(family: str, modality: str) -> None:
     sample = media_sample(family, modality)
-    model, port = sample.model, sample.found.ports[modality]
-    assert port.items_are_independent
+    model, interface = sample.model, sample.found.interfaces[modality]
+    assert interface.items_are_independent
     with torch.no_grad():
-        joint = sample.injected(port.encode(model, sample.features))
-        second, first = (port.encode(model, port.probe_items(2)[item]) for item in (1, 0))
+        joint = sample.injected(interface.encode(model, sample.features))
+        second, first = (interface.encode(model, interface.probe_items(2)[item]) for item in (1, 0))
         backwards = MediaFeatures.cat([second, first])
         order = torch.arange(len(backwards.main)).roll(-len(second.main))
         apart = sample.injected(replace(backwards.at(order), counts=(*first.counts, *second.counts)))
@@ -68,14 +68,15 @@ def test_positions_equal_what_the_model_computes_by_itself(family: str, modality
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"])
 def test_every_side_feature_changes_the_logits(family: str) -> None:
     sample = media_sample(family, "image")
-    port = sample.found.ports["image"]
-    assert port.side == ("deepstack_features.0", "deepstack_features.1")
+    interface = sample.found.interfaces["image"]
+    assert interface.side == ("deepstack_features.0", "deepstack_features.1")
     with torch.no_grad():
-        rows = port.encode(sample.model, sample.features)
+        rows = interface.encode(sample.model, sample.features)
         logits = sample.injected(rows)
-        for name in port.side:
+        for name in interface.side:
             tensors = [
-                torch.zeros_like(t) if n == name else t for n, t in zip(port.layout.names, rows.tensors(), strict=True)
+                torch.zeros_like(t) if n == name else t
+                for n, t in zip(interface.layout.names, rows.tensors(), strict=True)
             ]
             assert not torch.equal(sample.injected(rows.with_tensors(tensors, rows.counts)), logits)
 
@@ -97,7 +98,7 @@ def test_image_and_video_through_one_tower_are_one_component_and_audio_another()
     assert list(found) == ["foundation", "image_encoder", "audio_encoder"]
     assert found["image_encoder"] == {"model.visual"} and found["audio_encoder"] == {"model.audio_tower"}
     _, omni = built("qwen2_5_omni_thinker")
-    assert {m: p.component for m, p in omni.ports.items()} == {
+    assert {m: p.component for m, p in omni.interfaces.items()} == {
         "image": "image_encoder",
         "video": "image_encoder",
         "audio": "audio_encoder",
@@ -122,7 +123,7 @@ def test_a_model_without_weights_is_described_like_one_with_weights(family: str)
         empty = foundation_class(config)(config)
     described = discover(empty)
     assert described.components == found.components and described.token_ids == found.token_ids
-    assert {m: p.layout for m, p in described.ports.items()} == {m: p.layout for m, p in found.ports.items()}
+    assert {m: p.layout for m, p in described.interfaces.items()} == {m: p.layout for m, p in found.interfaces.items()}
 
 
 def test_discovery_leaves_the_model_as_it_was() -> None:
@@ -143,29 +144,29 @@ def test_a_row_too_many_or_too_few_names_the_sample_and_both_numbers(surplus: in
 
 def test_a_modality_that_the_model_lacks_is_named() -> None:
     sample = media_sample("gemma3", "image")
-    rows = sample.found.ports["image"].encode(sample.model, sample.features)
+    rows = sample.found.interfaces["image"].encode(sample.model, sample.features)
     with (
         pytest.raises(UserError, match=r"Gemma3ForConditionalGeneration has no audio input; it reads \['image'\]"),
-        override(sample.model, sample.found.ports, {"audio": rows}),
+        override(sample.model, sample.found.interfaces, {"audio": rows}),
     ):
         pass
 
 
 def test_the_override_is_gone_afterwards_even_after_an_error() -> None:
     sample = media_sample("gemma3", "image")
-    rows = sample.found.ports["image"].encode(sample.model, sample.features)
-    with pytest.raises(KeyError), override(sample.model, sample.found.ports, {"image": rows}):
+    rows = sample.found.interfaces["image"].encode(sample.model, sample.features)
+    with pytest.raises(KeyError), override(sample.model, sample.found.interfaces, {"image": rows}):
         raise KeyError
     assert not any("get_image_features" in vars(module) for module in sample.model.modules())
 
 
 def test_ports_and_positions_pickle_for_data_workers() -> None:
     sample = media_sample("qwen3_vl", "image")
-    port, positions = pickle.loads(pickle.dumps((sample.found.ports["image"], sample.found.positions)))
-    assert torch.equal(port.encode(sample.model, sample.features).main.detach(), _main(sample))
+    interface, positions = pickle.loads(pickle.dumps((sample.found.interfaces["image"], sample.found.positions)))
+    assert torch.equal(interface.encode(sample.model, sample.features).main.detach(), _main(sample))
     extras = sample.found.extras(sample.ids)
     assert (positions(sample.ids, sample.features, extras) == sample.positions[:, 0].numpy()).all()
 
 
 def _main(sample) -> torch.Tensor:
-    return sample.found.ports["image"].encode(sample.model, sample.features).main.detach()
+    return sample.found.interfaces["image"].encode(sample.model, sample.features).main.detach()

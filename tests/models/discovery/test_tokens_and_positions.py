@@ -65,7 +65,7 @@ def test_a_model_that_counts_from_behind_its_padding_token_is_followed(padding: 
 def mixed(video: list[int]) -> dict[str, np.ndarray]:
     """Of glm4v, whose images and videos share token 190: an image, and a video of rows ``video``."""
     _, found = built("glm4v")
-    image, frames = (found.ports[modality].probe.make([0]) for modality in ("image", "video"))
+    image, frames = (found.interfaces[modality].probe.make([0]) for modality in ("image", "video"))
     ids = np.array([5, 192, 190, 190, 190, 190, 193, *video, 6])
     return {"input_ids": ids, "labels": ids, **{k: v.numpy() for k, v in (image | frames).items()}}
 

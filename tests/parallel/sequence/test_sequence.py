@@ -155,7 +155,7 @@ def encoded_by(table: Sequence[Sequence[Sample]]) -> tuple[list[int], int]:
     model = laid_out(state={"ulysses_size": 2})
     drawn = table[ot.get_parallel_state().dp_rank]
     plan = step_planner(model)([Pack.from_samples(drawn)]).plan
-    return plan.loads("image_encoder")[0].tolist(), int(plan.cost[plan.slot < len(plan.topology.ports)].sum())
+    return plan.loads("image_encoder")[0].tolist(), int(plan.cost[plan.slot < len(plan.topology.media)].sum())
 
 
 def test_ranks_that_share_a_sequence_share_its_images_and_encode_each_once(ranks: RankPool) -> None:
