@@ -36,3 +36,16 @@ def own_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Iterat
         attributes.pop("forward", None)
         if before is not None:
             attributes["forward"] = before
+
+
+@contextmanager
+def wrapped_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the module's forward within the context; while the replacement runs, the former forward is back."""
+    former = vars(module).get("forward")
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with own_forward(module, former):
+            return forward(*args, **kwargs)
+
+    with own_forward(module, wrapper):
+        yield

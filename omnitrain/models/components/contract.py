@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from omnitrain.errors import UserError
 
 Outcome = Literal["passed", "fallback", "left out", "refused"]
 
@@ -39,6 +41,71 @@ class SkippedModule:
     parent: str
     takes: tuple[tuple[int, ...], ...] = ()
     problem: str = ""
+
+
+@dataclass(frozen=True)
+class StageContract:
+    """Where a foundation may be cut into pipeline stages. A cut is named by the index of the block after it.
+
+    Attributes:
+        problem: why it cannot be cut anywhere; empty: it can.
+        cuts: the cuts at which the loss and all gradients equal those of the whole model.
+        refused: other cut -> what was measured there.
+        needs_embeddings: every stage needs the input embeddings, with their media; otherwise only the first does.
+        levels: side features (deepstack levels) -> index of the block after which the model adds them. A side feature
+            without an entry is needed on every stage.
+        returns: number of entries that a block returns, and the index of the hidden states among them; None: it returns
+            only the hidden states.
+    """
+
+    problem: str = ""
+    cuts: tuple[int, ...] = ()
+    refused: dict[int, str] = field(default_factory=dict)
+    needs_embeddings: bool = False
+    levels: dict[str, int] = field(default_factory=dict)
+    returns: tuple[int, int] | None = None
+
+    def require(self, model: str, cut: int) -> None:
+        """Refuse a cut at which the model would not be exact.
+
+        Args:
+            model: name of the model, for the message.
+            cut: index of the block after it; 0 and the number of blocks are the ends of the model.
+
+        Raises:
+            UserError: names the model, the cut and the measurement.
+        """
+        if self.problem:
+            raise UserError(f"{model} cannot be cut into pipeline stages: {self.problem}; set pp to 1")
+        if cut in self.refused:
+            raise UserError(
+                f"{model} cannot be cut before block {cut}: {self.refused[cut]}; "
+                f"it can be cut before blocks {', '.join(map(str, self.cuts))}"
+            )
+
+    def reads(self, side: str, start: int, stop: int) -> bool:
+        """Whether the blocks ``start`` to ``stop`` (exclusive) read a side feature."""
+        return side not in self.levels or start <= self.levels[side] < stop
+
+    def block_output(self, hidden: Any) -> Any:
+        """Return ``hidden`` as a block returns it, with None for all other entries."""
+        if self.returns is None:
+            return hidden
+        number, place = self.returns
+        return tuple(hidden if index == place else None for index in range(number))
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StageContract:
+        """Build the contract from its ``asdict`` values as JSON, in which tuples are lists and keys are strings."""
+        returns = values["returns"]
+        return cls(
+            **values
+            | {
+                "cuts": tuple(values["cuts"]),
+                "refused": {int(cut): fact for cut, fact in values["refused"].items()},
+                "returns": None if returns is None else (returns[0], returns[1]),
+            }
+        )
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,12 @@ _TINY_EXPERTS, _TINY_CHOSEN_EXPERTS = 4, 2
 TINY_INNER_WIDTH = 256
 
 
-def tiny_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True) -> PreTrainedConfig:
+def tiny_config(
+    config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: bool = True, least_layers: int = 2
+) -> PreTrainedConfig:
     """Return a config with the same hidden widths that is quick to build.
 
-    The language model keeps the first layers, as many as it needs to have each kind of layer (at least two), at most
+    The language model keeps the first layers, as many as it needs to have each kind of layer, at most
     four experts per routing group, and a few hundred tokens of vocabulary; special tokens get new ids in it. Windows
     and other length thresholds are cut to a few tokens, so that a short sample exceeds them. Dropout and other random
     draws in training are off.
@@ -59,6 +61,7 @@ def tiny_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
         cut_towers: towers keep only their first layers; layers that a list names by index (full attention, side
             features) become the first layers.
         cut_mlps: MLPs of the language model, and of towers that are cut, get a small inner width.
+        least_layers: the language model keeps at least so many layers, if it has them.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
@@ -69,7 +72,7 @@ def tiny_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
         for k, v in vars(node).items()
         if "deepstack" in k and isinstance(v, list)
     ]
-    _cut_depth(text, least=1 + max(levels, default=1))
+    _cut_depth(text, least=max(least_layers, 1 + max(levels, default=1)))
     towers = [node for node in config_nodes(small) if node is not text and node is not small] if cut_towers else []
     for tower in towers:
         _cut_tower(tower)
@@ -86,15 +89,15 @@ def tiny_config(config: PreTrainedConfig, *, cut_towers: bool = True, cut_mlps: 
     return small
 
 
-def tiny_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+def tiny_configs(config: PreTrainedConfig, least_layers: int = 2) -> list[PreTrainedConfig]:
     """Return three configs: the smallest, one with all layers of towers, and one with full MLPs, too.
 
     The larger ones serve models whose config ties other sizes to those that :func:`tiny_config` cuts.
     """
     return [
-        tiny_config(config),
-        tiny_config(config, cut_towers=False),
-        tiny_config(config, cut_towers=False, cut_mlps=False),
+        tiny_config(config, least_layers=least_layers),
+        tiny_config(config, cut_towers=False, least_layers=least_layers),
+        tiny_config(config, cut_towers=False, cut_mlps=False, least_layers=least_layers),
     ]
 
 
@@ -173,8 +176,7 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     if name is None:
         return
     depth: int = getattr(text, name)
-    lists = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
-    per_layer = _per_layer_values(text, depth)
+    lists, per_layer = _lists_by_layer(text, depth), _per_layer_values(text, depth)
     kinds = list(zip(*lists.values(), per_layer, strict=True))
     least = max(least, *(int(config_value(text, key) or 0) + 1 for key in _FIRST_LAYERS))
     sharing = _first(text, _SHARING)
@@ -192,6 +194,20 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     setattr(text, name, len(kept))
     if any(per_layer):
         text.per_layer_config = {new: per_layer[index] for new, index in enumerate(kept)}
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[Any]:
+    """Return the kind of each layer of the language model, as the config tells them apart; empty without a depth."""
+    text = config.get_text_config(decoder=True)
+    name = _first(text, _DEPTHS)
+    if name is None:
+        return []
+    depth: int = getattr(text, name)
+    return list(zip(*_lists_by_layer(text, depth).values(), _per_layer_values(text, depth), strict=True))
+
+
+def _lists_by_layer(text: PreTrainedConfig, depth: int) -> dict[str, Any]:
+    return {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
 
 
 def _up_to_last_kind(kinds: Sequence[Any]) -> int:

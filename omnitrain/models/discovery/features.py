@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,6 +108,14 @@ class MediaFeatures:
     def with_tensors(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> MediaFeatures:
         """Return the same layout with other tensors (in the order of ``tensors()``), such as received from ranks."""
         return replace(self, main=tensors[0], side=dict(zip(self.side, tensors[1:], strict=True)), counts=tuple(counts))
+
+    def only(self, names: Collection[str]) -> MediaFeatures:
+        """Return features in which zeros without memory replace all tensors but these (names of the layout)."""
+        kept = [
+            tensor if name in names else tensor.detach().new_zeros(()).expand(tensor.shape)
+            for name, tensor in zip(self.layout.names, self.tensors(), strict=True)
+        ]
+        return self.with_tensors(kept, self.counts)
 
     def as_output(self) -> Any:
         """Return the output of the feature method for these items in one call."""

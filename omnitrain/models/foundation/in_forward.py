@@ -92,6 +92,18 @@ class ForwardReader:
                 "but ranks share its sequence; set ulysses and cp to 1, or remove such samples"
             )
 
+    def require_whole_model(self, pack: Pack) -> None:
+        """Refuse a pack for a pipeline stage if the foundation's own forward reads its media.
+
+        Raises:
+            UserError: names the sample.
+        """
+        if pack.forward_inputs:
+            raise UserError(
+                f"sample {pack.info.ids[0]!r}: the forward of {self._name} reads its media, and each "
+                "pipeline stage would run their towers; set pp to 1, or remove such samples"
+            )
+
     def reaches_alone(self, name: str) -> bool:
         """Whether only samples that nothing else reads reach a module or parameter of this name."""
         return bool(self.modalities) and any(prefix in self._unreached for prefix in _prefixes(any_layer(name)))

@@ -22,16 +22,17 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.media_calls import Apart, MediaCall, media_calls
 from omnitrain.models.components.outputs import FoundationOutput
 from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
-from omnitrain.models.discovery.text_run import StopRunError, first_block
+from omnitrain.models.discovery.text_run import StopRunError, first_block, text_blocks
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
+from omnitrain.models.foundation.stage import Stage
 from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
-from omnitrain.ops.patch_forward import own_forward
+from omnitrain.ops.patch_forward import wrapped_forward
 
 Head = Callable[[Tensor, nn.Module], Tensor]
 
@@ -185,7 +186,13 @@ class FoundationRunner:
             by_token.setdefault(self.native.interfaces[modality].token_id, []).append((modality, rows))
         return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
 
-    def text_loss(self, pack: Pack, media: EncodedMedia | None = None, part: RowPart | None = None) -> FoundationOutput:
+    def text_loss(
+        self,
+        pack: Pack,
+        media: EncodedMedia | None = None,
+        part: RowPart | None = None,
+        stage: Stage | None = None,
+    ) -> FoundationOutput:
         """Compute the language-model loss of a pack and the last hidden states.
 
         After :meth:`skip_unread_rows`, hidden states of tokens that no loss of this pack reads are not valid.
@@ -194,26 +201,45 @@ class FoundationRunner:
             pack: the micro-batch.
             media: features for the tokens of ``part``.
             part: the slice of the sequence to run; losses and hidden states cover only its tokens. None: all tokens.
+            stage: the last stage of a pipeline; None: the whole model.
 
         Raises:
             UserError: the pack has several samples and the model cannot keep them apart, or ranks share the sequence of
-                a sample that the foundation's own forward reads.
+                a sample that the foundation's own forward reads, or such a sample is given to a stage.
         """
+        with self._local(pack, part, stage) as (local, row):
+            loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
+            run = partial(self.run_pack, local, media or EncodedMedia(), row=row, stage=stage)
+            term, hidden = loss(local, lambda head: run(head=head))
+        return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
+
+    def stage_output(self, pack: Pack, media: EncodedMedia | None, part: RowPart | None, stage: Stage) -> Tensor:
+        """Run a stage that is not the last; arguments and errors are those of :meth:`text_loss`.
+
+        Returns:
+            ``[1, t, hidden]``, the hidden states for the next stage.
+        """
+        with self._local(pack, part, stage) as (local, row):
+            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, row, stage)
+        return self.in_forward.with_zero_gradients(hidden)
+
+    @contextmanager
+    def _local(self, pack: Pack, part: RowPart | None, stage: Stage | None) -> Iterator[tuple[Pack, PackedRow | None]]:
+        """The context of a forward over a pack: its tokens on this rank, and the row that samples or ranks share."""
         if not self.contract.packs and len(pack.info.lengths) > 1:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
         if part is not None:
             self.in_forward.require_whole_row(pack)
-        run = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
+        if stage is not None:
+            self.in_forward.require_whole_model(pack)
         local = pack if part is None else cut_pack(pack, part)
-        row = self.row_of(pack, part)
         read = to_device(local_positions(part, pack.read_rows)[1], local.input_ids.device)
         with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
-            term, hidden = run(local, media or EncodedMedia(), row)
-        return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
+            yield local, self.row_of(pack, part)
 
-    def _loss_in_head(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor]:
+    def _loss_in_head(self, pack: Pack, run: Callable[[Head], Any]) -> tuple[LossTerm, Tensor]:
         """Compute logits only for supervised tokens, chunk by chunk."""
         results: list[tuple[LossTerm, Tensor]] = []
 
@@ -230,11 +256,11 @@ class FoundationRunner:
             results.append((term, hidden))
             return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
 
-        self.run_pack(pack, media, head, row)
+        run(head)
         (result,) = results
         return result
 
-    def _loss_on_logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None) -> tuple[LossTerm, Tensor | None]:
+    def _loss_on_logits(self, pack: Pack, run: Callable[[Head], Any]) -> tuple[LossTerm, Tensor | None]:
         """Let the model compute logits of the supervised tokens; of all tokens if it does not call its head."""
         states: list[Tensor] = []
         text_rows = to_device(pack.text_rows, pack.input_ids.device)
@@ -245,7 +271,7 @@ class FoundationRunner:
             logits: Tensor = lm_head.forward(hidden[:, text_rows])
             return logits
 
-        logits = self.run_pack(pack, media, head, row).logits[0]
+        logits = run(head).logits[0]
         supervised = logits if states else logits[text_rows]
         term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
         return term, states[0] if states else None
@@ -269,16 +295,18 @@ class FoundationRunner:
         arguments = self._accepted(_of_pack(pack), row, pack.input_ids.device)
         with (
             first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
-            _forward_replaced(embedding, lambda ids: zero.expand(*ids.shape, embedding.weight.size(1))),
+            wrapped_forward(embedding, lambda ids: zero.expand(*ids.shape, embedding.weight.size(1))),
             inside(row),
             suppress(StopRunError),
         ):
             self.model.forward(input_ids=pack.input_ids, **arguments)
         return row.masks
 
-    def run_pack(self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None) -> Any:
+    def run_pack(
+        self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None, stage: Stage | None = None
+    ) -> Any:
         """Run one forward over a pack, or over a slice of it; see :meth:`run`."""
-        return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), row=row)
+        return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), row=row, stage=stage)
 
     def run(
         self,
@@ -288,6 +316,7 @@ class FoundationRunner:
         media: EncodedMedia,
         arguments: Mapping[str, Any],
         row: PackedRow | None = None,
+        stage: Stage | None = None,
     ) -> Any:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 
@@ -301,19 +330,24 @@ class FoundationRunner:
             arguments: further arguments of the model's forward; those that it does not accept are ignored.
             row: the samples of a packed row, and the slice of it in ``input_ids``; None: each row of the batch is one
                 sample.
+            stage: the stage of a pipeline to run; None: the whole model.
 
         Returns:
-            The model's own output.
+            The model's own output; of a stage that is not the last, the hidden states for the next one.
         """
         accepted = self._accepted(arguments, row, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
+        native, inserted = media.native, media.inserted
         with ExitStack() as stack:
-            stack.enter_context(_forward_replaced(lm_head, lambda hidden: head(hidden, lm_head)))
-            if media.inserted:
+            stack.enter_context(wrapped_forward(lm_head, lambda hidden: head(hidden, lm_head)))
+            if stage is not None:
+                native, inserted = stage.media(native), inserted if stage.embeds else []
+                stack.enter_context(stage.inside(self.model, text_blocks(self.model)))
+            if inserted:
                 embedding: Any = self.model.get_input_embeddings()
-                stack.enter_context(_forward_replaced(embedding, _inserting(embedding, input_ids, media.inserted)))
-            if media.native:
-                accepted |= stack.enter_context(override(self.model, self.native.interfaces, media.native))
+                stack.enter_context(wrapped_forward(embedding, _inserting(embedding, input_ids, inserted)))
+            if native:
+                accepted |= stack.enter_context(override(self.model, self.native.interfaces, native))
             if row is not None:
                 stack.enter_context(inside(row))
             return self.model(input_ids=input_ids, **accepted)
@@ -339,6 +373,10 @@ def _stop(*_: Any) -> None:
     raise StopRunError
 
 
+def _unreached(hidden: Tensor, lm_head: nn.Module) -> Tensor:
+    raise AssertionError("a stage that is not the last must not reach the head")
+
+
 def _end_to_end(parts: Sequence[MediaFeatures]) -> MediaFeatures:
     """Concatenate the features for one placeholder, in the layout of the first."""
     return MediaFeatures.cat([replace(features, layout=parts[0].layout) for features in parts])
@@ -357,16 +395,3 @@ def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedEmb
         return embeds
 
     return forward
-
-
-@contextmanager
-def _forward_replaced(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace a module's forward; while the replacement runs, the module has its former forward."""
-    former = vars(module).get("forward")
-
-    def replaced(value: Tensor) -> Tensor:
-        with own_forward(module, former):
-            return forward(value)
-
-    with own_forward(module, replaced):
-        yield

@@ -17,16 +17,19 @@ from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters, remove_adapters, save_adapters, split_weights
+from omnitrain.models.components.contract import StageContract
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.models.components.outputs import FoundationOutput, OmniOutput
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures
 from omnitrain.models.contract.check import contract_of
+from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
+from omnitrain.models.foundation.stage import BlockSpan, Stage
 from omnitrain.models.hf.config_copies import take_own_configs
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
@@ -88,6 +91,11 @@ class OmniModel(ComponentModel):
         """
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
             return FoundationRunner(self.foundation, contract_of(self.foundation))
+
+    @cached_property
+    def stage_contract(self) -> StageContract:
+        """Where the foundation may be cut into pipeline stages. Read it first before the model is sharded."""
+        return stage_contract_of(self.foundation, self.runner.contract)
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
@@ -257,6 +265,31 @@ class OmniModel(ComponentModel):
             encoded: the result of :meth:`encode_media`.
         """
         return self.runner.text_loss(encoded.pack, encoded.media, encoded.work.part)
+
+    def run_stage(
+        self, encoded: EncodedPack, span: BlockSpan, arrived: torch.Tensor | None
+    ) -> FoundationOutput | torch.Tensor:
+        """Run a pipeline stage of the foundation; all stages in order compute what :meth:`run_foundation` does.
+
+        Args:
+            encoded: the result of :meth:`encode_media`. A stage reads only some of the features
+                (:attr:`stage_contract`); for the others it takes any tensors of their shapes.
+            span: the blocks of the stage.
+            arrived: ``[1, t, hidden]``, the result of the stage before; None for the first stage.
+
+        Returns:
+            Of the last stage, the output of the foundation. Of another stage, ``[1, t, hidden]`` for the next one.
+
+        Raises:
+            UserError: the foundation cannot be cut there.
+        """
+        for cut in (span.start, span.stop):
+            self.stage_contract.require(type(self.foundation).__name__, cut)
+        stage = Stage(span, self.stage_contract, arrived)
+        pack, media, part = encoded.pack, encoded.media, encoded.work.part
+        if span.is_last:
+            return self.runner.text_loss(pack, media, part, stage)
+        return self.runner.stage_output(pack, media, part, stage)
 
     def run_heads(self, encoded: EncodedPack, output: FoundationOutput) -> OmniOutput:
         """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states.

@@ -1,0 +1,273 @@
+"""Check where a foundation may be cut into pipeline stages: the loss and all gradients must equal those of the whole.
+
+A tiny model runs a pack as a whole, then in two stages for each cut, then in as many stages as it can be cut into. What
+each stage needs is measured, too: whether it needs the input embeddings, and which side features it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.data.packing.pack import Pack
+from omnitrain.models.components.contract import Contract, StageContract
+from omnitrain.models.contract.cache import contract_path, keep, kept
+from omnitrain.models.contract.harness import Failure, attempt, largest
+from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.contract.tiny_model import build_tiny_model, layer_kinds, tiny_configs
+from omnitrain.models.discovery import MediaFeatures, discover
+from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.foundation.stage import BlockSpan, Stage, hidden_among
+from omnitrain.models.hf.hub_kernels import torch_kernels
+
+# Relative to the largest gradient of a parameter. The gradients of a parameter that two stages read are summed in
+# another order than in the whole model; all other gradients are equal bit for bit.
+TOLERANCE = 1e-5
+# Gradients smaller than this, relative to the largest one, are differences of large numbers.
+_FLOOR = 1e-3
+# So that there is a stage that is neither the first nor the last, and has more than one block.
+_LAYERS = 4
+
+
+def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContract:
+    """Return the stage contract of a foundation, from the cache or by checking a tiny model.
+
+    ``contract``: the foundation's contract, by which the tiny model runs.
+    """
+    path = contract_path(type(model), model.config).with_suffix(".stages.json")
+    if (known := kept(path, StageContract.from_json)) is not None:
+        return known
+    found = check_stages(type(model), model.config, contract, len(text_blocks(model)))
+    keep(path, found)
+    return found
+
+
+def check_stages(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract, num_blocks: int
+) -> StageContract:
+    """Check a tiny model of ``config``; if a cut is refused, check one with all layers of towers and full MLPs.
+
+    Args:
+        model_class: class of the foundation.
+        config: its config.
+        contract: its contract.
+        num_blocks: number of its blocks.
+    """
+    if num_blocks < 2:
+        return StageContract(f"it has {num_blocks} block")
+    found = StageContract()
+    small, _, whole = tiny_configs(config, least_layers=_LAYERS)
+    for tiny in (small, whole):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            measured = attempt(partial(measure_stages, model_class, tiny, contract))
+        found = StageContract(str(measured)) if isinstance(measured, Failure) else measured
+        if not found.problem and not found.refused:
+            break
+    return of_all_blocks(found, layer_kinds(tiny), layer_kinds(config), num_blocks)
+
+
+def of_all_blocks(
+    tiny: StageContract, tiny_kinds: Sequence[Any], kinds: Sequence[Any], num_blocks: int
+) -> StageContract:
+    """Return the contract of a model with more blocks than the tiny one.
+
+    If the tiny model can be cut everywhere, so can the model. Otherwise a cut is legal if it lies between blocks of the
+    same kinds as a legal cut of the tiny model, and no refused cut lies between blocks of these kinds.
+
+    Args:
+        tiny: contract of the tiny model.
+        tiny_kinds: kind of each of its blocks.
+        kinds: kind of each block of the model.
+        num_blocks: number of blocks of the model.
+    """
+    every = range(1, num_blocks)
+    if tiny.problem:
+        return tiny
+    if not tiny.refused:
+        return replace(tiny, cuts=tuple(every))
+    refused = {_around(cut, tiny_kinds): fact for cut, fact in tiny.refused.items()}
+    legal = {_around(cut, tiny_kinds) for cut in tiny.cuts} - refused.keys()
+    facts = {
+        cut: refused.get(_around(cut, kinds), "the tiny model has no such cut")
+        for cut in every
+        if _around(cut, kinds) not in legal
+    }
+    cuts = tuple(cut for cut in every if cut not in facts)
+    return replace(tiny, cuts=cuts, refused=facts, problem="" if cuts else next(iter(facts.values())))
+
+
+def _around(cut: int, kinds: Sequence[Any]) -> str:
+    """The kinds of the blocks before and after a cut."""
+    return str(kinds[cut - 1 : cut + 1])
+
+
+@dataclass
+class _Step:
+    """The loss and the gradients of some packs: of parameters, and of the features of each pack."""
+
+    loss: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class StageTrial:
+    """Runs a tiny model as a whole and in stages.
+
+    Args:
+        runner: runs the tiny model.
+    """
+
+    def __init__(self, runner: FoundationRunner) -> None:
+        self.runner, self.model = runner, runner.model
+        runner.skip_unread_rows()
+        samples = [probe.sample for probe in probe_samples(self.model, runner.native)]
+        self.packs = [Pack.from_samples(each) for each in ([samples] if runner.contract.packs else zip(samples))]
+        self.count = len(text_blocks(self.model))
+        self.whole = self.step((), StageContract())
+
+    def measured(self) -> StageContract:
+        """Measure all cuts, with the fewest inputs of a stage that make most cuts exact."""
+        plain = StageContract(returns=self.returns())
+        levels = self.levels()
+        found = None
+        for needs_embeddings in (False, True):
+            for known in (levels, {}) if levels else ({},):
+                tried = self.tried(replace(plain, needs_embeddings=needs_embeddings, levels=known))
+                if found is None or len(tried.cuts) > len(found.cuts):
+                    found = tried
+                if not tried.refused:
+                    return self.cut_everywhere(tried)
+        assert found is not None
+        if not found.cuts:
+            return replace(found, problem=next(iter(found.refused.values())))
+        return self.cut_everywhere(found)
+
+    def tried(self, contract: StageContract) -> StageContract:
+        """Measure each cut by itself."""
+        facts = {cut: self.fact((cut,), contract) for cut in range(1, self.count)}
+        refused = {cut: fact for cut, fact in facts.items() if fact}
+        return replace(contract, cuts=tuple(cut for cut in facts if cut not in refused), refused=refused)
+
+    def cut_everywhere(self, contract: StageContract) -> StageContract:
+        """Measure all cuts together."""
+        fact = self.fact(contract.cuts, contract) if len(contract.cuts) > 1 else ""
+        return replace(contract, problem=f"cut before blocks {contract.cuts}, {fact}") if fact else contract
+
+    def fact(self, cuts: Sequence[int], contract: StageContract) -> str:
+        """Return how the loss or a gradient differs from that of the whole model; empty if they are equal."""
+        step = attempt(partial(self.step, cuts, contract))
+        if isinstance(step, Failure):
+            return f"it fails: {step}"
+        if not abs(step.loss - self.whole.loss) <= TOLERANCE * abs(self.whole.loss):
+            return f"the loss is {step.loss:.6f}, but that of the whole model is {self.whole.loss:.6f}"
+        error, name = self.largest_error(step)
+        return f"the gradient of {name} differs by {error:.1e} of its largest value" if not error <= TOLERANCE else ""
+
+    def largest_error(self, step: _Step) -> tuple[float, str]:
+        """Return the largest error of a gradient relative to its largest value, and its name."""
+        scales = {name: largest(gradient) for name, gradient in self.whole.gradients.items()}
+        floor = _FLOOR * max(scales.values())
+        worst = 0.0, ""
+        for name in self.whole.gradients.keys() | step.gradients.keys():
+            expected, got = self.whole.gradients.get(name), step.gradients.get(name)
+            difference = got if expected is None else expected if got is None else got - expected
+            error = largest(difference) / max(scales.get(name, 0.0), floor)
+            if not error <= worst[0]:
+                worst = error, name
+        return worst
+
+    def step(self, cuts: Sequence[int], contract: StageContract) -> _Step:
+        """Run forward and backward of all packs, in stages divided by ``cuts``."""
+        self.model.zero_grad(set_to_none=True)
+        step = _Step()
+        spans = [BlockSpan(start, stop, self.count) for start, stop in pairwise((0, *cuts, self.count))]
+        for index, pack in enumerate(self.packs):
+            leaves = {name: _leaves(features) for name, features in self.runner.encode(pack).items()}
+            step.loss += self._forward_backward(pack, EncodedMedia(leaves), spans, contract)
+            for modality, features in leaves.items():
+                for name, leaf in zip(features.layout.names, features.tensors(), strict=True):
+                    if leaf.grad is not None:
+                        step.gradients[f"{name} of {modality} in pack {index}"] = leaf.grad
+        parameters = self.model.named_parameters()
+        step.gradients |= {name: p.grad for name, p in parameters if p.grad is not None}
+        return step
+
+    def _forward_backward(
+        self, pack: Pack, media: EncodedMedia, spans: Sequence[BlockSpan], contract: StageContract
+    ) -> float:
+        """Run a pack through all stages and back; return its loss."""
+        if len(spans) == 1:
+            loss = self.runner.text_loss(pack, media).text.sum
+            loss.backward()
+            return loss.item()
+        sent: list[Tensor] = []
+        arrived: list[Tensor] = []
+        for span in spans[:-1]:
+            stage = Stage(span, contract, arrived[-1] if arrived else None)
+            sent.append(self.runner.stage_output(pack, media, None, stage))
+            arrived.append(sent[-1].detach().requires_grad_())
+        loss = self.runner.text_loss(pack, media, None, Stage(spans[-1], contract, arrived[-1])).text.sum
+        loss.backward()
+        while sent:
+            sent.pop().backward(arrived.pop().grad)
+        return loss.item()
+
+    @torch.no_grad()
+    def returns(self) -> tuple[int, int] | None:
+        """Return how blocks return the hidden states; see :class:`StageContract`."""
+        found: list[Any] = []
+        with ExitStack() as hooks:
+            for block in text_blocks(self.model):
+                hooks.enter_context(block.register_forward_hook(lambda _, __, output: found.append(output)))
+            self.runner.text_loss(self.packs[0], EncodedMedia(self.runner.encode(self.packs[0])))
+        output = found[0]
+        if isinstance(output, Tensor):
+            return None
+        return len(output), next(index for index, value in enumerate(output) if isinstance(value, Tensor))
+
+    @torch.no_grad()
+    def levels(self) -> dict[str, int]:
+        """Return side feature -> the block after which it first changes the hidden states."""
+        levels: dict[str, set[int]] = {}
+        for pack in self.packs:
+            media = self.runner.encode(pack)
+            inputs = self._block_inputs(pack, media)
+            for modality, features in media.items():
+                for name in features.layout.names[1:]:
+                    others = features.only([other for other in features.layout.names if other != name])
+                    changed = self._block_inputs(pack, {**media, modality: others})
+                    pairs = enumerate(zip(inputs, changed, strict=True))
+                    first = next((block for block, (a, b) in pairs if not torch.equal(a, b)), self.count)
+                    levels.setdefault(name, set()).add(max(first - 1, 0))
+        return {name: min(blocks) for name, blocks in levels.items() if len(blocks) == 1}
+
+    def _block_inputs(self, pack: Pack, media: dict[str, MediaFeatures]) -> list[Tensor]:
+        found: list[Tensor] = []
+        with ExitStack() as hooks:
+            for block in text_blocks(self.model):
+                hooks.enter_context(
+                    block.register_forward_pre_hook(
+                        lambda _, args, kwargs: found.append(hidden_among(args, kwargs)), with_kwargs=True
+                    )
+                )
+            self.runner.text_loss(pack, EncodedMedia(media))
+        return found
+
+
+def _leaves(features: MediaFeatures) -> MediaFeatures:
+    return features.with_tensors([tensor.detach().requires_grad_() for tensor in features.tensors()], features.counts)
+
+
+def measure_stages(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
+    """Measure all cuts of a model of ``config``, which must be small."""
+    model = build_tiny_model(model_class, config)
+    with torch_kernels(model):
+        return StageTrial(FoundationRunner(model.train(), contract, native=discover(model))).measured()
