@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, processing_utils
 
-from omnitrain.data.chat.parts import MediaPart
 from omnitrain.data.packing.sample import Features
 from omnitrain.data.sources.media import costing_one_row, decode_audio, decode_clip, decode_image, decode_soundtrack
-from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
 
 # Names of per-token arguments that processors make, in addition to the outputs of their tokenizer.
@@ -95,16 +93,15 @@ class MediaExpander:
         if audio_in_video and _sound_arguments(processor) is None:
             raise UserError(f"data.audio_in_video: {self.name} cannot read videos with their sound; remove the setting")
 
-    def decode(self, row: Row, part: MediaPart) -> Medium:
-        """Decode the medium of ``part``.
+    def decode(self, modality: str, data: bytes) -> Medium:
+        """Decode the medium of an encoded file.
 
         Raises:
-            ValueError: the medium is missing or damaged.
+            ValueError: the medium is damaged.
         """
-        data = row.media_bytes(part.modality, part.position)
-        if part.modality == "image":
+        if modality == "image":
             return Medium("image", decode_image(data))
-        if part.modality == "audio":
+        if modality == "audio":
             return Medium("audio", decode_audio(data).resampled(self._sampling_rate).samples)
         clip = decode_clip(data, self._max_frames)
         track = decode_soundtrack(data) if self._audio_in_video else None

@@ -170,10 +170,12 @@ class TemplateRenderer:
             return AttachedInsert(
                 at, getattr(self._starts, part.modality) * (1 + item.num_tokens), name, item, part.is_target
             )
-        medium = self._native_expander.decode(row, part)
-        if part.modality in self.native.in_forward:
-            return ForwardInsert(at, "", medium)
-        expansion = self._native_expander.expand(medium)
+        data = row.media_bytes(part.modality, part.position)
+        with row.naming_file(part.modality, part.position):
+            medium = self._native_expander.decode(part.modality, data)
+            if part.modality in self.native.in_forward:
+                return ForwardInsert(at, "", medium)
+            expansion = self._native_expander.expand(medium)
         return NativeInsert(at, expansion.text, row.id, medium, expansion)
 
     def _require_one_way(self, inserts: Sequence[Insert]) -> None:

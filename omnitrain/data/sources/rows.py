@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,7 +65,7 @@ class Row:
         data = value.get("bytes") if isinstance(value, dict) else value
         if isinstance(data, bytes):
             return data
-        path = value.get("path") if isinstance(value, dict) else value
+        path = _path_of(value)
         if not path:
             raise ValueError(f"{modality} {position + 1} has neither bytes nor a path")
         try:
@@ -73,6 +74,22 @@ class Row:
             raise ValueError(
                 f"{modality} {position + 1} cannot be read from its file: {error}{_begins_in(Path(path))}"
             ) from error
+
+    @contextmanager
+    def naming_file(self, modality: str, position: int) -> Iterator[None]:
+        """Name the file of :meth:`media_bytes` in a ``ValueError`` of the block; a ``UserError`` stays as it is."""
+        try:
+            yield
+        except UserError:
+            raise
+        except ValueError as error:
+            path = _path_of(self.media[modality][position])
+            raise ValueError(f"{modality} {position + 1}{f' ({path})' if path else ''}: {error}") from error
+
+
+def _path_of(file: Any) -> str | None:
+    path = file.get("path") if isinstance(file, dict) else file
+    return None if isinstance(path, bytes) or not path else str(path)
 
 
 class Table(Protocol):
@@ -114,9 +131,11 @@ class RowSource(Sequence[Row]):
                 its path.
 
         Raises:
-            DataError: the data set does not exist, cannot be read, or lacks a column.
+            DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
         """
         self._table = _open(source)
+        if not len(self._table):
+            raise DataError(f"data: {source.path!r} holds no rows")
         if problems := _missing_columns(self._table.column_names, source) or self._table.problems():
             raise DataError(f"data: {source.path!r}: " + "; ".join(problems))
         self.name = name or source.name or Path(source.path).stem
@@ -188,8 +207,6 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
     for source, name in zip(sources, _names(sources), strict=True):
         try:
             opened.append(RowSource(source, name))
-            if not len(opened[-1]):
-                problems.append(f"data: {source.path!r} has no rows")
         except DataError as error:
             problems.append(str(error))
     if problems:

@@ -104,7 +104,7 @@ def test_what_a_component_stumbles_over_rejects_the_row(
     monkeypatch.setattr(processor.readers["image"][1], "prepare", stumble)
     rejected = processor.sample(tiny_row("image_to_text", 0))
     assert isinstance(rejected, Rejected)
-    assert rejected.reason == "image_encoder cannot prepare this image: IndexError: list index out of range"
+    assert rejected.reason == "image 1: image_encoder cannot prepare this image: IndexError: list index out of range"
 
 
 @pytest.mark.parametrize(

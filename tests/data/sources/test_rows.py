@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset, Features, Image, LargeList, List, Value
 
 from omnitrain.data.loading.loader import require_usable
+from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import Row, RowSource, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.recipe import Columns, DataSource
@@ -135,6 +136,22 @@ def test_lines_that_are_no_rows_are_named_when_the_data_are_opened(tmp_path: Pat
     assert two == f"data: {file}, line 3: found a list, expected an object with the columns of a row"
     assert "line 4: `messages` (columns.messages) is a text, expected a list of messages" in three
     assert more == "data: ... and 1 more lines"
+
+
+def test_a_file_without_rows_is_said_to_hold_none(tmp_path: Path) -> None:
+    file = json_lines(tmp_path / "rows.jsonl", "", " ")
+    with pytest.raises(DataError, match=rf"^data: '{file}' holds no rows$"):
+        open_sources([DataSource(path=file)])
+
+
+def test_a_damaged_medium_is_named_by_its_file_and_its_row(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"no image")
+    shown = asked([{"type": "image"}, {"type": "text", "text": "what is this?"}], images=["cat.png"])
+    file = json_lines(tmp_path / "rows.jsonl", asked("hi"), shown)
+    (rows,) = open_sources([DataSource(path=file, media_folder=str(tmp_path))])
+    rejected = tiny_processor(tiny_model(decoders={})).sample(rows[1])
+    assert isinstance(rejected, Rejected) and rejected.id == "rows[1]"
+    assert rejected.reason.startswith(f"image 1 ({tmp_path}/cat.png): unreadable image of 8 bytes: ")
 
 
 def test_a_folder_of_both_kinds_and_one_of_none_are_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tm
     first = write_parquet(tmp_path / "first.parquet", [damaged])
     problems = check_recipe(load(path, f"data.train=[{{path: {first}}}, {{path: {tmp_path / 'train.parquet'}}}]"))
     assert [re.sub("of .*", "", problem) for problem in problems] == [
-        f"data.train: row {damaged.id!r}: unreadable image "
+        f"data.train: row {damaged.id!r}: image 1: unreadable image "
     ]
 
 
