@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from omnitrain.data.loading.loader import build_dataloader
     from omnitrain.data.packing.fill_pack import OmniDataCollatorWithPacking, pack_all
     from omnitrain.data.packing.pack import Pack
-    from omnitrain.data.packing.sample import MediaSpan, Sample
+    from omnitrain.data.packing.sample import MediaSpan, Rejected, Sample
     from omnitrain.data.render.chat_renderer import ChatRenderer
     from omnitrain.data.render.processor import OmniProcessor
     from omnitrain.data.render.template_renderer import TemplateRenderer
@@ -73,6 +73,7 @@ _HOMES = {
     "ParallelState": "omnitrain.parallel.state",
     "Precision": "omnitrain.recipe",
     "Recipe": "omnitrain.recipe",
+    "Rejected": "omnitrain.data.packing.sample",
     "Row": "omnitrain.data.sources.rows",
     "Sample": "omnitrain.data.packing.sample",
     "Sampling": "omnitrain.recipe",
@@ -128,6 +129,7 @@ __all__ = [
     "ParallelState",
     "Precision",
     "Recipe",
+    "Rejected",
     "Row",
     "Sample",
     "Sampling",

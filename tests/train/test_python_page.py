@@ -1,25 +1,32 @@
-"""The script of docs/python.md runs as it stands, in a process of its own or beside a running event loop."""
+"""The script of docs/python.md runs as it stands: beside a running event loop, and on ranks."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlavaForConditionalGeneration
 
+import omnitrain as ot
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import forget_parallel_state
 from tests.tiny import png
 from tests.train.test_native_foundation import save_llava
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-def test_the_script_of_the_page_learns_its_rows_by_heart_and_saves_what_it_learnt(tmp_path: Path) -> None:
-    script = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names: dict[str, object] = {}
-    exec(compile(script[1], str(PAGE), "exec"), names)
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A model, and three rows; the parallel state of this process ends with the test."""
     save_llava(tmp_path / "llava")
     with (tmp_path / "rows.jsonl").open("w") as rows:
         for number, (question, answer) in enumerate({"one?": "ab", "two?": "cd", "three?": "ef"}.items()):
@@ -27,13 +34,51 @@ def test_the_script_of_the_page_learns_its_rows_by_heart_and_saves_what_it_learn
             asked = [{"type": "image"}, {"type": "text", "text": question}]
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
             rows.write(json.dumps({"messages": messages, "images": [str(tmp_path / f"{number}.png")]}) + "\n")
+    yield tmp_path
+    forget_parallel_state()
+    dist.destroy_process_group()
 
+
+def script_of_page() -> dict[str, object]:
+    script = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(script[1], str(PAGE), "exec"), names)
+    return names
+
+
+def all_of_it(folder: Path, name: str, **settings: float) -> tuple[list[str], list[str]]:
+    """The answers, and the lines that the script prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        places = [str(folder / place) for place in ("llava", "rows.jsonl", name)]
+        answers = script_of_page()["all_of_it"](*places, **settings)
+    return answers, printed.getvalue().splitlines()
+
+
+def test_the_script_of_the_page_learns_its_rows_by_heart_and_saves_what_it_learnt(folder: Path) -> None:
     async def notebook() -> list[str]:  # its event loop runs in the thread of the cells
-        places = [str(tmp_path / name) for name in ("llava", "rows.jsonl", "saved")]
-        return names["all_of_it"](*places, epochs=40, rate=1e-2)
+        return all_of_it(folder, "saved", epochs=40, rate=1e-2)[0]
 
     assert asyncio.run(notebook()) == ["ab", "cd", "ef"]
-    model, _ = names["load_checkpoint"](tmp_path / "saved")
-    exported = dict(LlavaForConditionalGeneration.from_pretrained(f"{tmp_path}/saved-hf").named_parameters())
+    script_of_page()["for_transformers"](f"{folder}/saved")
+    model, _ = ot.load_checkpoint(folder / "saved")
+    exported = dict(LlavaForConditionalGeneration.from_pretrained(f"{folder}/saved-hf").named_parameters())
     assert exported.keys() == dict(model.foundation.named_parameters()).keys()
     assert all(torch.equal(exported[name], parameter) for name, parameter in model.foundation.named_parameters())
+
+
+def test_the_script_of_the_page_trains_on_ranks_with_unequal_numbers_of_packs_as_in_one_process(
+    folder: Path, ranks: RankPool
+) -> None:
+    """With one row per pack, the ranks have two packs and one; a step of one process has the packs of both ranks."""
+    settings = {"epochs": 2, "rate": 1e-2, "tokens": 40}
+    alone, lines = all_of_it(folder, "one", packs_per_step=2, **settings)
+    (first, of_first), (second, of_second) = ranks.run(all_of_it_on_rank, folder, settings, timeout_s=60, world=2)
+    assert (len(alone), len(first), len(second), of_second) == (3, 2, 1, [])
+    losses, expected = (re.findall(r"loss (\S+)", "\n".join(printed)) for printed in (of_first, lines))
+    assert len(losses) == 4 and [float(loss) for loss in losses] == pytest.approx(
+        [float(one) for one in expected], 1e-3
+    )
+
+
+def all_of_it_on_rank(folder: Path, settings: dict[str, float]) -> tuple[list[str], list[str]]:
+    return all_of_it(folder, "two", packs_per_step=1, **settings)

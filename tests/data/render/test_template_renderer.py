@@ -237,7 +237,7 @@ def test_a_clip_shorter_than_a_window_rejects_its_row() -> None:
     assert rejected.reason.startswith("audio 1: Qwen3OmniMoeProcessor cannot prepare this audio: RuntimeError: ")
     rejected = processor_of("qwen2_5_omni").sample(conversation)
     assert isinstance(rejected, Rejected)
-    assert rejected.reason == "audio 1: Qwen2_5OmniProcessor makes no tokens for this audio: it is too short or too small"
+    assert rejected.reason.startswith("audio 1: Qwen2_5OmniProcessor makes no tokens for this audio: it is too short")
 
 
 def test_messages_that_the_template_refuses_reject_their_row() -> None:
