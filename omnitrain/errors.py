@@ -27,3 +27,7 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """A model's own code failed. A caller that knows the recipe key of the model adds it to the message."""
+
+
+class ScheduleError(UserError):
+    """A pipeline schedule that cannot run: an action that is missing, doubled, out of order, or waits forever."""

@@ -1,0 +1,194 @@
+"""A pipeline schedule as data: for each pipeline rank, the list of actions that it runs in a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from omnitrain.errors import ScheduleError
+
+FOUNDATION = "foundation"
+
+
+class Kind(StrEnum):
+    """What an action does. Values are the words of ``torch.distributed.pipelining``, where it has one."""
+
+    F = "F"  # forward
+    B = "B"  # backward: gradients of inputs and weights
+    I = "I"  # noqa: E741  # the part of the backward that computes gradients of inputs
+    W = "W"  # the part of the backward that computes gradients of weights
+    OVERLAP_F_B = "OVERLAP_F_B"  # a forward and a backward that run side by side
+    SEND_F = "SEND_F"  # the stage's output goes to the next stage
+    RECV_F = "RECV_F"  # post the receive of the stage's input
+    SEND_B = "SEND_B"  # the gradient of the stage's input goes to the stage before
+    RECV_B = "RECV_B"  # post the receive of the gradient of the stage's output
+    UNSHARD = "UNSHARD"  # gather the stage's weights
+    RESHARD = "RESHARD"  # free the gathered weights
+    REDUCE = "REDUCE_GRAD"  # reduce the stage's gradients over data parallel ranks
+    ENCODE = "ENCODE"  # run encoders on this rank's items
+    EXCHANGE = "EXCHANGE"  # features go to the ranks that need them
+    ENCODE_B = "ENCODE_B"  # backward of the encoders
+    OPTIMIZER = "OPTIMIZER"  # gradient norm and update
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+WEIGHTS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE})
+COLLECTIVES = frozenset({Kind.ENCODE, Kind.EXCHANGE, Kind.ENCODE_B, Kind.OPTIMIZER})  # over all pipeline ranks
+
+SEND_OF = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
+RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+
+_KINDS = frozenset(kind.value for kind in Kind)
+_ACTION = re.compile(r"(\d*)([A-Z_]+)(\d*)(?:[<>](\d+))?(?:@([^\s;()]+))?")
+_OVERLAP = re.compile(r"\(([^()]+);([^()]+)\)OVERLAP_F_B")
+
+
+class Action(NamedTuple):
+    """One action of a rank.
+
+    Attributes:
+        kind: what it does.
+        stage: index of the stage. A ``SEND`` has the stage that sends, a ``RECV`` the stage that receives. None: the
+            action belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``).
+        micro_batch: index of the micro-batch. None: the action is done once in the step.
+        peer: pipeline rank at the other end of a ``SEND`` or ``RECV``, else None.
+        component: the component whose stage it is.
+        parts: of ``OVERLAP_F_B``, its forward and its backward, in this order; else empty.
+    """
+
+    kind: Kind
+    stage: int | None = None
+    micro_batch: int | None = None
+    peer: int | None = None
+    component: str = FOUNDATION
+    parts: tuple[Action, ...] = ()
+
+    def __str__(self) -> str:
+        """``2F0``: forward of stage 2, micro-batch 0. ``2SEND_F0>3``: and its output to rank 3. See :meth:`parse`."""
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind}"
+        text = f"{'' if self.stage is None else self.stage}{self.kind}"
+        text += "" if self.micro_batch is None else str(self.micro_batch)
+        if self.peer is not None:
+            text += f"{'<' if self.kind in RECEIVES else '>'}{self.peer}"
+        return text if self.component == FOUNDATION else f"{text}@{self.component}"
+
+    @property
+    def passes(self) -> tuple[Action, ...]:
+        """The forwards and backwards that it computes: itself, both parts of an overlap, or none."""
+        return self.parts or ((self,) if self.kind in COMPUTE else ())
+
+    def receive(self, sender: int) -> Action:
+        """Return the receive that belongs to this send of rank ``sender``."""
+        assert self.stage is not None
+        stage = self.stage + (1 if self.kind is Kind.SEND_F else -1)
+        return self._replace(kind=RECEIVE_OF[self.kind], stage=stage, peer=sender)
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read an action: ``3B1``, ``0RECV_B2<1``, ``1UNSHARD``, ``(3F2;5B1)OVERLAP_F_B``, ``ENCODE0@vision``.
+
+        The text of forwards, backwards and overlaps is that of ``torch.distributed.pipelining``.
+
+        Raises:
+            ScheduleError: the text is not an action.
+        """
+        if overlap := _OVERLAP.fullmatch(text.strip()):
+            return Action(Kind.OVERLAP_F_B, parts=tuple(map(Action.parse, overlap.groups())))
+        match = _ACTION.fullmatch(text.strip())
+        if match is None or match[2] not in _KINDS:
+            raise ScheduleError(f"'{text}' is not an action; an action looks like 2F0, 2SEND_F0>3 or 1UNSHARD")
+        stage, kind, micro_batch, peer, component = match.groups()
+        return Action(Kind(kind), _number(stage), _number(micro_batch), _number(peer), component or FOUNDATION)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text else None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For each pipeline rank the actions that it runs in a step, in order.
+
+    Generators return forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`);
+    :func:`~omnitrain.plan.schedule.lower.lower` adds sends, receives and what FSDP does.
+
+    Attributes:
+        actions: ``[pipeline ranks]``, the actions of each rank.
+        stage_ranks: ``[stages]``, the pipeline rank of each stage.
+        num_micro_batches: number of micro-batches of the step.
+    """
+
+    actions: tuple[tuple[Action, ...], ...]
+    stage_ranks: tuple[int, ...]
+    num_micro_batches: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages on all ranks."""
+        return len(self.stage_ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def with_actions(self, actions: Iterable[Iterable[Action]]) -> Schedule:
+        """Return this schedule with other actions on the same stages and micro-batches."""
+        return Schedule(tuple(map(tuple, actions)), self.stage_ranks, self.num_micro_batches)
+
+    def peak_live(self) -> tuple[int, ...]:
+        """Return, for each rank, the largest number of (stage, micro-batch) whose activations it keeps at one time.
+
+        Activations are kept from a forward to its ``B`` or ``W``.
+        """
+        return tuple(max(_live(row), default=0) for row in self.actions)
+
+    def to_csv(self) -> str:
+        """Return a line for each rank, its actions separated by commas."""
+        return "".join(",".join(map(str, row)) + "\n" for row in self.actions)
+
+    @staticmethod
+    def from_csv(text: str) -> Schedule:
+        """Read what :meth:`to_csv` or torch's schedules wrote. Empty cells are left out.
+
+        The forwards tell the stages, their ranks and the number of micro-batches.
+
+        Raises:
+            ScheduleError: a cell is not an action, or a stage has no forward.
+        """
+        actions = tuple(
+            tuple(Action.parse(cell) for cell in line.split(",") if cell.strip()) for line in text.splitlines()
+        )
+        ranks: dict[int, int] = {}
+        num_micro_batches = 0
+        for rank, row in enumerate(actions):
+            for part in _passes(row):
+                if part.kind is Kind.F and part.stage is not None and part.micro_batch is not None:
+                    ranks.setdefault(part.stage, rank)
+                    num_micro_batches = max(num_micro_batches, part.micro_batch + 1)
+        missing = [stage for stage in range(max(ranks, default=0) + 1) if stage not in ranks]
+        if missing:
+            raise ScheduleError(f"no rank of this schedule runs a forward of stage {missing[0]}")
+        return Schedule(actions, tuple(ranks[stage] for stage in range(len(ranks))), num_micro_batches)
+
+
+def _passes(row: Sequence[Action]) -> Iterator[Action]:
+    return (part for action in row for part in action.passes)
+
+
+def _live(row: Sequence[Action]) -> Iterator[int]:
+    """Yield the number of kept activations after each forward of a rank; an overlap's forward counts first."""
+    live = 0
+    for part in _passes(row):
+        live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(part.kind, 0)
+        yield live

@@ -1,0 +1,223 @@
+"""Make the forwards and backwards of a pipeline schedule, by name.
+
+``p`` ranks, ``v`` stages on each rank (its chunks), ``m`` micro-batches; ``F`` and ``B`` are the times of a rank's
+forward and backward of one micro-batch over all its chunks. With equal stages and free communication:
+
+    gpipe, 1f1b     m (F + B) + (p - 1) (F + B)
+    interleaved     m (F + B) + (p - 1) (F + B) / v     if m is a multiple of p
+    zbv             m (F + B)                           from a rank's first to its last action, if F = I = W and
+                                                        m is at least 2 p - 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+
+from omnitrain.errors import ScheduleError
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule
+
+
+class Placement(StrEnum):
+    """Which rank has which stage: see :func:`stage_of`."""
+
+    LOOP = "loop"
+    V = "v"
+
+
+def stage_of(rank: int, chunk: int, num_ranks: int, placement: Placement = Placement.LOOP) -> int:
+    """Return the stage that is chunk ``chunk`` of a rank.
+
+    ``loop``: stages go round the ranks: with 4 ranks, rank 0 has stages 0, 4, 8, ... ``v``: every second round goes
+    back, so that adjacent stages 3 and 4 are on one rank: rank 0 has stages 0, 7, 8, ...
+    """
+    goes_back = placement is Placement.V and chunk % 2 == 1
+    return chunk * num_ranks + (num_ranks - 1 - rank if goes_back else rank)
+
+
+def stage_ranks(num_ranks: int, num_chunks: int, placement: Placement = Placement.LOOP) -> tuple[int, ...]:
+    """Return the rank of each of ``num_ranks * num_chunks`` stages: the inverse of :func:`stage_of`."""
+    ranks = {stage_of(r, c, num_ranks, placement): r for r in range(num_ranks) for c in range(num_chunks)}
+    return tuple(ranks[stage] for stage in range(len(ranks)))
+
+
+def accumulate(num_micro_batches: int, *, overlap: bool = False) -> Schedule:
+    """Gradient accumulation on one stage: each forward, then its backward.
+
+    Args:
+        num_micro_batches: number of micro-batches.
+        overlap: whether the backward of a micro-batch runs side by side with the forward of the next one.
+    """
+    return one_f_one_b(1, num_micro_batches, overlap=overlap)
+
+
+def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019). All activations are kept."""
+    _require_positive(num_ranks, 1, num_micro_batches)
+    rows = ([_pass(kind, rank, k) for kind in "FB" for k in range(num_micro_batches)] for rank in range(num_ranks))
+    return _schedule(rows, stage_ranks(num_ranks, 1), num_micro_batches)
+
+
+def one_f_one_b(num_ranks: int, num_micro_batches: int, *, extra_warm_up: int = 0, overlap: bool = False) -> Schedule:
+    """One forward, one backward in turn (Narayanan et al. 2019). Rank r keeps at most p - r activations.
+
+    Args:
+        num_ranks: number of pipeline ranks.
+        num_micro_batches: number of micro-batches.
+        extra_warm_up: forwards that each rank does more than needed before its first backward.
+        overlap: whether a forward and the backward that follows it are one ``OVERLAP_F_B``. Since the two must not need
+            each other, each rank does one more forward before its first backward.
+    """
+    _require_positive(num_ranks, 1, num_micro_batches)
+    micro_batches = range(num_micro_batches)
+    rows = (
+        _warm_up_then_alternate(
+            [_pass("F", rank, k) for k in micro_batches],
+            [_pass("B", rank, k) for k in micro_batches],
+            num_ranks - rank - 1 + extra_warm_up,
+            overlap,
+        )
+        for rank in range(num_ranks)
+    )
+    return _schedule(rows, stage_ranks(num_ranks, 1), num_micro_batches)
+
+
+def interleaved(
+    num_ranks: int,
+    num_chunks: int,
+    num_micro_batches: int,
+    *,
+    group_size: int | None = None,
+    extra_warm_up: int = 0,
+    overlap: bool = False,
+) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021): each rank has several stages and runs groups of micro-batches in turn.
+
+    Args:
+        num_ranks: number of pipeline ranks.
+        num_chunks: number of stages on each rank.
+        num_micro_batches: number of micro-batches, not necessarily a multiple of the group size.
+        group_size: least number of micro-batches that a rank runs through one stage before it goes on to its next
+            stage; at least ``num_ranks``, which is the default. Groups are as equal as possible.
+        extra_warm_up: forwards that each rank does more than needed before its first backward.
+        overlap: whether a forward and the backward that follows it are one ``OVERLAP_F_B``. Since the two must not need
+            each other, each rank does one more forward before its first backward.
+    """
+    _require_positive(num_ranks, num_chunks, num_micro_batches)
+    if group_size is not None and group_size < num_ranks:
+        raise ScheduleError(
+            f"a group of {group_size} micro-batches does not fill a pipeline of {num_ranks} ranks; "
+            f"set the group size to {num_ranks} or more"
+        )
+    groups = list(_groups(num_micro_batches, group_size or num_ranks))
+    order = [(chunk, k) for group in groups for chunk in range(num_chunks) for k in group]
+    rows = []
+    for rank in range(num_ranks):
+        stages = [stage_of(rank, chunk, num_ranks) for chunk in range(num_chunks)]
+        warm_up = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * len(groups[0]) + extra_warm_up
+        forwards = [_pass("F", stages[chunk], k) for chunk, k in order]
+        backwards = [_pass("B", stages[-1 - chunk], k) for chunk, k in order]
+        rows.append(_warm_up_then_alternate(forwards, backwards, warm_up, overlap))
+    return _schedule(rows, stage_ranks(num_ranks, num_chunks), num_micro_batches)
+
+
+def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Zero bubble on a V (Qi et al. 2023, arXiv 2401.10241, section 6): two stages on each rank, backward in I and W.
+
+    If F, I and W of a stage take equally long and there are at least 2 p - 1 micro-batches, no rank is idle between its
+    first and its last action. Rank 0 starts first and ends first, so a step without overlap of updates takes longer
+    by the time in which the first forward reaches the last rank. A rank keeps at most 2 p activations of half a rank's
+    blocks, as much memory as 1F1B on rank 0.
+    """
+    _require_positive(num_ranks, 2, num_micro_batches)
+    ranks = stage_ranks(num_ranks, 2, Placement.V)
+    rows = (
+        [action for action in _zbv_row(rank, num_ranks, num_micro_batches) if _micro_batch(action) < num_micro_batches]
+        for rank in range(num_ranks)
+    )
+    return _schedule(rows, ranks, num_micro_batches)
+
+
+GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
+    "accumulate": lambda _p, _v, m: accumulate(m),
+    "gpipe": lambda p, _v, m: gpipe(p, m),
+    "1f1b": lambda p, _v, m: one_f_one_b(p, m),
+    "interleaved": interleaved,
+    "zbv": lambda p, _v, m: zbv(p, m),
+}
+
+
+def _pass(kind: str, stage: int, micro_batch: int) -> Action:
+    return Action(Kind(kind), stage, micro_batch)
+
+
+def _micro_batch(action: Action) -> int:
+    assert action.micro_batch is not None
+    return action.micro_batch
+
+
+def _schedule(rows: Iterator[list[Action]] | list[list[Action]], ranks: tuple[int, ...], m: int) -> Schedule:
+    return Schedule(tuple(map(tuple, rows)), ranks, m)
+
+
+def _require_positive(num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
+    numbers = {"pipeline ranks": num_ranks, "stages on a rank": num_chunks, "micro-batches": num_micro_batches}
+    for noun, number in numbers.items():
+        if number < 1:
+            raise ScheduleError(f"a schedule needs at least 1 of its {noun}, not {number}")
+
+
+def _warm_up_then_alternate(
+    forwards: list[Action], backwards: list[Action], warm_up: int, overlap: bool
+) -> list[Action]:
+    """Return ``warm_up`` forwards, then a forward and a backward in turn or as one action, then the other backwards."""
+    warm_up = min(warm_up + overlap, len(forwards))
+    pairs = list(zip(forwards[warm_up:], backwards, strict=False))
+    steady = [Action(Kind.OVERLAP_F_B, parts=p) for p in pairs] if overlap else [a for pair in pairs for a in pair]
+    return [*forwards[:warm_up], *steady, *backwards[len(pairs) :]]
+
+
+def _groups(num_micro_batches: int, least: int) -> Iterator[range]:
+    """Divide micro-batches into groups of at least ``least``, if there are as many, the larger groups first."""
+    num_groups = max(1, num_micro_batches // least)
+    size, larger = divmod(num_micro_batches, num_groups)
+    start = 0
+    for group in range(num_groups):
+        stop = start + size + (group < larger)
+        yield range(start, stop)
+        start = stop
+
+
+def _zbv_row(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+    """Yield a rank's actions for at least 2 p - 1 micro-batches. Micro-batches that do not exist are to be left out."""
+    m = max(2 * num_ranks - 1, num_micro_batches)
+    stages = [stage_of(rank, chunk, num_ranks, Placement.V) for chunk in (0, 1)]
+    after = num_ranks - rank
+    done = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
+
+    def run(kinds: str, chunk: int) -> Iterator[Action]:
+        for kind in kinds:
+            yield _pass(kind, stages[chunk], done[kind, chunk])
+            done[kind, chunk] += 1
+
+    for _ in range(2 * after - 1):  # warm-up
+        yield from run("F", 0)
+    for _ in range(rank):
+        yield from run("F", 1)
+        yield from run("F", 0)
+    for _ in range(after):
+        yield from run("FIW", 1)
+    while done["F", 1] < m:  # steady state
+        if done["F", 0] < m:
+            yield from run("F", 0)
+        yield from run("IW", 0)
+        yield from run("FIW", 1)
+    for _ in range(rank):  # drain
+        yield from run("I", 0)
+        yield from run("I", 1)
+    for _ in range(after):
+        yield from run("IW", 0)
+    while done["W", 1] < m:
+        yield from run("W", 1)
+    while done["W", 0] < m:
+        yield from run("W", 0)

@@ -1,0 +1,258 @@
+"""Find what is wrong with a lowered schedule, and say it in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from omnitrain.errors import ScheduleError
+from omnitrain.plan.schedule.actions import COLLECTIVES, RECEIVES, SEND_OF, SENDS, WEIGHTS, Action, Kind, Schedule
+from omnitrain.plan.schedule.simulate import DeadlockError, simulate
+
+_Place = tuple[int, int]  # rank, index in its list
+_MAX_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with a schedule.
+
+    Attributes:
+        rank: pipeline rank where it shows.
+        message: what is wrong, with rank, action and what is missing.
+        actions: the actions that it is about, missing ones included.
+    """
+
+    rank: int
+    message: str
+    actions: tuple[Action, ...]
+
+
+def validate(schedule: Schedule, *, lowered: bool = True, max_live: int | None = None) -> None:
+    """Raise if a schedule cannot run; arguments as for :func:`problems_in`.
+
+    Raises:
+        ScheduleError: with all problems found.
+    """
+    problems = problems_in(schedule, lowered=lowered, max_live=max_live)
+    if problems:
+        lines = [problem.message for problem in problems[:_MAX_SHOWN]]
+        if len(problems) > _MAX_SHOWN:
+            lines.append(f"and {len(problems) - _MAX_SHOWN} more")
+        raise ScheduleError("this schedule cannot run:\n  " + "\n  ".join(lines))
+
+
+def problems_in(schedule: Schedule, *, lowered: bool = True, max_live: int | None = None) -> tuple[Problem, ...]:
+    """Return what is wrong with a schedule.
+
+    A schedule without a problem: each stage runs each micro-batch once, forward and backward (``B``, or ``I`` and
+    ``W``), on the stage's rank. Each result that another rank needs is sent and received once, in the same order at
+    both ends. It runs to its end even if a send ends only when its receive is posted, so it does with buffers of any
+    size, too. Collectives over all pipeline ranks come in the same order on all of them. If it says when weights are
+    gathered, each action finds its stage's weights gathered, all are freed at the end, and the gradients of a stage
+    are reduced once, after its last backward.
+
+    Args:
+        schedule: the schedule to check.
+        lowered: whether it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`). False: it must
+            have none.
+        max_live: the largest number of (stage, micro-batch) whose activations a rank may keep. None: any number.
+
+    Returns:
+        The problems. Those that would only follow from others are left out.
+    """
+    problems = [*_counts(schedule, lowered)] or [
+        *_message_orders(schedule),
+        *_collectives(schedule),
+        *_weights(schedule),
+    ]
+    problems = problems or [*_deadlock(schedule)]
+    if not problems and max_live is not None:
+        problems = [*_live(schedule, max_live)]
+    return tuple(problems)
+
+
+def _counts(schedule: Schedule, lowered: bool) -> Iterator[Problem]:
+    """Each action that the stages and micro-batches imply is there once, on its rank, and no other is."""
+    expected = _expected(schedule, lowered)
+    places: dict[Action, list[_Place]] = defaultdict(list)
+    for rank, row in enumerate(schedule.actions):
+        for index, action in enumerate(row):
+            for part in action.passes or (action,):
+                if part.kind not in WEIGHTS | COLLECTIVES:
+                    places[part].append((rank, index))
+    for action, found in places.items():
+        rank, index = found[0]
+        if expected.get(action) == rank and len(found) == 1:
+            continue
+        where = f"rank {rank}, action {index}, {action}"
+        if action not in expected:
+            yield Problem(rank, f"{where}: {_reason(schedule, action)}", (action,))
+        elif len(found) > 1:
+            others = ", ".join(f"action {i} of rank {r}" for r, i in found[1:])
+            yield Problem(rank, f"{where}: is there again as {others}; it must be there once", (action,))
+        else:
+            yield Problem(rank, f"{where}: stage {action.stage} is on rank {expected[action]}", (action,))
+    for action, rank in expected.items():
+        if action not in places:
+            yield Problem(rank, f"rank {rank}: {action} is missing", (action,))
+
+
+def _expected(schedule: Schedule, lowered: bool) -> dict[Action, int]:
+    """Return the passes and messages that a schedule must have, each with its rank."""
+    is_split = {
+        (part.stage, part.micro_batch)
+        for row in schedule.actions
+        for action in row
+        for part in action.passes
+        if part.kind in (Kind.I, Kind.W)
+    }
+    expected: dict[Action, int] = {}
+    for stage, rank in enumerate(schedule.stage_ranks):
+        for k in range(schedule.num_micro_batches):
+            kinds = (Kind.F, Kind.I, Kind.W) if (stage, k) in is_split else (Kind.F, Kind.B)
+            for kind in kinds:
+                expected[Action(kind, stage, k)] = rank
+                next_stage = stage + (1 if kind is Kind.F else -1)
+                if not lowered or kind is Kind.W or not 0 <= next_stage < schedule.num_stages:
+                    continue
+                peer = schedule.stage_ranks[next_stage]
+                if peer != rank:
+                    send = Action(SEND_OF[kind], stage, k, peer)
+                    expected[send], expected[send.receive(rank)] = rank, peer
+    return expected
+
+
+def _reason(schedule: Schedule, action: Action) -> str:
+    """Say why an action is not one of the schedule's."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if stage is None or not 0 <= stage < schedule.num_stages:
+        return f"there is no such stage; stages are 0 to {schedule.num_stages - 1}"
+    if micro_batch is None or not 0 <= micro_batch < schedule.num_micro_batches:
+        return f"there is no such micro-batch; micro-batches are 0 to {schedule.num_micro_batches - 1}"
+    if action.kind is Kind.B:
+        return f"the backward of stage {stage}, micro-batch {micro_batch} is there as I or W, too"
+    other = stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+    if action.kind in SENDS | RECEIVES and 0 <= other < schedule.num_stages:
+        ends = f"stage {stage} is on rank {schedule.stage_ranks[stage]}, stage {other} on {schedule.stage_ranks[other]}"
+        return f"{ends}, so " + (
+            "nothing is sent between them"
+            if schedule.stage_ranks[stage] == schedule.stage_ranks[other]
+            else f"its peer is rank {schedule.stage_ranks[other]}"
+        )
+    return f"stage {stage} of {schedule.num_stages} has no such action"
+
+
+def _message_orders(schedule: Schedule) -> Iterator[Problem]:
+    """Between two ranks, receives are posted in the order of the sends: messages of one kind cannot overtake."""
+    sends: dict[tuple[Kind, int, int | None], list[Action]] = defaultdict(list)
+    receives: dict[tuple[Kind, int | None, int], list[Action]] = defaultdict(list)
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            if action.kind in SENDS:
+                sends[action.kind, rank, action.peer].append(action)
+            elif action.kind in RECEIVES:
+                receives[Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B, action.peer, rank].append(action)
+    for (kind, sender, receiver), posted in receives.items():
+        assert sender is not None
+        for number, (send, receive) in enumerate(zip_longest(sends[kind, sender, receiver], posted)):
+            expected = send.receive(sender)
+            if receive != expected:
+                yield Problem(
+                    receiver,
+                    f"rank {receiver}: receive {number} of {kind} from rank {sender} is {receive}, but rank {sender} "
+                    f"sends {send} then; receives must be posted in the order of the sends",
+                    (send, receive, expected),
+                )
+
+
+def _collectives(schedule: Schedule) -> Iterator[Problem]:
+    """Collectives over all pipeline ranks come in the same order on all of them."""
+    orders = [[action for action in row if action.kind in COLLECTIVES] for row in schedule.actions]
+    for rank, order in enumerate(orders):
+        for number, (action, first) in enumerate(zip_longest(order, orders[0])):
+            if action != first:
+                message = (
+                    f"collective {number} of all pipeline ranks is {action or 'missing'} on rank {rank} and "
+                    f"{first or 'missing'} on rank 0; all ranks must have the same ones in the same order"
+                )
+                yield Problem(rank, message, tuple(a for a in (action, first) if a is not None))
+                break
+
+
+def _weights(schedule: Schedule) -> Iterator[Problem]:
+    """Where a schedule says when weights are gathered and gradients reduced, it is complete."""
+    if not any(action.kind in WEIGHTS for row in schedule.actions for action in row):
+        return
+    for rank, row in enumerate(schedule.actions):
+        yield from _gathered(schedule, rank, row)
+        yield from _reduced(schedule, rank, row)
+
+
+def _gathered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator[Problem]:
+    gathered: set[int | None] = set()
+    for index, action in enumerate(row):
+        where = f"rank {rank}, action {index}, {action}"
+        unshard, reshard = (action._replace(kind=kind) for kind in (Kind.UNSHARD, Kind.RESHARD))
+        if action.kind in WEIGHTS and action.stage not in schedule.stages_of(rank):
+            yield Problem(rank, f"{where}: the stages of this rank are {schedule.stages_of(rank)}", (action,))
+        elif action.kind is Kind.UNSHARD:
+            if action.stage in gathered:
+                yield Problem(rank, f"{where}: the weights of this stage are gathered already", (action, reshard))
+            gathered.add(action.stage)
+        elif action.kind is Kind.RESHARD:
+            if action.stage not in gathered:
+                yield Problem(rank, f"{where}: the weights of this stage are not gathered", (action, unshard))
+            gathered.discard(action.stage)
+        for stage in dict.fromkeys(part.stage for part in action.passes):
+            if stage not in gathered:
+                unshard, reshard = Action(Kind.UNSHARD, stage), Action(Kind.RESHARD, stage)
+                message = f"{where}: the weights of stage {stage} are not gathered; {unshard} must come before"
+                yield Problem(rank, message, (action, unshard, reshard))
+                gathered.add(stage)
+    for stage in gathered:
+        reshard = Action(Kind.RESHARD, stage)
+        message = f"rank {rank}: {reshard} is missing; stage {stage} stays gathered after the step"
+        yield Problem(rank, message, (reshard, reshard._replace(kind=Kind.UNSHARD)))
+
+
+def _reduced(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator[Problem]:
+    last: dict[int | None, int] = {
+        part.stage: index for index, action in enumerate(row) for part in action.passes if part.kind is not Kind.F
+    }
+    for stage in schedule.stages_of(rank):
+        action = Action(Kind.REDUCE, stage)
+        found = [index for index, other in enumerate(row) if other == action]
+        if len(found) != 1:
+            message = f"rank {rank}: {action} is there {len(found)} times; it must be there once"
+            yield Problem(rank, message, (action,))
+        elif found[0] < last[stage]:
+            message = f"rank {rank}, action {found[0]}, {action}: comes before {row[last[stage]]}, its last backward"
+            yield Problem(rank, message, (action, row[last[stage]]))
+
+
+def _deadlock(schedule: Schedule) -> Iterator[Problem]:
+    try:
+        simulate(schedule, lambda _: 0, slots=0)
+    except DeadlockError as error:
+        actions = [a for wait in error.waits for a in (wait.action, wait.needed_action) if a is not None]
+        yield Problem(error.waits[0].rank, str(error), tuple(dict.fromkeys(actions)))
+
+
+def _live(schedule: Schedule, max_live: int) -> Iterator[Problem]:
+    """No rank keeps more activations than it may."""
+    for rank, row in enumerate(schedule.actions):
+        live = 0
+        for index, action in enumerate(row):
+            for part in action.passes:
+                live += {Kind.F: 1, Kind.B: -1, Kind.W: -1}.get(part.kind, 0)
+            if live > max_live:
+                yield Problem(
+                    rank,
+                    f"rank {rank}, action {index}, {action}: keeps activations of {live} micro-batches and stages; at "
+                    f"most {max_live} are allowed",
+                    (action,),
+                )
+                break
