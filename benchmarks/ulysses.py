@@ -53,7 +53,7 @@ class Layer:
         state = init_parallel_state(ulysses_size=RANKS)
         split = split_sequence(tokens, sp=RANKS)
         self.shard = UlyssesShard(split, state.sp_group, state.cp_group)
-        self.rows = torch.from_numpy(split.rows[dist.get_rank()])
+        self.rows = torch.from_numpy(split.positions[dist.get_rank()])
         self.heads, self.tokens, self.hidden_size = hidden // HEAD_DIM, tokens, hidden
         torch.manual_seed(0)
         model: Any = foundation_class(self.config)(self.config)
@@ -95,7 +95,7 @@ class Layer:
     def communicate(self) -> None:
         """The all-to-alls of a step."""
         own = torch.zeros(len(self.rows), self.heads, HEAD_DIM, requires_grad=True)
-        spans, rows = equal_spans(self.heads, RANKS), self.shard.rows_of_ranks
+        spans, rows = equal_spans(self.heads, RANKS), self.shard.lengths_of_ranks
         for_attention = rows_to_heads([own] * 3, [spans] * 3, rows, self.shard.sp_group)
         (output,) = heads_to_rows([for_attention[0]], [spans], rows, self.shard.sp_group)
         torch.autograd.grad(output, own, output.detach())

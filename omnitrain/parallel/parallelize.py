@@ -37,7 +37,7 @@ from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
-from omnitrain.parallel.sequence.apply import part_of_call
+from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state
 from omnitrain.parallel.tensor.adapters import styles_with_adapters
@@ -216,7 +216,7 @@ def _spread_experts(
 def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
     """The components whose calls all ranks of a sequence group make together."""
     return {
-        name: SharedTower(model, parameters.values(), partial(part_of_call, state))
+        name: SharedTower(model, parameters.values(), partial(slice_of_call, state))
         for name, parameters in model.components.items()
         if name != FOUNDATION and (plans[name].ulysses or 1) > 1
     }

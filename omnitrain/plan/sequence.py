@@ -22,17 +22,17 @@ class SequenceSplit:
         num_tokens: tokens of the whole sequence.
         sp: ranks that exchange tokens for heads (Ulysses).
         cp: ranks of the attention ring.
-        rows: for each rank ``cp_rank * sp + sp_rank``: ``[tokens of the rank]`` int64, ascending token indices.
+        positions: for each rank ``cp_rank * sp + sp_rank``: ``[tokens of the rank]`` int64, ascending token indices.
     """
 
     num_tokens: int
     sp: int
     cp: int
-    rows: tuple[np.ndarray, ...]
+    positions: tuple[np.ndarray, ...]
 
-    def rows_of_ring(self, cp_rank: int) -> tuple[np.ndarray, ...]:
-        """Return ``rows`` of the sp ranks of one cp rank; concatenated, they ascend."""
-        return self.rows[cp_rank * self.sp : (cp_rank + 1) * self.sp]
+    def positions_of_ring(self, cp_rank: int) -> tuple[np.ndarray, ...]:
+        """Return ``positions`` of the sp ranks of one cp rank; concatenated, they ascend."""
+        return self.positions[cp_rank * self.sp : (cp_rank + 1) * self.sp]
 
     def chunks(self, cp_rank: int) -> tuple[tuple[int, int], ...]:
         """Return ``(start, stop)`` of the one or two runs of tokens on a cp rank, ascending."""
@@ -64,7 +64,7 @@ def split_sequence(num_tokens: int, *, sp: int, cp: int = 1) -> SequenceSplit:
         for cp_rank in range(cp)
     ]
     return SequenceSplit(
-        num_tokens, sp, cp, tuple(rows for tokens in by_cp_rank for rows in np.array_split(tokens, sp))
+        num_tokens, sp, cp, tuple(part for tokens in by_cp_rank for part in np.array_split(tokens, sp))
     )
 
 

@@ -13,7 +13,7 @@ def test_sections_are_the_tokens_of_a_rank_and_cut_only_what_other_ranks_have_a_
     cp: int, offsets: tuple[int, ...]
 ) -> None:
     split = split_sequence(24, sp=1, cp=cp)
-    for cp_rank, rows in enumerate(split.rows):
+    for cp_rank, rows in enumerate(split.positions):
         sections = sections_of(split.chunks(cp_rank), offsets)
         assert [token for section in sections for token in range(section.start, section.stop)] == rows.tolist()
         for section in sections:

@@ -11,12 +11,12 @@ DEGREES = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (3, 2), (2, 3)]
 def test_every_token_is_on_one_rank_and_no_rank_is_empty(sp: int, cp: int) -> None:
     for num_tokens in range(sp * cp, 98):
         split = split_sequence(num_tokens, sp=sp, cp=cp)
-        assert sorted(np.concatenate(split.rows).tolist()) == list(range(num_tokens))
-        sizes = [len(rows) for rows in split.rows]
+        assert sorted(np.concatenate(split.positions).tolist()) == list(range(num_tokens))
+        sizes = [len(rows) for rows in split.positions]
         assert min(sizes) >= 1
         assert len(sizes) == sp * cp
         for cp_rank in range(cp):
-            of_ring = [len(rows) for rows in split.rows_of_ring(cp_rank)]
+            of_ring = [len(rows) for rows in split.positions_of_ring(cp_rank)]
             assert max(of_ring) - min(of_ring) <= 1
 
 
@@ -26,16 +26,16 @@ def test_rows_of_a_cp_rank_are_its_chunks_end_to_end(sp: int, cp: int) -> None:
         split = split_sequence(num_tokens, sp=sp, cp=cp)
         for cp_rank in range(cp):
             expected = [token for start, stop in split.chunks(cp_rank) for token in range(start, stop)]
-            assert np.concatenate(split.rows_of_ring(cp_rank)).tolist() == expected == sorted(expected)
+            assert np.concatenate(split.positions_of_ring(cp_rank)).tolist() == expected == sorted(expected)
 
 
 def test_zigzag_gives_all_cp_ranks_the_same_causal_work() -> None:
     split = split_sequence(64, sp=1, cp=4)
-    assert [int((rows + 1).sum()) for rows in split.rows] == [65 * 64 // 2 // 4] * 4
+    assert [int((rows + 1).sum()) for rows in split.positions] == [65 * 64 // 2 // 4] * 4
 
 
 def test_small_example_of_the_docstring() -> None:
-    rows = [rows.tolist() for rows in split_sequence(8, sp=2, cp=2).rows]
+    rows = [rows.tolist() for rows in split_sequence(8, sp=2, cp=2).positions]
     assert rows == [[0, 1], [6, 7], [2, 3], [4, 5]]
 
 

@@ -97,7 +97,7 @@ def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, cont
             whole = _Whole.of(runner, Pack.from_samples(together))
             heads |= whole.heads
             for degrees in _SPLITS:
-                for positions in split_sequence(whole.num_tokens, **degrees).rows:
+                for positions in split_sequence(whole.num_tokens, **degrees).positions:
                     error = whole.error_of(runner, torch.from_numpy(positions))
                     if not error <= TOLERANCE:
                         fact = f"logits of a slice differ by {error:.1e} of the largest from those of the whole"
@@ -127,16 +127,19 @@ class _Whole(Recorded):
         return worst([relative(logits, self.logits[positions]), *replayed.errors])
 
 
-def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> Tensor:
-    sliced = EncodedMedia({name: rows for name, rows in _slice(runner, pack, media, part).items() if len(rows.main)})
-    row = runner.row_of(pack, part)
-    output = runner.run_pack(cut_pack(pack, part), sliced, lambda hidden, head: head.forward(hidden), row)
+def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, sequence_slice: Any) -> Tensor:
+    features = _slice(runner, pack, media, sequence_slice)
+    sliced = EncodedMedia({name: rows for name, rows in features.items() if len(rows.main)})
+    row = runner.row_of(pack, sequence_slice)
+    output = runner.run_pack(cut_pack(pack, sequence_slice), sliced, lambda hidden, head: head.forward(hidden), row)
     logits: Tensor = output.logits[0]
     return logits
 
 
-def _slice(runner: FoundationRunner, pack: Pack, media: EncodedMedia, part: Any) -> dict[str, MediaFeatures]:
+def _slice(runner: FoundationRunner, pack: Pack, media: EncodedMedia, sequence_slice: Any) -> dict[str, MediaFeatures]:
     """The features whose placeholders lie in the slice; features are in the order of their placeholders."""
     ids = pack.input_ids[0].cpu()
     placeholders = {name: (ids == runner.native.interfaces[name].token_id).nonzero()[:, 0] for name in media.native}
-    return {name: rows.at(local_positions(part, placeholders[name])[0]) for name, rows in media.native.items()}
+    return {
+        name: rows.at(local_positions(sequence_slice, placeholders[name])[0]) for name, rows in media.native.items()
+    }

@@ -135,6 +135,6 @@ class _Calls:
             self.recorded.append(Recorded(num_rows))
             return self.recorded[-1]
         whole = self.recorded[len(self.replayed)]
-        positions = split_sequence(num_rows, sp=_NUM_SLICES).rows[self._slice]
+        positions = split_sequence(num_rows, sp=_NUM_SLICES).positions[self._slice]
         self.replayed.append(Replayed(whole, torch.from_numpy(positions)))
         return self.replayed[-1]

@@ -209,7 +209,7 @@ def head_of(model: PreTrainedModel) -> nn.Module:
 
 
 class Recorded:
-    """A whole row as a :class:`~omnitrain.ops.attention.RowPart`, which records the layers that mix tokens.
+    """A whole pack as a :class:`~omnitrain.ops.attention.SequenceSlice`, which records the layers that mix tokens.
 
     Attributes:
         heads: numbers of query heads of the attentions.
@@ -221,7 +221,7 @@ class Recorded:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens, self.num_rows, self.attention = num_tokens, num_tokens, self
-        self.rows = self.host_rows = torch.arange(num_tokens)
+        self.positions = self.host_positions = torch.arange(num_tokens)
         self.heads: set[int] = set()
         self.attended: list[tuple[Call, Tensor]] = []
         self.gathered: list[Tensor] = []
@@ -245,7 +245,7 @@ class Recorded:
 
 
 class Replayed:
-    """A slice of a recorded row as a :class:`~omnitrain.ops.attention.RowPart`; its layers return recorded outputs.
+    """A :class:`~omnitrain.ops.attention.SequenceSlice` of a recorded pack; its layers return recorded outputs.
 
     Attributes:
         errors: relative errors of the slice's inputs to these layers.
@@ -254,7 +254,7 @@ class Replayed:
     num_ranks = 1
 
     def __init__(self, whole: Recorded, rows: Tensor) -> None:
-        self.rows = self.host_rows = rows
+        self.positions = self.host_positions = rows
         self.num_tokens, self.num_rows, self.attention = whole.num_tokens, len(rows), self
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
         self.errors = [0.0]
@@ -263,19 +263,19 @@ class Replayed:
         """Compare the inputs with the recorded call, and return the recorded output of the slice's tokens."""
         expected, output = next(self._attended)
         for name in ("query", "key", "value"):
-            self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.rows]))
-        return output[:, self.rows]
+            self.errors.append(relative(getattr(call, name), getattr(expected, name)[:, :, self.positions]))
+        return output[:, self.positions]
 
     def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Compare the inputs with the recorded ones, and return the recorded output of the slice's tokens."""
         for tensor in tensors:
             self.gather(tensor, 0)
-        return next(self._gathered)[self.rows]
+        return next(self._gathered)[self.positions]
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Compare ``tensor`` with the recorded one, and return the recorded tensor of all tokens."""
         whole = next(self._gathered)
-        self.errors.append(relative(tensor, whole.index_select(dim, self.rows)))
+        self.errors.append(relative(tensor, whole.index_select(dim, self.positions)))
         return whole
 
 

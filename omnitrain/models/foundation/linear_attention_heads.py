@@ -104,12 +104,12 @@ def _delta_rule(
 
 def _run(compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor], num_heads: int) -> Tensor:
     """Run ``compute`` over the whole row for this rank's heads; for all heads if their number is not divisible."""
-    part = _row().part
-    assert part is not None
-    if num_heads % part.num_ranks == 0:
-        return part.by_heads(compute, tensors)
-    whole = compute([part.gather(tensor, 0) for tensor in tensors], slice(0, num_heads))
-    return whole.index_select(0, part.rows)
+    sequence_slice = _row().sequence_slice
+    assert sequence_slice is not None
+    if num_heads % sequence_slice.num_ranks == 0:
+        return sequence_slice.by_heads(compute, tensors)
+    whole = compute([sequence_slice.gather(tensor, 0) for tensor in tensors], slice(0, num_heads))
+    return whole.index_select(0, sequence_slice.positions)
 
 
 def _samples(whole: Tensor) -> list[Tensor]:

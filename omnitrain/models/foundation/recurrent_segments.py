@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.linear_attention_heads import by_heads
-from omnitrain.ops.attention import MaskSpec, RowPart, packed, packed_row
+from omnitrain.ops.attention import MaskSpec, SequenceSlice, packed, packed_row
 from omnitrain.ops.attention.packed_context import check_recomputation, relies_on_context
 from omnitrain.ops.patch_forward import Forward, set_forward
 
@@ -46,17 +46,17 @@ def _segmented_forward(kind: type[nn.Module]) -> Forward:
             check_recomputation(self)
             return alone(self, *args, **kwargs)
         relies_on_context(self)
-        if row.part is not None and (shared := by_heads(alone)) is not None:
+        if row.sequence_slice is not None and (shared := by_heads(alone)) is not None:
             return shared(self, *args, **kwargs)
-        if row.part is not None:
-            args, kwargs = gathered_whole((args, kwargs), row.part)
+        if row.sequence_slice is not None:
+            args, kwargs = gathered_whole((args, kwargs), row.sequence_slice)
         outputs = []
         for start, stop in pairwise(row.offsets):
             with packed((0, stop - start)):
                 sample = cut_rows((args, kwargs), row.offsets[-1], start, stop)
                 outputs.append(alone(self, *sample[0], **sample[1]))
         whole = _end_to_end(outputs, [stop - start for start, stop in pairwise(row.offsets)])
-        return whole if row.part is None else keep_rows(whole, row.part)
+        return whole if row.sequence_slice is None else keep_rows(whole, row.sequence_slice)
 
     return forward
 
@@ -87,7 +87,7 @@ def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
     return each(value, lambda item: cut_rows(item, length, start, stop))
 
 
-def gathered_whole(value: Any, part: RowPart) -> Any:
+def gathered_whole(value: Any, sequence_slice: SequenceSlice) -> Any:
     """Gather all tensors along a slice to the whole row.
 
     Raises:
@@ -96,22 +96,22 @@ def gathered_whole(value: Any, part: RowPart) -> Any:
     if isinstance(value, MaskSpec):
         return value.whole
     if isinstance(value, Tensor):
-        if _is_square(value.shape, part.rows.numel()):
+        if _is_square(value.shape, sequence_slice.positions.numel()):
             raise UserError(
                 "ranks cannot share the sequence of this model: its mask covers only the tokens of one rank; set "
                 "ulysses and cp to 1"
             )
-        dim = row_dim(value.shape, part.rows.numel())
-        return value if dim is None else part.gather(value, dim)
-    return each(value, lambda item: gathered_whole(item, part))
+        dim = row_dim(value.shape, sequence_slice.positions.numel())
+        return value if dim is None else sequence_slice.gather(value, dim)
+    return each(value, lambda item: gathered_whole(item, sequence_slice))
 
 
-def keep_rows(value: Any, part: RowPart) -> Any:
+def keep_rows(value: Any, sequence_slice: SequenceSlice) -> Any:
     """Return this rank's tokens of all tensors along the whole row."""
     if isinstance(value, Tensor):
-        dim = row_dim(value.shape, part.num_tokens)
-        return value if dim is None else value.index_select(dim, part.rows)
-    return each(value, lambda item: keep_rows(item, part))
+        dim = row_dim(value.shape, sequence_slice.num_tokens)
+        return value if dim is None else value.index_select(dim, sequence_slice.positions)
+    return each(value, lambda item: keep_rows(item, sequence_slice))
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:

@@ -28,7 +28,7 @@ from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import Stage
-from omnitrain.ops.attention import MaskSpec, PackedRow, RowPart, inside, use_omnitrain_attention
+from omnitrain.ops.attention import MaskSpec, PackedRow, SequenceSlice, inside, use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
@@ -190,7 +190,7 @@ class FoundationRunner:
         self,
         pack: Pack,
         media: EncodedMedia | None = None,
-        part: RowPart | None = None,
+        sequence_slice: SequenceSlice | None = None,
         stage: Stage | None = None,
     ) -> FoundationOutput:
         """Compute the language-model loss of a pack and the last hidden states.
@@ -200,44 +200,48 @@ class FoundationRunner:
         Args:
             pack: the micro-batch.
             media: features for the tokens of ``part``.
-            part: the slice of the sequence to run; losses and hidden states cover only its tokens. None: all tokens.
+            sequence_slice: the tokens to run; losses and hidden states cover only these. None: all tokens.
             stage: the last stage of a pipeline; None: the whole model.
 
         Raises:
             UserError: the pack has several samples and the model cannot keep them apart, or ranks share the sequence of
                 a sample that the foundation's own forward reads, or such a sample is given to a stage.
         """
-        with self._local(pack, part, stage) as (local, row):
+        with self._local(pack, sequence_slice, stage) as (local, row):
             loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
             run = partial(self.run_pack, local, media or EncodedMedia(), row=row, stage=stage)
             term, hidden = loss(local, lambda head: run(head=head))
         return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
-    def stage_output(self, pack: Pack, media: EncodedMedia | None, part: RowPart | None, stage: Stage) -> Tensor:
+    def stage_output(
+        self, pack: Pack, media: EncodedMedia | None, sequence_slice: SequenceSlice | None, stage: Stage
+    ) -> Tensor:
         """Run a stage that is not the last; arguments and errors are those of :meth:`text_loss`.
 
         Returns:
             ``[1, t, hidden]``, the hidden states for the next stage.
         """
-        with self._local(pack, part, stage) as (local, row):
+        with self._local(pack, sequence_slice, stage) as (local, row):
             hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, row, stage)
         return self.in_forward.with_zero_gradients(hidden)
 
     @contextmanager
-    def _local(self, pack: Pack, part: RowPart | None, stage: Stage | None) -> Iterator[tuple[Pack, PackedRow | None]]:
+    def _local(
+        self, pack: Pack, sequence_slice: SequenceSlice | None, stage: Stage | None
+    ) -> Iterator[tuple[Pack, PackedRow | None]]:
         """The context of a forward over a pack: its tokens on this rank, and the row that samples or ranks share."""
         if not self.contract.packs and len(pack.info.lengths) > 1:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
             )
-        if part is not None:
+        if sequence_slice is not None:
             self.in_forward.require_whole_row(pack)
         if stage is not None:
             self.in_forward.require_whole_model(pack)
-        local = pack if part is None else cut_pack(pack, part)
-        read = to_device(local_positions(part, pack.read_rows)[1], local.input_ids.device)
+        local = pack if sequence_slice is None else cut_pack(pack, sequence_slice)
+        read = to_device(local_positions(sequence_slice, pack.read_rows)[1], local.input_ids.device)
         with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
-            yield local, self.row_of(pack, part)
+            yield local, self.row_of(pack, sequence_slice)
 
     def _loss_in_head(self, pack: Pack, run: Callable[[Head], Any]) -> tuple[LossTerm, Tensor]:
         """Compute logits only for supervised tokens, chunk by chunk."""
@@ -276,12 +280,13 @@ class FoundationRunner:
         term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
         return term, states[0] if states else None
 
-    def row_of(self, pack: Pack, part: RowPart | None) -> PackedRow | None:
+    def row_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedRow | None:
         """Describe a row that samples or ranks share; None for other rows. Uses only host values."""
-        if part is None and (pack.forward_inputs or not self.contract.packs):
+        if sequence_slice is None and (pack.forward_inputs or not self.contract.packs):
             return None
         offsets = (0, *accumulate(pack.info.lengths))
-        return PackedRow(offsets, part, None if part is None else cache(partial(self._whole_masks, pack, offsets)))
+        whole_masks = None if sequence_slice is None else cache(partial(self._whole_masks, pack, offsets))
+        return PackedRow(offsets, sequence_slice, whole_masks)
 
     @torch.no_grad()
     def _whole_masks(self, pack: Pack, offsets: tuple[int, ...]) -> list[MaskSpec]:

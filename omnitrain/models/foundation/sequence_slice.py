@@ -12,39 +12,40 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack, PackInfo
-from omnitrain.ops.attention import RowPart
+from omnitrain.ops.attention import SequenceSlice
 from omnitrain.ops.device import to_device
 
 
-def local_positions(part: RowPart | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Find the tokens that are on this rank, and their positions in its slice. All tensors are on the host.
 
     Args:
-        part: the slice; None: the whole row.
+        sequence_slice: the slice; None: all tokens.
         positions: ``[n]`` int64, tokens of the whole row, in any order.
 
     Returns:
         ``[m]`` int64, indices into ``positions``; ``[m]`` int64, positions in the slice.
     """
-    if part is None:
+    if sequence_slice is None:
         return torch.arange(len(positions)), positions
-    local = torch.searchsorted(part.host_rows, positions).clamp(max=len(part.host_rows) - 1)
-    index = (part.host_rows[local] == positions).nonzero()[:, 0]
+    on_rank = sequence_slice.host_positions
+    local = torch.searchsorted(on_rank, positions).clamp(max=len(on_rank) - 1)
+    index = (on_rank[local] == positions).nonzero()[:, 0]
     return index, local[index]
 
 
-def cut_pack(pack: Pack, part: RowPart) -> Pack:
+def cut_pack(pack: Pack, sequence_slice: SequenceSlice) -> Pack:
     """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` stay those of the whole row."""
-    index, rows = local_positions(part, pack.text_rows)
+    index, rows = local_positions(sequence_slice, pack.text_rows)
     return replace(
         pack,
-        input_ids=pack.input_ids[:, part.rows],
-        position_ids=pack.position_ids[..., part.rows],
+        input_ids=pack.input_ids[:, sequence_slice.positions],
+        position_ids=pack.position_ids[..., sequence_slice.positions],
         text_rows=rows,
         text_labels=pack.text_labels[to_device(index, pack.text_labels.device)],
         inputs={},
         targets={},
-        token_inputs={name: values[:, part.rows] for name, values in pack.token_inputs.items()},
+        token_inputs={name: values[:, sequence_slice.positions] for name, values in pack.token_inputs.items()},
     )
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from omnitrain.ops.attention import RowPart, offsets_on
+from omnitrain.ops.attention import SequenceSlice, offsets_on
 
-MakePart = Callable[[int, torch.device], RowPart | None]
+MakeSlice = Callable[[int, torch.device], SequenceSlice | None]
 
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -28,15 +28,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 class SharedTower:
     """The blocks of a component, with hooks that do nothing until :meth:`sharing`."""
 
-    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], part_of: MakePart) -> None:
+    def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], slice_of: MakeSlice) -> None:
         """Attach.
 
         Args:
             model: the model that contains the component.
             parameters: the component's parameters.
-            part_of: number of rows of a call, and their device -> this rank's slice; None: all ranks run all rows.
+            slice_of: number of rows of a call, and their device -> this rank's slice; None: all ranks run all rows.
         """
-        self._stacks = [_Stack(blocks, siblings, part_of) for blocks, siblings in _stacks_of(model, set(parameters))]
+        self._stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
 
     @property
     def num_stacks(self) -> int:
@@ -79,10 +79,10 @@ def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 class _Stack:
     """One list of blocks, and this rank's slice of the current call."""
 
-    def __init__(self, blocks: Sequence[nn.Module], siblings: Iterable[nn.Module], part_of: MakePart) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], siblings: Iterable[nn.Module], slice_of: MakeSlice) -> None:
         self.is_open = False
-        self._part_of = part_of
-        self._part: RowPart | None = None
+        self._slice_of = slice_of
+        self._slice: SequenceSlice | None = None
         self._offsets: dict[int, tuple[Tensor, Tensor]] = {}  # id of the whole call's tensor -> (it, the slice's)
         self._between: Tensor | None = None  # output of the latest block
         self._first = blocks[0]
@@ -100,7 +100,7 @@ class _Stack:
         self._end()
 
     def _end(self) -> None:
-        self._part, self._between = None, None
+        self._slice, self._between = None, None
         self._offsets.clear()
 
     def _cut(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -110,44 +110,49 @@ class _Stack:
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
         if block is self._first:
             hidden = arguments[self._names[0]]
-            self._part = self._part_of(hidden.size(0), hidden.device) if hidden.ndim == 2 else None
-        if self._part is None:
+            self._slice = self._slice_of(hidden.size(0), hidden.device) if hidden.ndim == 2 else None
+        if self._slice is None:
             return None
-        sliced = {name: self._of_part(name, value) for name, value in arguments.items()}
+        sliced = {name: self._sliced(name, value) for name, value in arguments.items()}
         return tuple(sliced.pop(name) for name in self._names[: len(args)]), sliced
 
-    def _of_part(self, name: str, value: Any) -> Any:
-        part = self._part
-        assert part is not None
+    def _sliced(self, name: str, value: Any) -> Any:
+        sequence_slice = self._slice
+        assert sequence_slice is not None
         if name in _OFFSETS and isinstance(value, Tensor):
             if id(value) not in self._offsets:  # computed once for all blocks: it reads the values
-                self._offsets[id(value)] = value, offsets_on(value, part.attention)
+                self._offsets[id(value)] = value, offsets_on(value, sequence_slice.attention)
             return self._offsets[id(value)][1]
 
         def cut(tensor: Tensor) -> Tensor:
-            return tensor[part.rows] if tensor.ndim and tensor.size(0) == part.num_tokens else tensor
+            is_whole = tensor.ndim and tensor.size(0) == sequence_slice.num_tokens
+            return tensor[sequence_slice.positions] if is_whole else tensor
 
         return tree_map_only(Tensor, cut, value)
 
     def _keep_output(self, block: nn.Module, args: Any, output: Any) -> None:
-        if self._part is not None:
+        if self._slice is not None:
             self._between = output if isinstance(output, Tensor) else output[0]
 
     def _gather_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Gather the output of a block that a sibling of the blocks takes (deepstack)."""
-        part, between = self._part, self._between
-        if part is None or between is None:
+        sequence_slice, between = self._slice, self._between
+        if sequence_slice is None or between is None:
             return None
 
         def gathered(tensor: Tensor) -> Tensor:
             is_same = tensor.data_ptr() == between.data_ptr() and tensor.shape == between.shape
-            return part.gather(tensor, 0) if is_same else tensor
+            return sequence_slice.gather(tensor, 0) if is_same else tensor
 
         return tree_map_only(Tensor, gathered, (args, kwargs))
 
     def _gather_output(self, block: nn.Module, args: Any, output: Any) -> Any:
-        if self._part is None:
+        if self._slice is None:
             return None
-        part, num_rows = self._part, len(self._part.rows)
+        sequence_slice, num_rows = self._slice, len(self._slice.positions)
         self._end()
-        return tree_map_only(Tensor, lambda t: part.gather(t, 0) if t.ndim and t.size(0) == num_rows else t, output)
+
+        def gathered(tensor: Tensor) -> Tensor:
+            return sequence_slice.gather(tensor, 0) if tensor.ndim and tensor.size(0) == num_rows else tensor
+
+        return tree_map_only(Tensor, gathered, output)

@@ -21,7 +21,7 @@ from omnitrain.models.components.media_calls import MediaCall, media_calls
 from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings
 from omnitrain.models.foundation.sequence_slice import local_positions
-from omnitrain.ops.attention import RowPart
+from omnitrain.ops.attention import SequenceSlice
 from omnitrain.ops.device import to_device
 
 Exchange = Callable[..., tuple[Tensor, ...]]
@@ -40,7 +40,7 @@ class MicroBatchWork:
         exchanges: component -> sends the features that this rank encoded to the ranks that need them, and returns
             those that its own pack needs, name by name in the order of their items. Without an entry, every rank
             encodes for itself.
-        part: the tokens of the pack over which this rank runs the foundation; None: all of them.
+        sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
         cut: components whose exchange returns only the features for these tokens.
         together: component -> a context in which all ranks that share the pack make its calls together.
     """
@@ -49,7 +49,7 @@ class MicroBatchWork:
     heads: Collection[str] = ()
     media_calls: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
-    part: RowPart | None = None
+    sequence_slice: SequenceSlice | None = None
     cut: Collection[str] = ()
     together: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
     drawn = {**pack.inputs, **pack.targets}
     for component, names in model.media_names.items():
         batches = {name: drawn[name] for name in names if name in drawn}
-        places = {name: local_positions(work.part, batch.positions) for name, batch in batches.items()}
+        places = {name: local_positions(work.sequence_slice, batch.positions) for name, batch in batches.items()}
         made: dict[str, list[_Made]] = {}
         minimal: list[_Made] = []
         for name in names:  # the same order on all ranks, with or without data
@@ -134,7 +134,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
             rows, codes = _together(made[name], name in pack.targets)
             if codes is not None:
                 labels[name] = codes
-            if work.part is not None and component not in work.cut:
+            if work.sequence_slice is not None and component not in work.cut:
                 rows = rows.at(index) if isinstance(rows, MediaFeatures) else rows[to_device(index, rows.device)]
             if not len(index):  # the model runs as it does over text
                 idle += _tensors(rows)

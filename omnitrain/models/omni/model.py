@@ -36,7 +36,7 @@ from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, id
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.save import save_whole
-from omnitrain.ops.attention import RowPart, use_omnitrain_attention
+from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
@@ -256,7 +256,7 @@ class OmniModel(ComponentModel):
             work: as of :meth:`forward`.
         """
         work = work or MicroBatchWork()
-        return encode(self, self._filled_up(pack, work.part), work)
+        return encode(self, self._filled_up(pack, work.sequence_slice), work)
 
     def run_foundation(self, encoded: EncodedPack) -> FoundationOutput:
         """Second step of :meth:`forward`: run the foundation over text and media.
@@ -264,7 +264,7 @@ class OmniModel(ComponentModel):
         Args:
             encoded: the result of :meth:`encode_media`.
         """
-        return self.runner.text_loss(encoded.pack, encoded.media, encoded.work.part)
+        return self.runner.text_loss(encoded.pack, encoded.media, encoded.work.sequence_slice)
 
     def run_stage(
         self, encoded: EncodedPack, span: BlockSpan, arrived: torch.Tensor | None
@@ -286,10 +286,10 @@ class OmniModel(ComponentModel):
         for cut in (span.start, span.stop):
             self.stage_contract.require(type(self.foundation).__name__, cut)
         stage = Stage(span, self.stage_contract, arrived)
-        pack, media, part = encoded.pack, encoded.media, encoded.work.part
+        pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice
         if span.is_last:
-            return self.runner.text_loss(pack, media, part, stage)
-        return self.runner.stage_output(pack, media, part, stage)
+            return self.runner.text_loss(pack, media, sequence_slice, stage)
+        return self.runner.stage_output(pack, media, sequence_slice, stage)
 
     def run_heads(self, encoded: EncodedPack, output: FoundationOutput) -> OmniOutput:
         """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states.
@@ -298,16 +298,16 @@ class OmniModel(ComponentModel):
             encoded: the result of :meth:`encode_media`.
             output: the result of :meth:`run_foundation`.
         """
-        pack, part, hidden = encoded.pack, encoded.work.part, output.hidden
+        pack, sequence_slice, hidden = encoded.pack, encoded.work.sequence_slice, output.hidden
         idle = list(encoded.idle)
-        losses, read = {}, {"text": pack.text_rows[local_positions(part, pack.text_rows)[0]]}
+        losses, read = {}, {"text": pack.text_rows[local_positions(sequence_slice, pack.text_rows)[0]]}
         for name in sorted({*encoded.labels, *encoded.work.heads}):
             if hidden is None:
                 foundation = type(self.foundation).__name__
                 raise UserError(f"{foundation} hides its last hidden states; no decoder can read them")
             decoder = self.decoders[name]
             predicted_from = pack.targets[name].positions - 1 if name in encoded.labels else pack.text_rows[:0]
-            index, positions = local_positions(part, predicted_from)
+            index, positions = local_positions(sequence_slice, predicted_from)
             if len(positions):
                 labels = encoded.labels[name][to_device(index, hidden.device)]
                 losses[name] = decoder.lm_head(hidden[0, to_device(positions, hidden.device)], labels)
@@ -317,9 +317,9 @@ class OmniModel(ComponentModel):
         losses = {"text": replace(output.text, sum=with_zero_gradients(output.text.sum, idle))} | losses
         return OmniOutput(losses, read, None if hidden is None else hidden.detach())
 
-    def _filled_up(self, pack: Pack, part: RowPart | None) -> Pack:
+    def _filled_up(self, pack: Pack, sequence_slice: SequenceSlice | None) -> Pack:
         """Add a sample to a pack that has fewer tokens than ranks that share it."""
-        missing = 0 if part is None else part.num_tokens - pack.num_tokens
+        missing = 0 if sequence_slice is None else sequence_slice.num_tokens - pack.num_tokens
         if not missing:
             return pack
         return filled_up(pack, Pack.from_samples([idle_prompt(self, missing)]).to(pack.input_ids.device))

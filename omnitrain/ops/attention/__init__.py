@@ -11,7 +11,7 @@ by itself.
 
 from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable
 from omnitrain.ops.attention.install import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
-from omnitrain.ops.attention.packed_context import PackedRow, RowPart, inside, packed, packed_row
+from omnitrain.ops.attention.packed_context import PackedRow, SequenceSlice, inside, packed, packed_row
 from omnitrain.ops.attention.spec import MaskSpec, offsets_on
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "AttentionRow",
     "MaskSpec",
     "PackedRow",
-    "RowPart",
+    "SequenceSlice",
     "attention_report",
     "backend_names",
     "inside",

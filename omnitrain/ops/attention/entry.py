@@ -47,7 +47,7 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch
         raise UserError("a packed row has no padding, but attention_mask masks out tokens")
     spec = _described(row, arguments["mask_function"], arguments.get("use_vmap", False), arguments["device"])
     row.masks.append(spec)
-    return spec if row.part is None else spec.on(row.part.attention)
+    return spec if row.sequence_slice is None else spec.on(row.sequence_slice.attention)
 
 
 def _described(row: PackedRow, function: MaskFunction, use_vmap: bool, device: torch.device) -> MaskSpec:
@@ -131,7 +131,7 @@ def _spec(
     row = packed_row()
     if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
         offsets, shard = _offsets(module, kwargs), shard_of(cu_seqlens)
-        if shard is not None or row is None or row.part is None or row.offsets != offsets:
+        if shard is not None or row is None or row.sequence_slice is None or row.offsets != offsets:
             _check_fit(module, query, key, offsets[-1] if shard is None else shard.num_rows)
             spec = _spec_of_layer(module, offsets, mask, kwargs)
             return spec if shard is None else spec.on(shard)
@@ -140,7 +140,7 @@ def _spec(
         return None
     relies_on_context(module)
     spec = _spec_of_layer(module, row.offsets, mask, kwargs)
-    return spec if row.part is None else spec.on(row.part.attention)
+    return spec if row.sequence_slice is None else spec.on(row.sequence_slice.attention)
 
 
 def _offsets(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:

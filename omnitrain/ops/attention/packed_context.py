@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from omnitrain.ops.attention.spec import MaskSpec, SequenceShard
 
 
-class RowPart(Protocol):
+class SequenceSlice(Protocol):
     """This rank's slice of a packed row that several ranks share."""
 
     @property
-    def rows(self) -> torch.Tensor:
+    def positions(self) -> torch.Tensor:
         """``[t]`` int64, ascending: the tokens of the row on this rank."""
         ...
 
     @property
-    def host_rows(self) -> torch.Tensor:
-        """``rows``, on the host."""
+    def host_positions(self) -> torch.Tensor:
+        """``positions``, on the host."""
         ...
 
     @property
@@ -75,20 +75,20 @@ class PackedRow:
 
     Attributes:
         offsets: ``(0, ..., T)``, where each sample starts in the whole row, and its end.
-        part: the slice on this rank; None: the whole row.
+        sequence_slice: the slice on this rank; None: the whole row.
         whole_masks: with a slice: makes the masks of the whole row, in the order in which the model requests them.
         masks: masks that the model requested since the row was entered.
     """
 
     offsets: tuple[int, ...]
-    part: RowPart | None = None
+    sequence_slice: SequenceSlice | None = None
     whole_masks: Callable[[], Sequence[MaskSpec]] | None = None
     masks: list[MaskSpec] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
         """Number of tokens that the model gets."""
-        return self.offsets[-1] if self.part is None else self.part.rows.numel()
+        return self.offsets[-1] if self.sequence_slice is None else self.sequence_slice.positions.numel()
 
 
 _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)

@@ -29,7 +29,6 @@ from omnitrain.ops.experts.routers import choice_bias, find_router
 from omnitrain.ops.experts.weights import num_experts_of
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.sequence.apply import SequencePart
 from omnitrain.recipe import ExpertsBalance
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -283,12 +282,11 @@ def _is_real(pack: Pack) -> Tensor:
 
 
 def _sample_tokens(pack: Pack, work: MicroBatchWork) -> _SampleTokens:
-    sample, part = _sample_of_token(pack), work.part
-    assert part is None or isinstance(part, SequencePart)
+    sample, sequence_slice = _sample_of_token(pack), work.sequence_slice
     # The host knows all positions, so this needs no synchronization with the device.
-    positions = torch.arange(len(sample)) if part is None else torch.from_numpy(part.split.rows[part.rank])
+    positions = torch.arange(len(sample)) if sequence_slice is None else sequence_slice.host_positions
     valid = positions < len(sample)  # False for padding
     valid[valid.clone()] = _is_real(pack)[positions[valid]]
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
     on_device = to_device(rows, device), to_device(sample[positions[rows]], device)
-    return _SampleTokens(*on_device, len(pack.info.ids), len(positions), part is not None)
+    return _SampleTokens(*on_device, len(pack.info.ids), len(positions), sequence_slice is not None)

@@ -60,7 +60,7 @@ class RoutingOfRun:
     @contextmanager
     def forward_context(self, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
         """Wrap the forward of a micro-batch."""
-        info, rows = pack.info, work.part.rows if work.part is not None else None
+        info, rows = pack.info, work.sequence_slice.positions if work.sequence_slice is not None else None
         if self._replayed is not None:
             recording = self._replayed.of_samples(info.ids, info.lengths)
             with recording.replayed(self._model, info.ids, info.lengths, rows) as changed:

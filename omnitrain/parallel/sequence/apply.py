@@ -20,7 +20,7 @@ from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.sequence import SequenceSplit, split_sequence
 
 
-def part_of(state: ParallelState, num_tokens: int, device: torch.device) -> SequencePart | None:
+def slice_of(state: ParallelState, num_tokens: int, device: torch.device) -> RankSlice | None:
     """Return this rank's slice of a pack; None: the rank has all tokens.
 
     Args:
@@ -33,10 +33,10 @@ def part_of(state: ParallelState, num_tokens: int, device: torch.device) -> Sequ
         return None
     split = split_sequence(max(num_tokens, fewest_tokens(ranks)), sp=state.size("sp"), cp=state.size("cp"))
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
-    return SequencePart(split, state.rank_in("sequence"), shard, state.sequence_group, device)
+    return RankSlice(split, state.rank_in("sequence"), shard, state.sequence_group, device)
 
 
-def part_of_call(state: ParallelState, num_rows: int, device: torch.device) -> SequencePart | None:
+def slice_of_call(state: ParallelState, num_rows: int, device: torch.device) -> RankSlice | None:
     """Return this rank's slice of the rows of a tower's call, which the sequence group makes; None: all rows.
 
     A tower has no ring attention, so the cp ranks of the group take part in Ulysses, too.
@@ -51,12 +51,12 @@ def part_of_call(state: ParallelState, num_rows: int, device: torch.device) -> S
         return None
     split = split_sequence(num_rows, sp=ranks)
     shard = UlyssesShard(split, state.sequence_group)
-    return SequencePart(split, state.rank_in("sequence"), shard, state.sequence_group, device)
+    return RankSlice(split, state.rank_in("sequence"), shard, state.sequence_group, device)
 
 
 @dataclass(frozen=True, eq=False)
-class SequencePart:
-    """A :class:`~omnitrain.ops.attention.RowPart` of a sequence that ``split`` divides among the ranks of ``group``.
+class RankSlice:
+    """This rank's slice of a sequence that ``split`` divides among the ranks of ``group``.
 
     Attributes:
         split: the split of the sequence.
@@ -73,14 +73,14 @@ class SequencePart:
     device: torch.device
 
     @cached_property
-    def rows(self) -> Tensor:
+    def positions(self) -> Tensor:
         """``[t]`` int64, ascending: the positions of this rank's tokens."""
-        return to_device(self.host_rows, self.device)
+        return to_device(self.host_positions, self.device)
 
     @property
-    def host_rows(self) -> Tensor:
-        """``rows`` on the host."""
-        return torch.from_numpy(self.split.rows[self.rank])
+    def host_positions(self) -> Tensor:
+        """``positions`` on the host."""
+        return torch.from_numpy(self.split.positions[self.rank])
 
     @property
     def num_tokens(self) -> int:
@@ -90,16 +90,16 @@ class SequencePart:
     @cached_property
     def in_order(self) -> Tensor:
         """``[T]`` int64: the index of each token in the concatenated slices of all ranks."""
-        return to_device(torch.from_numpy(np.concatenate(self.split.rows).argsort()), self.device)
+        return to_device(torch.from_numpy(np.concatenate(self.split.positions).argsort()), self.device)
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks that share the sequence."""
-        return len(self.split.rows)
+        return len(self.split.positions)
 
     def by_heads(self, compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        """Compute over the whole sequence of this rank's heads; see :class:`RowPart`."""
-        counts = [len(rows) for rows in self.split.rows]
+        """Compute over the whole sequence of this rank's heads; see :class:`SequenceSlice`."""
+        counts = [len(positions) for positions in self.split.positions]
         heads = equal_spans(tensors[0].size(1), self.num_ranks)
         gathered = rows_to_heads(tensors, [heads] * len(tensors), counts, self.group)
         whole = compute([states[self.in_order] for states in gathered], slice(*heads[self.rank]))
@@ -108,5 +108,5 @@ class SequencePart:
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """All-gather a tensor that has this rank's tokens along ``dim``; the backward sums over the ranks."""
-        counts = [len(rows) for rows in self.split.rows]
+        counts = [len(positions) for positions in self.split.positions]
         return gather_rows(tensor.movedim(dim, 0), counts, self.group)[self.in_order].movedim(0, dim)

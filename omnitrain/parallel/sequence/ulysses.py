@@ -95,10 +95,10 @@ class UlyssesShard:
     cp_group: dist.ProcessGroup | None = None
 
     @cached_property
-    def rows_of_ranks(self) -> list[int]:
+    def lengths_of_ranks(self) -> list[int]:
         """The number of tokens of each rank of ``sp_group``."""
         cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
-        return [len(rows) for rows in self.split.rows_of_ring(cp_rank)]
+        return [len(rows) for rows in self.split.positions_of_ring(cp_rank)]
 
     @cached_property
     def rank(self) -> int:
@@ -108,7 +108,7 @@ class UlyssesShard:
     @property
     def num_rows(self) -> int:
         """The number of tokens of this rank."""
-        return self.rows_of_ranks[self.rank]
+        return self.lengths_of_ranks[self.rank]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
         """See :class:`~omnitrain.ops.attention.spec.SequenceShard`.
@@ -123,10 +123,10 @@ class UlyssesShard:
         if self.split.sp == 1:
             return self.attend_own_heads(call, heads, compute)
         states = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
-        gathered = rows_to_heads(states, [heads.queries, heads.keys, heads.keys], self.rows_of_ranks, self.sp_group)
+        gathered = rows_to_heads(states, [heads.queries, heads.keys, heads.keys], self.lengths_of_ranks, self.sp_group)
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in gathered)
         output = self.attend_own_heads(replace(call, query=query, key=key, value=value), heads, compute)
-        (local,) = heads_to_rows([output[0]], [heads.queries], self.rows_of_ranks, self.sp_group)
+        (local,) = heads_to_rows([output[0]], [heads.queries], self.lengths_of_ranks, self.sp_group)
         return local[None]
 
     def attend_own_heads(self, call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
@@ -143,7 +143,7 @@ class UlyssesShard:
         """
         if table not in self._tables:
             local = table.detach().movedim(dim, 0)
-            self._tables[table] = gather_rows(local, self.rows_of_ranks, self.sp_group).movedim(0, dim)
+            self._tables[table] = gather_rows(local, self.lengths_of_ranks, self.sp_group).movedim(0, dim)
         return self._tables[table]
 
     @cached_property

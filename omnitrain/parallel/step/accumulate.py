@@ -19,7 +19,7 @@ from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.layout import ModelLayout, layout_of, reduce_replicas
-from omnitrain.parallel.sequence.apply import part_of
+from omnitrain.parallel.sequence.apply import slice_of
 from omnitrain.parallel.step.feature_exchange import Exchange
 from omnitrain.parallel.step.feature_routing import positions_of, rows_for_parts
 from omnitrain.parallel.step.media_dispatch import StepBatch
@@ -142,7 +142,9 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
     ranks = np.array(layout.state.loss_ranks if layout is not None else range(plan.topology.world_size))
     rank = int(np.searchsorted(ranks, _rank()))
     calls, heads, exchanges, cut = {}, set(), {}, set()
-    part = None if layout is None else part_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
+    sequence_slice = (
+        None if layout is None else slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
+    )
     for call_site, number in zip(plan.topology.call_sites, plan.calls[micro_batch].tolist(), strict=True):
         if call_site.kind == "encode":
             calls[call_site.name] = number
@@ -152,10 +154,10 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
         if plan.topology.moves(component.name) and plan.is_active(component.name, micro_batch):
             made = [item for call in plan.calls_of(rank, component.name, micro_batch) for item in call.items]
             routes = plan.routes(component.name, micro_batch)
-            if part is not None and component.place != "world" and component.head is None:
+            if sequence_slice is not None and component.place != "world" and component.head is None:
                 cut.add(component.name)
                 positions = positions_of(batch.packs[micro_batch], component)
-                routes, made = rows_for_parts(routes, rank, positions, part.split, made)
+                routes, made = rows_for_parts(routes, rank, positions, sequence_slice.split, made)
             routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
@@ -166,7 +168,13 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
     towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
     together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
     return MicroBatchWork(
-        calls=calls, heads=heads, media_calls=media_calls, exchanges=exchanges, part=part, cut=cut, together=together
+        calls=calls,
+        heads=heads,
+        media_calls=media_calls,
+        exchanges=exchanges,
+        sequence_slice=sequence_slice,
+        cut=cut,
+        together=together,
     )
 
 

@@ -201,13 +201,13 @@ def rows_for_parts(
     is_consumed = routes.consumer == rank
     item, producer, rows = routes.item[is_consumed], routes.producer[is_consumed], routes.rows[is_consumed]
     rank_of_token = np.empty(split.num_tokens, dtype=np.int64)
-    for index, tokens in enumerate(split.rows):
+    for index, tokens in enumerate(split.positions):
         rank_of_token[tokens] = index
     rank_of_row, item_of_row = rank_of_token[positions], np.repeat(np.arange(len(item)), rows)
     starts_run = (np.diff(rank_of_row, prepend=-1) != 0) | (np.diff(item_of_row, prepend=-1) != 0)
     starts = np.flatnonzero(starts_run)
     item_of_run = item_of_row[starts]
-    first_rank = rank - rank % len(split.rows)
+    first_rank = rank - rank % len(split.positions)
     consumer = first_rank + rank_of_row[starts]
     order = np.argsort(consumer, kind="stable")
     lengths = np.diff(starts, append=len(positions))

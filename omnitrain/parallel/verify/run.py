@@ -115,7 +115,7 @@ class _Routing:
         """Wrap the forward of a micro-batch."""
         info = pack.info
         if self._replayed is not None:
-            rows = None if work.part is None else work.part.rows
+            rows = None if work.sequence_slice is None else work.sequence_slice.positions
             with self._replayed[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
                 self._changed.append(changed)
                 yield

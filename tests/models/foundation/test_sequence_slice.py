@@ -16,7 +16,7 @@ def test_the_parts_of_a_pack_are_the_pack(cp: int) -> None:
     """Each token and each label on one rank, in order."""
     whole = pack()
     found = {}
-    for rows in map(torch.from_numpy, split_sequence(whole.num_tokens, sp=3, cp=cp).rows):
+    for rows in map(torch.from_numpy, split_sequence(whole.num_tokens, sp=3, cp=cp).positions):
         own = cut_pack(whole, part(rows))
         assert torch.equal(own.input_ids[0], whole.input_ids[0, rows])
         assert torch.equal(own.position_ids[0], whole.position_ids[0, rows])
@@ -38,4 +38,4 @@ def test_a_row_is_filled_up_with_a_sample_of_its_own() -> None:
 
 
 def part(rows: torch.Tensor) -> Any:
-    return SimpleNamespace(rows=rows, host_rows=rows)
+    return SimpleNamespace(positions=rows, host_positions=rows)

@@ -50,7 +50,7 @@ def attention_gradients(
     """Output of this rank's rows, and the gradients of its hidden states and of each parameter."""
     split = split_sequence(tokens, sp=state.size("sp"), cp=state.size("cp"))
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
-    rows = torch.from_numpy(split.rows[dist.get_rank()])
+    rows = torch.from_numpy(split.positions[dist.get_rank()])
     draw = torch.Generator().manual_seed(1)
     dtype = next(attention.parameters()).dtype
     hidden, of_output = torch.randn(2, 1, tokens, 32, generator=draw).to(dtype)[:, :, rows]

@@ -16,7 +16,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.encode import MicroBatchWork
-from omnitrain.parallel.sequence.apply import part_of
+from omnitrain.parallel.sequence.apply import slice_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.verify import verify
@@ -75,7 +75,10 @@ def errors(model: ot.OmniModel, state: ot.ParallelState, pack: Pack) -> tuple[fl
     """Of loss and gradients over all losses, relative to those of the whole pack on one rank."""
     (whole, expected), (own, got) = (
         _losses_and_gradients(model, pack, work)
-        for work in (MicroBatchWork(), MicroBatchWork(part=part_of(state, pack.num_tokens, torch.device("cpu"))))
+        for work in (
+            MicroBatchWork(),
+            MicroBatchWork(sequence_slice=slice_of(state, pack.num_tokens, torch.device("cpu"))),
+        )
     )
     for tensor in (own, *got.values()):
         dist.all_reduce(tensor)

@@ -48,7 +48,7 @@ def attend_by_shards(calls: list[tuple[str, str]], cp: int) -> float:
 def attend_by_shard(call: Call, state: ParallelState, recompute: bool = False) -> float:
     split = split_sequence(call.query.size(2), sp=state.size("sp"), cp=state.size("cp"))
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
-    rows = torch.from_numpy(split.rows[dist.get_rank()])
+    rows = torch.from_numpy(split.positions[dist.get_rank()])
     assert shard.num_rows == len(rows)
     expected_output = REFERENCE.attend(call)
     expected = gradients(call, expected_output, torch.arange(split.num_tokens))
@@ -124,7 +124,7 @@ def ring_in_bfloat16() -> float:
     call = make_call("causal", "grouped heads", requires_grad=True)
     half = replace(call, **{name: value.detach().bfloat16().requires_grad_() for name, value in leaves(call).items()})
     split = split_sequence(half.query.size(2), sp=1, cp=state.size("cp"))
-    rows = torch.from_numpy(split.rows[dist.get_rank()])
+    rows = torch.from_numpy(split.positions[dist.get_rank()])
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
     exact = REFERENCE.attend(replace(half, **{name: value.detach().float() for name, value in leaves(half).items()}))
     found = shard.attend(shard_call(half, shard, rows), REFERENCE.attend)
@@ -166,7 +166,7 @@ def refused_around_a_ring(name: str) -> None:
         call.mask.general.requires_grad_()
     split = split_sequence(call.query.size(2), sp=1, cp=state.size("cp"))
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
-    shard.attend(shard_call(call, shard, torch.from_numpy(split.rows[dist.get_rank()])), REFERENCE.attend)
+    shard.attend(shard_call(call, shard, torch.from_numpy(split.positions[dist.get_rank()])), REFERENCE.attend)
 
 
 @pytest.mark.parametrize(

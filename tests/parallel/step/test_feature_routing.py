@@ -34,7 +34,7 @@ def test_each_row_of_a_medium_goes_to_the_rank_of_its_token_and_to_no_other(sp: 
         made_by |= dict(zip(order, np.split(sent, stops[:-1]) if order else [], strict=True))
         assert received is None or all((a == b).all() for a, b in zip(received, vars(runs).values(), strict=True))
         received = list(vars(runs).values())
-    for place, own in enumerate(split.rows):
+    for place, own in enumerate(split.positions):
         got = [made_by[run] for run in runs.item[runs.consumer == first + place].tolist()]
         assert np.concatenate([np.zeros(0, dtype=int), *got]).tolist() == [token for token in taken if token in own]
     assert runs.rows.sum() == len(taken)

@@ -109,7 +109,7 @@ def use_async_ulysses(module: nn.Module, layout: AttentionLayout) -> None:
         shard = _shard_in((args, kwargs))
         if shard is None or shard.split.sp == 1:
             return plain(*args, **kwargs)
-        exchange = RowExchange(shard.rows_of_ranks, shard.sp_group)
+        exchange = RowExchange(shard.lengths_of_ranks, shard.sp_group)
         arguments = signature.bind(*args, **kwargs)
         return run_async(self, plain, layout, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
 
