@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +39,10 @@ class Peers(Protocol):
         """Return whether ``flag`` is set on any rank."""
         ...
 
+    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each of ``flags`` whether it is set on any rank, in one exchange."""
+        ...
+
     def sum(self, value: float) -> float:
         """Return the sum of the values of all ranks."""
         ...
@@ -62,6 +66,10 @@ class SingleProcess:
     def any(self, flag: bool) -> bool:
         """Return ``flag``."""
         return flag
+
+    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
+        """Return ``flags``."""
+        return list(flags)
 
     def sum(self, value: float) -> float:
         """Return ``value``."""
@@ -108,9 +116,13 @@ class GlooGroup:
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is set on any rank."""
-        flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flags.item())
+        return self.any_of_each([flag])[0]
+
+    def any_of_each(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each of ``flags`` whether it is set on any rank, in one exchange."""
+        everywhere = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in everywhere.tolist()]
 
     def sum(self, value: float) -> float:
         """Return the sum of the values of all ranks, in fp64."""

@@ -107,6 +107,11 @@ class CheckpointStore:
         """Return the folder of the committed checkpoint of ``step``."""
         return self.folder / f"step-{step:08d}"
 
+    def has_room(self, size: int) -> bool:
+        """Return whether the disk has space for a checkpoint of ``size`` bytes, and then for the next one."""
+        is_one_removed = len(self._steps()) >= self.keep
+        return free_bytes(self.folder) >= (size if is_one_removed else 2 * size)
+
     def latest(self, peers: Peers = SINGLE_PROCESS) -> Path:
         """Return the newest checkpoint that rank 0 sees, after verifying its checksums. All ``peers`` call this.
 

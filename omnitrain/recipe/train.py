@@ -141,8 +141,10 @@ class Train(Strict):
         description="`text` or the name of a decoder -> weight of its mean loss in the total. Unset: 1.",
     )
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
-    save_every: int | None = Field(
-        None, ge=1, description="Steps between two checkpoints. Unset: save only at the end."
+    save_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        "auto",
+        description="Steps between two checkpoints. `auto`: ten minutes, or, where saving takes longer than 30 "
+        "seconds, at most a tenth of the steps; null: save only at the end.",
     )
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     stop_seconds: float = Field(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from omnitrain.checkpoint.disk import size_text
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
@@ -32,7 +33,6 @@ from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.display import (
-    StepProgress,
     console,
     quiet_libraries,
     show_components,
@@ -41,21 +41,20 @@ from omnitrain.train.metrics.display import (
     show_unused,
 )
 from omnitrain.train.metrics.memory_estimate import kept_by_source
-from omnitrain.train.metrics.meter import LossMeter, MetricsFile, Stopwatch, peak_memory_mb
+from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, PackLosses, Stopwatch, peak_memory_mb
+from omnitrain.train.metrics.progress import Activity, StepProgress
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
+from omnitrain.train.nonfinite import NonFiniteError, not_finite_error, unsound_parameters
 from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
 from omnitrain.train.process_groups import join_ranks
 from omnitrain.train.run_state.resume import require_same_rows
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
+from omnitrain.train.run_state.save_times import SaveTimes
 from omnitrain.train.run_state.state import TrainingState, read_state
 
 _IDLE_STEPS = 10  # a run ends if its first steps have no token to predict
-
-
-class NonFiniteError(TrainingError):
-    """A loss or gradient became NaN or infinite. The message names the samples; the step made no update."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,10 @@ class Trainer:
         )
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
+        self.mean_loss = MeanLoss(state.mean_loss, state.loss_tokens)
         if self.ranks.loss_peers.rank == 0:
             self.meter.continue_from(state.losses)
+        self.save_times = SaveTimes(recipe.train.save_every, recipe.train.steps, self.step)
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self._started = started - state.seconds
 
@@ -145,19 +146,20 @@ class Trainer:
         Called again, it goes on where Ctrl-C ended it.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite.
+            NonFiniteError: a loss or gradient is not finite; the steps done are saved.
             UserError: data turned out to be unusable; the steps done are saved, unless they had nothing to predict.
             TrainingError: so they are where a data process was killed.
         """
         train = self.recipe.train
         self._show()
         self.stopwatch = Stopwatch()
+        self.save_times.restart(self.step)
         if self.watch.is_closed:
             self.watch = self.ranks.watch(train.stall_seconds)
         with (
             Interrupt() as interrupt,
             _settled_objects_uncollected(),
-            StepProgress(train.steps, self.step) as progress,
+            StepProgress(console, train.steps, self.step) as progress,
             contextlib.closing(iter(self.loader)) as steps,
             contextlib.ExitStack() as closing,
             self.watch,
@@ -174,17 +176,18 @@ class Trainer:
                 loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
                 self._require_targets()
-                progress.update(self.step)
+                progress.advance(self.step, loss)
                 if self.recipe.writes_metrics(self.step):
-                    line = self._metrics(loss, norm)
+                    line = self._metrics(norm)
                     if (heldout_losses := self._heldout_losses(interrupt)) is not None:
                         line["heldout"] = heldout_losses
                     if metrics is not None:
                         metrics.write(line)
-                    progress.update(self.step, _status(line))
-                if train.save_every and self.step % train.save_every == 0 and self.step < train.steps:
+                    progress.show(_shown(line))
+                is_due, interrupted = self.ranks.peers.any_of_each([self._save_is_due(), interrupt.requested])
+                if is_due and not interrupted:
                     self._save()
-                interrupted = self.ranks.peers.any(interrupt.requested)
+                    interrupted = self.ranks.peers.any(interrupt.requested)
             checkpoint = self._save()
             if not interrupted:
                 console.print(f"saved {checkpoint}")
@@ -197,7 +200,8 @@ class Trainer:
         return RunSummary(self.step, True, checkpoint, {})
 
     def _open_folder(self) -> MetricsFile:
-        self.folder.open(self.last_checkpoint is not None, checkpoint_bytes(self.model))
+        self._checkpoint_bytes = checkpoint_bytes(self.model)
+        self.folder.open(self.last_checkpoint is not None, self._checkpoint_bytes)
         trackers = open_trackers(self.recipe, self.folder.path, self.step)
         return MetricsFile(self.folder.path / "metrics.jsonl", self.step, trackers)
 
@@ -244,14 +248,30 @@ class Trainer:
 
     def _measured_step(self, batch: StepBatch) -> tuple[float, float]:
         chunks = self.experts.chunks.settled
-        with self.experts.measured(self.step + 1, int(batch.plan.tokens.sum())):
-            loss, norm = self.train_step(batch)
+        try:
+            with self.experts.measured(self.step + 1, int(batch.plan.tokens.sum())):
+                loss, norm = self.train_step(batch)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}\n  {self._save_before_failure()}") from None
         if self.experts.chunks.settled != chunks:
             self.recipe = self._with_what_was_measured()
             self.ranks.first(lambda: self.folder.save_recipe(self.recipe))
             for name, number in (self.experts.chunks.settled or {}).items():
                 console.print(f"expert_chunks of {name}: {number} was the fastest number, and stays")
         return loss, norm
+
+    def _save_before_failure(self) -> str:
+        """Save the steps before one that is not finite, and say where. Weights that are not finite are not saved."""
+        if not self.step:
+            return "nothing is saved, because no step was done"
+        if unsound := unsound_parameters(self.model, self.ranks.peers):
+            last = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
+            return f"nothing is saved, because the weights are not finite ({len(unsound)}: {unsound[0]}, ...); {last}"
+        return (
+            f"the steps before it are saved in {self._save()}\n  with the same settings, `--resume` makes this step "
+            "again; to change the optimizer or the data, start a new run from these weights: "
+            f"model.checkpoint={self.folder.path} and another output_dir"
+        )
 
     def _require_targets(self) -> None:
         """Raise if all steps so far had no token to predict."""
@@ -274,15 +294,16 @@ class Trainer:
             The total loss and the gradient norm before clipping, the same on all ranks.
 
         Raises:
-            NonFiniteError: before the update, on all ranks; the message names the samples.
+            NonFiniteError: before the update, on all ranks; the message names the samples. The step left no trace.
         """
         settings = self.recipe.train.optimizer
         seed_device(_seed_of(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
+        packs: list[PackLosses] = []
         part = accumulate_gradients(
             self.model,
             batch,
             loss_weights=self.recipe.train.loss_weights,
-            on_output=self.meter.add,
+            on_output=lambda pack, output: packs.append(PackLosses.of(pack, output)),
             on_phase=self.watch.at,
             forward_context=self.experts.routing.forward_context,
             routers=self.experts.routers,
@@ -295,10 +316,10 @@ class Trainer:
         local_loss, norm = torch.stack([part.double(), whole_norm.to(part.device, torch.float64)]).tolist()
         loss = self.ranks.peers.sum(local_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            everywhere = self.ranks.peers.gather([pack.info.ids for pack in batch.packs])
-            ids = list(dict.fromkeys(names for packs in everywhere for names in packs))
-            raise NonFiniteError(f"step {self.step + 1}: loss {loss}, gradient norm {norm}; samples {ids}")
-        if sum(batch.plan.loss_counts.values()):
+            self.optimizer.zero_grad(set_to_none=True)
+            mixed = mixed_precision(self.recipe.train, self.device.type) is True
+            raise not_finite_error(self.step + 1, loss, norm, packs, self.ranks.peers, self.recipe, mixed)
+        if num_targets := sum(batch.plan.loss_counts.values()):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, self.recipe.train.steps, settings, group["peak"])
             self.optimizer.step()
@@ -306,17 +327,20 @@ class Trainer:
         else:
             self.steps_without_targets += 1
         self.optimizer.zero_grad(set_to_none=True)
+        for losses in packs:
+            self.meter.add_losses(losses)
+        self.mean_loss.add(loss, num_targets)
         self.step += 1
         self.experts.routing.end(self.step)
         return loss, norm
 
-    def _metrics(self, loss: float, norm: float) -> dict[str, Any]:
+    def _metrics(self, norm: float) -> dict[str, Any]:
         settings = self.recipe.train.optimizer
         rate = partial(learning_rate, self.step - 1, self.recipe.train.steps, settings)
         own = {name: rate(peak) for name, peak in settings.learning_rates.items()}
         return {
             "step": self.step,
-            "loss": loss,
+            "loss": self.mean_loss.read(),
             "grad_norm": norm,
             "learning_rate": rate(settings.learning_rate),
             **({"learning_rates": own} if own else {}),
@@ -346,11 +370,24 @@ class Trainer:
         if self.ranks.peers.any(interrupt.requested):
             raise StoppedError
 
+    def _save_is_due(self) -> bool:
+        """Whether to save after this step; the first rank decides for all. `auto` leaves space for the last save."""
+        if not (self.ranks.is_first and self.save_times.is_due(self.step)):
+            return False
+        if self.recipe.train.save_every == "auto" and not self.folder.store.has_room(self._checkpoint_bytes):
+            self.save_times.restart(self.step)
+            console.print(
+                f"step {self.step} is not saved, because the disk of {self.folder.path} has no space for this "
+                f"checkpoint ({size_text(self._checkpoint_bytes)}) and the last one"
+            )
+            return False
+        return True
+
     def _save(self) -> Path:
         target = self.folder.store.folder_of(self.step)
         if self.last_checkpoint == target:
             return target
-        with self.watch.paused("save"):
+        with self.watch.paused("save"), self.save_times.saving(self.step):
             state = TrainingState(
                 self.step,
                 time.perf_counter() - self._started,
@@ -360,6 +397,8 @@ class Trainer:
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
                 self.meter.totals(self.ranks.loss_peers),
+                self.mean_loss.mean,
+                self.mean_loss.tokens,
             )
             save_checkpoint(self.folder, self.ranks, self.model, self.processor, self.optimizer, state)
         self.last_checkpoint = target
@@ -370,11 +409,11 @@ class Trainer:
         settings, evaluator = self.recipe.evaluation, self.evaluator
         if settings is None or evaluator is None:
             return {}
-        with console.status("evaluation") as status, self._eager():
+        with Activity(console, "evaluation") as activity, self._eager():
 
             def notify(doing: str) -> None:
                 self._stop_at(interrupt)
-                status.update(doing)
+                activity.update(doing)
 
             result = evaluator.evaluate(notify, losses)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
@@ -399,12 +438,15 @@ def _seed_of(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "little")
 
 
-def _status(line: dict[str, Any]) -> str:
-    speed = f"{line['tokens_per_second']:,.0f} tokens/s"
-    heldout = f"  held-out {_heads(line['heldout'])}" if "heldout" in line else ""
-    skipped = f"  rows skipped: {line['rejected']} (rejected.jsonl)" if line["rejected"] else ""
-    return f"loss {line['loss']:.3f}  {_heads(line)}  {speed}{heldout}{skipped}"
+def _shown(line: dict[str, Any]) -> list[str]:
+    """Return what the terminal shows of a line of metrics."""
+    values = [f"loss {line['loss']:.3f}", *_heads(line), f"{line['tokens_per_second']:,.0f} tokens/s"]
+    if "heldout" in line:
+        values += [f"held-out {head}" for head in _heads(line["heldout"])]
+    if line["rejected"]:
+        values.append(f"rows skipped: {line['rejected']} (rejected.jsonl)")
+    return values
 
 
-def _heads(losses: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {head['loss']:.3f}" for name, head in losses["heads"].items() if head["tokens"])
+def _heads(losses: dict[str, Any]) -> list[str]:
+    return [f"{name} {head['loss']:.3f}" for name, head in losses["heads"].items() if head["tokens"]]

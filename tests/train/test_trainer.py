@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.display import console
 from omnitrain.train.metrics.trackers import numbers_in
+from omnitrain.train.run_state import save_times
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from omnitrain.train.verbs.answer import answer
@@ -181,6 +183,90 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_the_samples(tmp_pat
     with pytest.raises(NonFiniteError, match=batch.packs[0].info.ids[0]):
         trainer.train_step(batch)
     assert torch.equal(before, trainer.model.image_encoder.projector.layers[1].weight) and trainer.step == 0
+
+
+def spoil_a_sample(trainer: Trainer, step: int) -> list[str]:
+    """Make hidden states of one sample of ``step`` (from 1) infinite, though the weights are sound; return its name."""
+    names: list[str] = []
+    lengths: list[int] = []
+    inner = trainer.train_step
+
+    def train_step(batch: StepBatch) -> Any:
+        names[:], lengths[:] = batch.packs[0].info.ids[:1], batch.packs[0].info.lengths[:1]
+        return inner(batch)
+
+    def spoil(_: Any, __: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+        factors = torch.ones(hidden.size(1), 1)
+        factors[: lengths[0]] = float("inf")
+        return hidden * factors if trainer.step == step - 1 else None
+
+    trainer.train_step = train_step
+    trainer.model.foundation.model.norm.register_forward_hook(spoil)
+    return names
+
+
+def test_steps_before_a_nan_are_saved_and_continued_exactly(tmp_path: Path) -> None:
+    """The broken step leaves nothing in the sums of losses that the next line of metrics shows."""
+    recipe = load(tiny_recipe(tmp_path, steps=6, log_every=2))
+    Trainer(recipe.model_copy(update={"output_dir": str(tmp_path / "whole")})).fit()
+    broken = Trainer(recipe)
+    spoilt = spoil_a_sample(broken, 4)
+    with pytest.raises(NonFiniteError) as caught:
+        broken.fit()
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "step 4: the loss is nan and the gradient norm nan; this step changed no weight"
+    assert lines[1] == f"  loss of text not finite in the samples {spoilt[0]}"
+    assert lines[4:6] == [
+        "  - a lower train.optimizer.learning_rate (it is 0.0003), or more train.optimizer.warmup_steps (it is 1)",
+        "  - a lower train.optimizer.max_grad_norm (it is 1)",
+    ]
+    run = tmp_path / "run"
+    assert lines[6] == f"  the steps before it are saved in {run / 'checkpoints' / 'step-00000003'}"
+    assert lines[7].endswith(f"model.checkpoint={run} and another output_dir")
+    assert Trainer(recipe, resume=True).fit().step == 6
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    heads = [
+        [json.loads(line)["heads"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("run", "whole")
+    ]
+    assert dict(numbers_in(dict(enumerate(heads[0])))) == pytest.approx(dict(numbers_in(dict(enumerate(heads[1])))))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    trainer = Trainer(load(tiny_recipe(tmp_path, save_every=1)))
+    trainer.optimizer.register_step_post_hook(
+        lambda *_: trainer.model.foundation.model.norm.weight.data.fill_(float("nan")) if trainer.step == 1 else None
+    )
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit()
+    told = "nothing is saved, because the weights are not finite (1: foundation.model.norm.weight, ...)"
+    assert str(caught.value).splitlines()[-1].strip() == f"{told}; the last checkpoint is {trainer.last_checkpoint}"
+
+
+def test_the_loss_of_a_line_is_of_the_same_steps_as_the_losses_of_its_heads(tmp_path: Path) -> None:
+    """With one head both are the same number."""
+    path = tiny_recipe(tmp_path, steps=4, log_every=4)
+    write_parquet(tmp_path / "train.parquet", [tiny_row("text", seed) for seed in range(28)])
+    Trainer(load(path, "model.encoders={}", "model.decoders={}")).fit()
+    (line,) = (json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert line["loss"] == pytest.approx(line["heads"]["text"]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("checkpoints_that_fit", [1, 2])
+def test_a_run_saves_every_ten_minutes_and_leaves_space_for_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints_that_fit: int
+) -> None:
+    """A step takes 400 s here."""
+    trainer = Trainer(load(tiny_recipe(tmp_path, steps=5, save_every="auto", keep_checkpoints=9)))
+    monkeypatch.setattr(save_times, "time", SimpleNamespace(monotonic=lambda: 400.0 * trainer.step))
+    space, disk = checkpoints_that_fit * checkpoint_bytes(trainer.model), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=space))
+    with console.capture() as printed:
+        trainer.fit()
+    saved = [2, 4, 5] if checkpoints_that_fit == 2 else [5]
+    assert [int(path.name[5:]) for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == saved
+    told = " ".join(printed.get().split())
+    assert ("step 2 is not saved, because the disk" in told) == (checkpoints_that_fit == 1)
 
 
 def test_frozen_weights_stay_and_all_others_move(tmp_path: Path) -> None:
@@ -342,7 +428,7 @@ def test_space_for_a_checkpoint_is_asked_for_before_the_first_step(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=needed - 1))
     with pytest.raises(
         UserError,
-        match=r"output_dir: a checkpoint .* takes [1-9][\d.]* MiB, but the disk of .* has [1-9][\d.]* MiB free",
+        match=r"output_dir: a checkpoint of this run takes [1-9][\d.]* MiB, but the disk of .* has [1-9][\d.]* MiB f",
     ):
         Trainer(recipe).fit()
     assert not (tmp_path / "run.old1").exists()

@@ -1,15 +1,13 @@
-"""The terminal output of a run: tables at the start, a progress bar, and a table of scores at the end."""
+"""The output of a run before and after training: tables at the start, and a table of scores at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import datasets
 from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
@@ -72,41 +70,3 @@ def show_scores(scores: dict[str, Any], title: str) -> None:
         is_share = isinstance(value, float) and 0 <= value <= 1
         table.add_row(name, f"{100 * value:.1f} %" if is_share else f"{value:.4g}")
     console.print(table)
-
-
-class StepProgress:
-    """A progress bar on a terminal; otherwise one line per tenth of the steps."""
-
-    def __init__(self, steps: int, done: int) -> None:
-        """Show ``steps`` in total; an earlier start made the first ``done`` of them."""
-        self._steps = steps
-        self._printed = 10 * done // steps
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=done, status="")
-
-    def __enter__(self) -> StepProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._bar.stop()
-
-    def update(self, step: int, status: str | None = None) -> None:
-        """Move to ``step``; ``status`` replaces the text next to the bar."""
-        self._bar.update(self._task, completed=step)
-        if status:
-            self._bar.update(self._task, status=status)
-        tenth = 10 * step // self._steps
-        if not console.is_terminal and status and tenth > self._printed:
-            self._printed = tenth
-            console.print(f"step {step}/{self._steps}  {status}")

@@ -9,13 +9,14 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.pack import Pack, PackInfo
 from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.ops.device import to_device
@@ -23,6 +24,55 @@ from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.train.metrics.trackers import Tracker, numbers_in, tell
 
 Totals = dict[str, dict[str, list[float]]]  # head -> source -> sum of its losses, tokens
+
+
+@dataclass(frozen=True)
+class PackLosses:
+    """The losses of one pack, without what the model's backward needs.
+
+    Attributes:
+        info: the samples of the pack.
+        sample: head -> ``[n]`` int64, the index of the sample of each row; on the host.
+        rows: head -> ``[n]`` fp32, the losses of predicted tokens; on the device of the model.
+    """
+
+    info: PackInfo
+    sample: dict[str, torch.Tensor]
+    rows: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, pack: Pack, output: OmniOutput) -> PackLosses:
+        """Take the losses of a pack out of the model's output."""
+        ends = torch.tensor(list(accumulate(pack.info.lengths)))
+        sample = {name: torch.bucketize(read, ends, right=True) for name, read in output.read.items()}
+        return cls(pack.info, sample, {name: term.rows for name, term in output.losses.items()})
+
+    def not_finite(self) -> dict[str, list[str]]:
+        """Return head -> ids of the samples with a loss that is NaN or infinite. Waits for the device."""
+        found = {name: self.sample[name][~rows.isfinite().cpu()].unique() for name, rows in self.rows.items()}
+        return {name: [self.info.ids[i] for i in samples.tolist()] for name, samples in found.items() if len(samples)}
+
+
+class MeanLoss:
+    """The mean of the total loss of steps, weighted by their predicted tokens.
+
+    With one head of weight 1 it is the mean loss of that head over the same steps.
+    """
+
+    def __init__(self, mean: float = 0.0, tokens: int = 0) -> None:
+        """Continue from the ``mean`` of earlier steps with ``tokens`` predicted tokens."""
+        self.mean, self.tokens = mean, tokens
+
+    def add(self, loss: float, tokens: int) -> None:
+        """Add the total loss of a step with ``tokens`` predicted tokens over all ranks."""
+        self.tokens += tokens
+        if tokens:
+            self.mean += (loss - self.mean) * (tokens / self.tokens)
+
+    def read(self) -> float:
+        """Return the mean since the last reading, and reset."""
+        mean, self.mean, self.tokens = self.mean, 0.0, 0
+        return mean
 
 
 class LossMeter:
@@ -34,15 +84,17 @@ class LossMeter:
 
     def add(self, pack: Pack, output: OmniOutput) -> None:
         """Add the losses of one pack."""
+        self.add_losses(PackLosses.of(pack, output))
+
+    def add_losses(self, losses: PackLosses) -> None:
+        """Add the losses of one pack."""
         source_of_sample = torch.tensor(
-            [self._sources.setdefault(source, len(self._sources)) for source in pack.info.sources]
+            [self._sources.setdefault(source, len(self._sources)) for source in losses.info.sources]
         )
-        ends = torch.tensor(list(accumulate(pack.info.lengths)))
-        for name, term in output.losses.items():
-            own = source_of_sample[torch.bucketize(output.read[name], ends, right=True)]
-            sources = to_device(own, term.rows.device)
+        for name, rows in losses.rows.items():
+            sources = to_device(source_of_sample[losses.sample[name]], rows.device)
             # Doubles count tokens exactly, and past 2^24, where adding 1 to a float no longer changes it.
-            values = torch.stack([term.rows, torch.ones_like(term.rows)], dim=1).double()
+            values = torch.stack([rows, torch.ones_like(rows)], dim=1).double()
             self._total(name, values).index_add_(0, sources, values)
 
     def _total(self, name: str, like: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ class TrainingState:
         expert_shares: layer with experts -> the experts' shares of the last step's tokens.
         expert_chunks: component -> the fastest number of chunks. None: it was not measured.
         losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
+        mean_loss: mean total loss of the same steps.
+        loss_tokens: predicted tokens of the same steps, all heads together.
     """
 
     step: int = 0
@@ -41,6 +43,8 @@ class TrainingState:
     expert_shares: dict[str, list[float]] = field(default_factory=dict)
     expert_chunks: dict[str, int] | None = None
     losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    mean_loss: float = 0.0
+    loss_tokens: int = 0
 
 
 def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) -> None:

@@ -1,0 +1,223 @@
+"""The progress of a run: a bar on a terminal and in a notebook, lines elsewhere."""
+
+from __future__ import annotations
+
+import html
+import io
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+_BAR_COLUMNS = 60  # a narrower terminal gets lines
+_LINE_SECONDS = 30.0
+_NOTEBOOK_SECONDS = 0.2  # between two updates of a notebook's bar
+_NOTEBOOK_COLUMNS = 80  # of the bar as text, for viewers without HTML
+_GAP = "  "
+
+
+class _State:
+    """What is shown: steps, times, and the values of the last line of metrics."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.step = steps, done
+        self.values: tuple[str, ...] = ()
+        self._start = time.monotonic()
+        self._first: tuple[int, float] | None = None  # the first step of this start, which took longer, and its end
+
+    def advance(self, step: int) -> None:
+        self.step = step
+        if self._first is None:
+            self._first = step, time.monotonic()
+
+    @property
+    def count(self) -> str:
+        return f"step {self.step}/{self.steps}"
+
+    @property
+    def elapsed(self) -> str:
+        return _clock(time.monotonic() - self._start)
+
+    @property
+    def left(self) -> str:
+        """The time left, at the mean pace since the first step."""
+        if self._first is None or self.step == self._first[0]:
+            return "ETA -:--:--"
+        pace = (time.monotonic() - self._first[1]) / (self.step - self._first[0])
+        return f"ETA {_clock(pace * (self.steps - self.step))}"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Steps, bar and times in one line, the values below, so that no width hides one of them."""
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(self.count, ProgressBar(total=self.steps, completed=self.step), f"{self.elapsed}{_GAP}{self.left}")
+        yield row
+        for line in _folded(self.values, options.max_width):
+            yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+
+
+def _folded(values: Sequence[str], columns: int) -> list[str]:
+    """Put values on as few lines as possible without cutting one."""
+    lines: list[str] = []
+    for value in values:
+        if lines and len(lines[-1]) + len(_GAP) + len(value) <= columns:
+            lines[-1] += _GAP + value
+        else:
+            lines.append(value)
+    return lines
+
+
+class _TerminalBar:
+    """A bar that a thread draws from the state."""
+
+    def __init__(self, state: _State, console: Console) -> None:
+        self._live = Live(state, console=console, refresh_per_second=4)
+
+    def start(self) -> None:
+        self._live.start()
+
+    def on_step(self, loss: float) -> None:
+        pass
+
+    def on_values(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+class _NotebookBar:
+    """One output of the cell, replaced as the run goes on. It needs no widgets."""
+
+    def __init__(self, state: _State, console: Console) -> None:
+        self.state = state
+
+    def start(self) -> None:
+        from IPython.display import display
+
+        self._handle = display(self._drawn(), raw=True, display_id=True)
+        self._drawn_at = time.monotonic()
+
+    def on_step(self, loss: float) -> None:
+        if time.monotonic() - self._drawn_at >= _NOTEBOOK_SECONDS:
+            self.on_values()
+
+    def on_values(self) -> None:
+        self._handle.update(self._drawn(), raw=True)
+        self._drawn_at = time.monotonic()
+
+    def stop(self) -> None:
+        self.on_values()
+
+    def _drawn(self) -> dict[str, str]:
+        state, text = self.state, Console(file=io.StringIO(), width=_NOTEBOOK_COLUMNS, force_jupyter=False)
+        with text.capture() as plain:
+            text.print(state)
+        times = f"{state.count}{_GAP}{state.elapsed}{_GAP}{state.left}"
+        bar = f'<progress value="{state.step}" max="{state.steps}" style="width: 40%"></progress>'
+        lines = [f"{bar} {times}", html.escape(_GAP.join(state.values))]
+        drawn = f'<div style="font-family: monospace; white-space: pre-wrap">{"<br>".join(lines)}</div>'
+        return {"text/plain": plain.get().rstrip("\n"), "text/html": drawn}
+
+
+class _Lines:
+    """A line for each line of metrics, and where these are rare, every 30 seconds."""
+
+    def __init__(self, state: _State, console: Console) -> None:
+        self.state, self.console = state, console
+
+    def start(self) -> None:
+        self._printed_at = time.monotonic()
+
+    def on_step(self, loss: float) -> None:
+        if time.monotonic() - self._printed_at >= _LINE_SECONDS:
+            self._print([f"loss {loss:.3f}"])
+
+    def on_values(self) -> None:
+        self._print(self.state.values)
+
+    def stop(self) -> None:
+        pass
+
+    def _print(self, values: Sequence[str]) -> None:
+        self._printed_at = time.monotonic()
+        line = _GAP.join([self.state.count, self.state.left, *values])
+        self.console.print(line, markup=False, soft_wrap=True)
+
+
+class StepProgress:
+    """Shows the steps of a run while it trains.
+
+    A terminal has a bar, and so has a notebook. Elsewhere (a file, a pipe, a narrow terminal) each line of metrics is
+    printed, and one line where none came for 30 seconds.
+    """
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        """Show ``steps`` in total; an earlier start made the first ``done`` of them."""
+        self._state = _State(steps, done)
+        self._view = _view_class(console)(self._state, console)
+
+    def __enter__(self) -> Self:
+        self._view.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._view.stop()
+
+    def advance(self, step: int, loss: float) -> None:
+        """Show that ``step`` steps are done, the last with a total loss of ``loss``."""
+        self._state.advance(step)
+        self._view.on_step(loss)
+
+    def show(self, values: Sequence[str]) -> None:
+        """Show the values of a line of metrics, such as ``loss 1.234``."""
+        self._state.values = tuple(values)
+        self._view.on_values()
+
+
+def _view_class(console: Console) -> type[_TerminalBar | _NotebookBar | _Lines]:
+    if console.is_jupyter:
+        return _NotebookBar
+    has_bar = console.is_terminal and not console.is_dumb_terminal and console.width >= _BAR_COLUMNS
+    return _TerminalBar if has_bar and not console.quiet else _Lines
+
+
+class Activity:
+    """Shows what is being done: on a terminal as it changes, elsewhere a line every 30 seconds."""
+
+    def __init__(self, console: Console, doing: str) -> None:
+        self._console = console
+        # In a notebook, rich's spinner needs widgets.
+        self._status = Status(doing, console=console) if console.is_terminal and not console.quiet else None
+        self._printed_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def update(self, doing: str) -> None:
+        """Show ``doing`` from now on."""
+        if self._status is not None:
+            self._status.update(doing)
+        elif time.monotonic() - self._printed_at >= _LINE_SECONDS:
+            self._printed_at = time.monotonic()
+            self._console.print(doing, markup=False)

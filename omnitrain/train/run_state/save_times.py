@@ -1,0 +1,52 @@
+"""When a run saves a checkpoint before its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+_SECONDS = 600.0
+_TIMES_A_SAVE = 20  # so that saving takes at most 5 % of a run
+_PARTS = 10
+
+
+class SaveTimes:
+    """Decides after each step whether to save. The clock of one rank decides for all ranks.
+
+    ``auto`` saves after ten minutes. Where a checkpoint takes longer than 30 seconds, it saves after 20 times as long,
+    or after a tenth of the run's steps, if that is sooner. So a crash costs at most ten minutes or a tenth of the run.
+
+    Args:
+        every: ``train.save_every``.
+        steps: steps of the run.
+        step: steps done.
+    """
+
+    def __init__(self, every: int | Literal["auto"] | None, steps: int, step: int) -> None:
+        self._every, self._steps, self._saved_step = every, steps, step
+        self._saved_at = time.monotonic()
+        self._seconds = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after ``step`` steps. The end of a run saves anyway."""
+        if self._every is None or step >= self._steps:
+            return False
+        if self._every != "auto":
+            return step % self._every == 0
+        waited = time.monotonic() - self._saved_at
+        is_tenth = _PARTS * (step - self._saved_step) >= self._steps
+        return waited >= (_SECONDS if is_tenth else max(_SECONDS, _TIMES_A_SAVE * self._seconds))
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Measure a save after ``step`` steps, and count from its end."""
+        begun = time.monotonic()
+        yield
+        self._seconds = time.monotonic() - begun
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Count from now, after ``step`` steps."""
+        self._saved_at, self._saved_step = time.monotonic(), step
