@@ -29,7 +29,7 @@ quickstart: install
 test test-slow test-families coverage bench: export OMP_NUM_THREADS := 1
 
 test: install
-	@$(BIN)/python tests/side_by_side.py
+	@$(BIN)/python -m tests.side_by_side
 
 test-slow: install
 	@$(BIN)/python -m pytest -q -m slow

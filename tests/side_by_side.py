@@ -1,41 +1,85 @@
 """``make test``: three pytest sessions side by side, since ranks wait for each other much of the time.
 
 The sessions run the tests without ranks, the tests of ``tests/parallel`` on ranks, and all other tests on ranks. Each
-session on ranks has one warm pool. Arguments are those of pytest.
+session on ranks has one warm pool. Tests are imported and collected once; the sessions are forks of that process.
+Arguments are those of pytest.
 """
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import tempfile
-from contextlib import ExitStack
+from typing import IO
+
+import pytest
 
 NO_TESTS = 5  # exit code of pytest where nothing was selected
-SESSIONS = ("ranks and not runs", "ranks and runs", "not ranks")
+
+
+def session_of(item: pytest.Item) -> str:
+    """Return the name of the session that runs a test."""
+    if item.get_closest_marker("ranks") is None:
+        return "not ranks"
+    return "ranks and not runs" if item.get_closest_marker("runs") is None else "ranks and runs"
+
+
+class SideBySide:
+    """Forks a process for each session but the first, after the collection; plugin of pytest."""
+
+    def __init__(self) -> None:
+        self.is_fork = False
+        self.started: dict[int, IO[bytes]] = {}  # process -> what it prints
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Keep the tests of one session in this process, and start the others."""
+        if session.testsfailed or session.config.option.collectonly:
+            return
+        own, *others = ("ranks and not runs", "ranks and runs", "not ranks")
+        for name in others:
+            output = tempfile.TemporaryFile()  # noqa: SIM115 -- read when its process has ended
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if process := os.fork():
+                self.started[process] = output
+                continue
+            self.is_fork, self.started, own = True, {}, name
+            _print_into(output, session)
+            break
+        kept = [item for item in session.items if session_of(item) == own]
+        session.config.hook.pytest_deselected(items=[item for item in session.items if session_of(item) != own])
+        session.items, session.testscollected = kept, len(kept)
+
+    def wait(self) -> list[int]:
+        """Wait for the forks, print what they printed, and return their exit codes."""
+        codes = []
+        for process, output in self.started.items():
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+            output.seek(0)
+            sys.stdout.write(output.read().decode(errors="replace"))
+            output.close()
+        return codes
+
+
+def _print_into(output: IO[bytes], session: pytest.Session) -> None:
+    """Send what this process prints to a file; pytest restores the descriptors that it knew when capturing began."""
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
 
 
 def main(arguments: list[str]) -> int:
     """Run all sessions; 0 if all passed. The first one prints at once, the others when it has ended."""
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in SESSIONS[1:]]
-        first, *others = (_session(marks, arguments) for marks in SESSIONS)
-        started = [
-            subprocess.Popen(c, stdout=o, stderr=subprocess.STDOUT) for c, o in zip(others, outputs, strict=True)
-        ]
-        try:
-            codes = [subprocess.run(first, check=False).returncode, *(process.wait() for process in started)]
-        finally:
-            for process, output in zip(started, outputs, strict=True):
-                process.terminate()
-                process.wait()
-                output.seek(0)
-                sys.stdout.write(output.read().decode(errors="replace"))
+    sessions = SideBySide()
+    code = int(pytest.main(["-q", "-m", "not slow", *arguments], plugins=[sessions]))
+    if sessions.is_fork:
+        return code
+    codes = [code, *sessions.wait()]
     return int(any(code not in (0, NO_TESTS) for code in codes) or set(codes) == {NO_TESTS})
-
-
-def _session(marks: str, arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-q", "-m", f"not slow and {marks}", *arguments]
 
 
 if __name__ == "__main__":

@@ -70,15 +70,20 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 
 
 def train(
-    model: OmniModel, table: list[list[Pack]], rank: int, routing: tuple[Recording, ...] | None = None
+    model: OmniModel,
+    table: list[list[Pack]],
+    rank: int,
+    routing: tuple[Recording, ...] | None = None,
+    steps: int = STEPS,
 ) -> Outcome:
-    """Train three steps on the packs of ``rank``.
+    """Train on the packs of ``rank``.
 
     Args:
         model: parallelized, or on one process.
         table: the packs of every data-parallel rank.
         rank: data-parallel rank of this process.
         routing: a recording per step to replay; None: this run routes tokens itself, and records it.
+        steps: number of steps; one is enough for the loss and the gradients.
     """
     batch = step_planner(model)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -87,7 +92,7 @@ def train(
     gradients: dict[str, Tensor] = {}
     first_loss, collectives = 0.0, 0
     routed = _Routing(model, routing)
-    for step in range(STEPS):
+    for step in range(steps):
         with _Collectives() as communication:
             loss = accumulate_gradients(model, batch, forward_context=partial(routed.forward_context, step)).item()
         if step == 0:

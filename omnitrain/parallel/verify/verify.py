@@ -311,8 +311,8 @@ def _reference(
     """Train in one process with one sample per pack, and measure the effect of rounding.
 
     A second run reverses the order of the samples. A third moves every weight to a neighbouring number: a gradient
-    that is zero up to rounding then changes completely, while others change as little as the weights. Both replay the
-    routing of the first run.
+    that is zero up to rounding then changes completely, while others change as little as the weights. It takes one
+    step, since only its gradients are compared. Both replay the routing of the first run.
     """
     first: dict[str, bytes] = {}
 
@@ -323,7 +323,8 @@ def _reference(
         add_lora(model, dict(adapters))
         if nudge:
             _nudge_weights(model)
-        return train(model, [[Pack.from_samples([sample]) for sample in samples]], rank=0, routing=routing)
+        table = [[Pack.from_samples([sample]) for sample in samples]]
+        return train(model, table, rank=0, routing=routing, steps=1 if nudge else STEPS)
 
     reference = trained(batch)
     reversed_order = trained(batch[::-1], reference.routing)
