@@ -1,12 +1,25 @@
 """Errors whose message tells the user what was found, what was expected and what to change; and exit codes."""
 
+from collections.abc import Sequence
+
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 class UserError(ValueError):
-    """A mistake in a recipe, in data or in weights. The CLI prints the message and exits with code 2."""
+    """A mistake in a recipe, in data or in weights. The CLI prints the message and exits with code 2.
+
+    Each argument is a problem; the message has all of them, one below the other.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The problems, one text each."""
+        return tuple(map(str, self.args))
 
 
 class RecipeError(UserError):
@@ -31,3 +44,9 @@ class ModelError(UserError):
 
 class ScheduleError(UserError):
     """A pipeline schedule that cannot run: an action that is missing, doubled, out of order, or waits forever."""
+
+
+def problem_list(where: str, problems: Sequence[str]) -> str:
+    """Return ``2 problems in WHERE:`` with the problems below it, indented."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return "\n".join([f"{count} in {where}:", *problems]).replace("\n", "\n  ")

@@ -5,20 +5,37 @@ The verbs import what they need themselves, so that help and the verbs for recip
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from omnitrain.cli.ctrl_c import raised_again_where_lost
-from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, RecipeError, TrainingError, UserError
+from omnitrain.cli.dashes import override_hint
+from omnitrain.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    RecipeError,
+    TrainingError,
+    UserError,
+    problem_list,
+)
+
+if TYPE_CHECKING:
+    from omnitrain.recipe import Recipe
+
+_WITH_RECIPE = ("check", "run", "verify")  # the verbs that take overrides
 
 
 class _Verbs(TyperGroup):
     """Print the message of a user's mistake and set the exit code; other exceptions keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        arguments = list(ctx.args)
         try:
             with raised_again_where_lost():
                 return super().invoke(ctx)
@@ -31,6 +48,13 @@ class _Verbs(TyperGroup):
         except KeyboardInterrupt:
             _say("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except Exception as error:
+            option = getattr(error, "option_name", None)  # the parser's NoSuchOption has it
+            words = override_hint(option, arguments) if option and ctx.invoked_subcommand in _WITH_RECIPE else None
+            if words is None:
+                raise
+            _say(words)
+            raise typer.Exit(EXIT_USER_ERROR) from None
 
 
 def _say(message: str) -> None:
@@ -102,13 +126,15 @@ def check(
         str, typer.Argument(metavar="MODEL_OR_RECIPE", help="A recipe, or the folder or Hub id (org/name) of a model.")
     ],
     overrides: OverridesArgument = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of ranks of the run. Default: a number that the plan fits.", min=1)
+    ] = None,
 ) -> None:
     """Validate a recipe (or a model) without loading weights, and list problems."""
     if names_a_model(model_or_recipe):
-        if overrides:
-            raise UserError(
-                f"{model_or_recipe}: this is a model; overrides such as `{overrides[0]}` apply only to recipes"
-            )
+        if overrides or nproc is not None:
+            found = f"overrides such as `{overrides[0]}` apply" if overrides else "--nproc applies"
+            raise UserError(f"{model_or_recipe}: this is a model; {found} only to recipes")
 
         from omnitrain.train.verbs.check import check_model
 
@@ -125,9 +151,10 @@ def check(
 
     from omnitrain.train.verbs.check import check_recipe
 
-    problems = check_recipe(resolved)
+    problems = check_recipe(resolved, nproc)
     if problems:
-        raise UserError("\n".join([f"{model_or_recipe}: problems", *problems]).replace("\n", "\n  "))
+        raise UserError(problem_list(model_or_recipe, problems))
+    typer.echo(f"no problems in {model_or_recipe}")
 
 
 def names_a_model(name: str) -> bool:
@@ -154,23 +181,46 @@ def run(
 ) -> None:
     """Train a recipe."""
     from omnitrain.recipe import Recipe
-    from omnitrain.train.launch.environment import end_with_launcher
+    from omnitrain.train.launch.environment import end_with_launcher, is_first_process, world_size
 
     end_with_launcher()
     resolved = Recipe.load(recipe, overrides)
+    if is_first_process():
+        for advice in resolved.advice():
+            typer.echo(f"omnitrain: {advice}", err=True)
     if nproc > 1:
+        from omnitrain.parallel.state import state_without_groups
+        from omnitrain.train.launch.crowding import crowding
         from omnitrain.train.launch.launch import launch
 
+        with _all_problems(resolved, recipe, nproc):
+            state_without_groups(resolved.parallel, nproc)  # before 64 processes find that
+        if (warning := crowding(resolved.train.device, nproc)) is not None:
+            typer.echo(f"omnitrain: {warning}", err=True)
         command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
         raise typer.Exit(launch(command, nproc, stop_seconds=resolved.train.stop_seconds))
 
     from omnitrain.train import Trainer
     from omnitrain.train.process_groups import leave_ranks
 
-    summary = Trainer(resolved, resume=resume).fit()
+    # A run that has begun may continue, whatever else a check finds in its recipe.
+    with contextlib.nullcontext() if resume else _all_problems(resolved, recipe, world_size()):
+        trainer = Trainer(resolved, resume=resume)
+    summary = trainer.fit()
     leave_ranks()
     if summary.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _all_problems(recipe: Recipe, name: str, num_ranks: int) -> Iterator[None]:
+    """Add all that ``check`` finds to a user's mistake in this context."""
+    try:
+        yield
+    except UserError as error:
+        from omnitrain.train.verbs.check import problems_of_start
+
+        raise UserError(problem_list(name, problems_of_start(recipe, error, num_ranks))) from None
 
 
 @app.command()
@@ -181,7 +231,7 @@ def verify(
         str | None,
         typer.Option(
             help="Comma-separated layouts: plan (the recipe's own), dp4, hsdp2x2, replicate2, dp2.accum2.recompute, "
-            "... Default: plan (if the recipe has one), dp2, dp4, hsdp2x2."
+            "... Default: plan (if the recipe has one), dp2, dp4, hsdp2x2, as far as there are ranks."
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(help="Number of ranks to start on this machine.", min=1)] = 4,
@@ -198,7 +248,9 @@ def verify(
     report = verify_recipe(resolved, words, nproc=nproc, num_samples=samples)
     typer.echo(str(report), nl=False)
     if not report.ok:
-        raise typer.Exit(1)
+        for row in report.refused:
+            typer.echo(f"omnitrain: {row.layout} was not verified: {row.reason}", err=True)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

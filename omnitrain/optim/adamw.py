@@ -32,17 +32,9 @@ def build_optimizer(
         UserError: no parameter is trainable, or a trainable parameter without an fp32 copy is not fp32. Its updates
             would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise UserError("no parameter is trainable: model.freeze and the plan's freeze cover every component")
+    trainable = trained_parameters(model)
     with_copy = set(offloaded)
-    low = sorted(name for name, p in trainable.items() if p.dtype != torch.float32 and p not in with_copy)
-    if low:
-        raise UserError(
-            f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset, "
-            "or set optimizer_offload, which keeps an fp32 copy. If you build the model yourself, use "
-            "torch_dtype=torch.float32"
-        )
+    require_fp32({name: p.dtype for name, p in trainable.items() if p not in with_copy})
     peaks = peaks or {}
     groups = []
     for peak in dict.fromkeys([settings.learning_rate, *peaks.values()]):
@@ -53,6 +45,32 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     make = partial(torch.optim.AdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return OffloadedOptimizer(make, groups, with_copy) if with_copy else make(groups)
+
+
+def require_fp32(dtypes: Mapping[str, torch.dtype]) -> None:
+    """Check the dtypes of trained parameters without an fp32 copy, by name.
+
+    Raises:
+        UserError: some are not fp32.
+    """
+    if low := sorted(name for name, dtype in dtypes.items() if dtype != torch.float32):
+        raise UserError(
+            f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset, "
+            "or set optimizer_offload, which keeps an fp32 copy. If you build the model yourself, use "
+            "torch_dtype=torch.float32"
+        )
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return name -> parameter with ``requires_grad``.
+
+    Raises:
+        UserError: there is none.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UserError("no parameter is trainable: model.freeze and the plan's freeze cover every component")
+    return trained
 
 
 def learning_rate(step: int, steps: int, settings: Optimizer, peak: float) -> float:

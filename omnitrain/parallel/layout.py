@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -79,7 +79,13 @@ class ModelLayout:
         """Return a printable table with one row per component."""
         parameters = dict(model.named_parameters())
         return LayoutTable(
-            _row(component, [parameters[name] for name in component.parameters])
+            _row(
+                component.name,
+                component.plan,
+                len(component.units),
+                [parameters[name] for name in component.parameters],
+                _sequence(component.plan, component.async_ulysses, component.tokens),
+            )
             for component in self.components.values()
         )
 
@@ -88,6 +94,24 @@ class ModelLayout:
         parameters = dict(model.named_parameters())
         names = [n for c in self.components.values() if c.plan.optimizer_offload for n in c.parameters]
         return [parameters[name] for name in names if parameters[name].requires_grad]
+
+
+def planned_table(
+    model: OmniModel, plans: Mapping[str, ComponentPlan], units: Mapping[str, Collection[str]]
+) -> LayoutTable:
+    """Return the table of a model that is not parallelized yet.
+
+    Its dtypes are those of the weights now. What is only decided on ranks, such as sequence parallelism, is not in it.
+
+    Args:
+        model: the model.
+        plans: component -> its complete plan.
+        units: component -> names of its FSDP units.
+    """
+    return LayoutTable(
+        _row(name, plans[name], len(units[name]), list(parameters.values()), _sequence(plans[name]))
+        for name, parameters in model.components.items()
+    )
 
 
 def layout_of(model: OmniModel) -> ModelLayout | None:
@@ -121,8 +145,7 @@ def reduce_replicas(model: OmniModel, active_last: Mapping[str, bool]) -> None:
             module.set_requires_all_reduce(is_last or unit == "", recurse=False)
 
 
-def _row(component: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRow:
-    plan = component.plan
+def _row(name: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], sequence: str) -> LayoutRow:
     assert plan.precision is not None
     offload: dict[str, bool | None] = {
         "activations": plan.activation_offload,
@@ -134,27 +157,27 @@ def _row(component: ComponentLayout, parameters: list[nn.Parameter]) -> LayoutRo
     ops = f" ({len(plan.saved_ops)} ops kept)" if plan.saved_ops is not None else ""
     ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
     return LayoutRow(
-        name=component.name,
+        name=name,
         mode=plan.mode or "",
-        mesh=_mesh(component),
-        units=len(component.units),
+        mesh=_mesh(plan),
+        units=units,
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtypes=f"{stored} / {plan.precision.compute or stored} / {plan.precision.reduce}",
         recompute=f"{plan.recompute}{ops}",
         offload=", ".join(name for name, is_offloaded in offload.items() if is_offloaded) or "none",
-        sequence=_sequence(component),
+        sequence=sequence,
     )
 
 
-def _mesh(component: ComponentLayout) -> str:
-    tp = f" x tp {component.plan.tp}" if (component.plan.tp or 1) > 1 else ""
-    by = " by DeepEP" if component.plan.expert_dispatcher == "deepep" else ""
-    ep = f", ep {component.plan.ep}{by}" if (component.plan.ep or 1) > 1 else ""
-    return f"{component.num_replicas} x {component.num_shards}{tp}{ep}"
+def _mesh(plan: ComponentPlan) -> str:
+    tp = f" x tp {plan.tp}" if (plan.tp or 1) > 1 else ""
+    by = " by DeepEP" if plan.expert_dispatcher == "deepep" else ""
+    ep = f", ep {plan.ep}{by}" if (plan.ep or 1) > 1 else ""
+    return f"{plan.dp_replicate or 1} x {plan.dp_shard or 1}{tp}{ep}"
 
 
-def _sequence(component: ComponentLayout) -> str:
-    degrees = {"ulysses": component.plan.ulysses or 1, "cp": component.plan.cp or 1}
+def _sequence(plan: ComponentPlan, *methods: object) -> str:
+    degrees = {"ulysses": plan.ulysses or 1, "cp": plan.cp or 1}
     shared = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    return ", ".join(str(part) for part in (shared, component.async_ulysses, component.tokens) if part) or "whole"
+    return ", ".join(str(part) for part in (shared, *methods) if part) or "whole"

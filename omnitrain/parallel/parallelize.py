@@ -31,7 +31,7 @@ from omnitrain.parallel.fsdp.load import (
     require_same_parameters,
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
-from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32
+from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
 from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
@@ -281,20 +281,18 @@ def _layouts(
     towers: Mapping[str, SharedTower],
     of_foundation: Mapping[str, Any],
 ) -> dict[str, ComponentLayout]:
-    layouts = {}
-    for name, parameters in model.components.items():
-        names = units[name].all
-        if name == FOUNDATION and FOUNDATION not in names:  # then the omni model itself is the root unit
-            names = (*names, "")
-        layouts[name] = ComponentLayout(
+    names = unit_names(units)
+    return {
+        name: ComponentLayout(
             name=name,
             plan=plans[name],
             mesh=meshes[name],
-            units=names,
+            units=names[name],
             parameters=tuple(parameters),
             is_trained=any(parameter.requires_grad for parameter in parameters.values()),
             activations=activations.get(name),
             tower=towers.get(name),
             **(of_foundation if name == FOUNDATION else {}),
         )
-    return layouts
+        for name, parameters in model.components.items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -345,12 +346,11 @@ def init_state_of(plan: ParallelPlan) -> ParallelState:
     """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation.
 
     Raises:
-        UserError: the degrees do not fit the number of ranks. The message lists degrees that do.
+        UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
     """
     global _default
-    mode, degrees = _degrees_of(plan)
     _ensure_process_group()
-    _default = _state(fit_mesh(dist.get_world_size(), **degrees), mode)
+    _default = _state(*_shape_of(plan, dist.get_world_size()))
     return _default
 
 
@@ -358,10 +358,37 @@ def state_without_groups(plan: ParallelPlan, world_size: int) -> ParallelState:
     """Return the state of ``plan`` on ``world_size`` ranks without process groups, to validate the plan.
 
     Raises:
-        UserError: the degrees do not fit the number of ranks. The message lists degrees that do.
+        UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
     """
+    shape, mode = _shape_of(plan, world_size)
+    return ParallelState(shape, 0, "cpu", mode, {})
+
+
+def _shape_of(plan: ParallelPlan, world_size: int) -> tuple[MeshShape, DpMode]:
     mode, degrees = _degrees_of(plan)
-    return ParallelState(fit_mesh(world_size, **degrees), 0, "cpu", mode, {})
+    try:
+        return fit_mesh(world_size, **degrees), mode
+    except UserError as error:
+        _, *problems = str(error).splitlines()
+        fitting = _fitting_world_size(degrees, world_size)
+        advice = "" if fitting is None else f"; start it with --nproc {fitting}"
+        raise UserError(f"parallel: {'; '.join(problems)}{advice}") from None
+
+
+def _fitting_world_size(degrees: Mapping[str, Any], world_size: int) -> int | None:
+    """The next larger number of ranks that these degrees fit, or else the next smaller one; None: they fit none."""
+    step = math.prod(degrees[axis] for axis in ("pp", "cp", "sp", "tp"))
+    largest = 2 * max(world_size, step * degrees["ep"] * (degrees["dp_replicate"] or 1) * (degrees["dp_shard"] or 1))
+    fitting = [ranks for ranks in range(step, largest + 1, step) if _fits(ranks, degrees)]
+    return min(fitting, key=lambda ranks: (ranks < world_size, abs(ranks - world_size)), default=None)
+
+
+def _fits(world_size: int, degrees: Mapping[str, Any]) -> bool:
+    try:
+        fit_mesh(world_size, **degrees)
+    except UserError:
+        return False
+    return True
 
 
 def _degrees_of(plan: ParallelPlan) -> tuple[DpMode, dict[str, Any]]:

@@ -167,7 +167,8 @@ def fit_mesh(
             return shape
         product = " x ".join(key[axis] for axis in PRODUCTS["fsdp"])
         problems = [f"{key['ep']}={ep} must divide {product} = {fsdp}; {_would_fit(_divisors(fsdp))}"]
-    raise UserError("\n".join([f"these degrees do not fit {world_size} ranks:", *problems]))
+    noun = "rank" if world_size == 1 else "ranks"
+    raise UserError("\n".join([f"these degrees do not fit {world_size} {noun}:", *problems]))
 
 
 def _is_degree(value: int | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from omnitrain.errors import RecipeError
+from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.located_problem import located
 from omnitrain.recipe.lora import Lora
@@ -34,12 +34,12 @@ class PlanError(RecipeError):
     """Problems of a parallel plan; each argument is a problem that starts with its key in the plan."""
 
     def __str__(self) -> str:
-        count = "1 problem" if len(self.args) == 1 else f"{len(self.args)} problems"
-        return "\n  ".join([f"parallel plan: {count}", *self.args])
+        return problem_list("the parallel plan", self.problems)
 
     def under(self, key: str) -> PlanError:
-        """Return the error for a plan that is the value of ``key``."""
-        return PlanError(*(f"{key}.{problem}" for problem in self.args))
+        """Return the error for a plan that is the value of ``key``; problems of the parallel state have no key."""
+        of_state = "parallel state"
+        return PlanError(*(one if one.startswith(of_state) else f"{key}.{one}" for one in self.problems))
 
 
 class Precision(Strict):

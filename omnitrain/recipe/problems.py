@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -12,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from omnitrain.recipe.located_problem import LOCATED
+from omnitrain.recipe.other_names import key_of, name_here
 from omnitrain.recipe.suggest import hint, nearest
 
 Path = tuple[str | int, ...]
@@ -51,7 +53,7 @@ def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
     for spot, detail in zip(spots, details, strict=True):
         if detail["type"] != "missing" or spot.path not in meant:
             groups.setdefault(spot.path, (spot, []))[1].append(detail)
-    return [_line(spot, group) for spot, group in groups.values()]
+    return [_line(spot, group, root) for spot, group in groups.values()]
 
 
 def _locate(location: Path, root: type[BaseModel]) -> _Spot:
@@ -93,12 +95,13 @@ def _names_a_branch(part: str | int, branches: list[Any]) -> bool:
     return str(part).partition("[")[0].removeprefix("constrained-").lower() in names
 
 
-def _line(spot: _Spot, details: list[ErrorDetails]) -> str:
+def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in spot.path) or "recipe"
     first = details[0]
     kind, found = first["type"], first["input"]
     if kind == _UNKNOWN:
-        return f"{path}: unknown key, found {_shown(found)}; {hint(str(spot.path[-1]), spot.sibling_keys)}"
+        name = str(spot.path[-1])
+        return f"{path}: unknown key, found {_shown(found)}; {_meant(name, spot.sibling_keys, root)}"
     if kind == "missing":
         return f"{path}: required, but missing; add `{spot.path[-1]}`: {_description(spot.field)}"
     if kind == LOCATED:
@@ -107,6 +110,12 @@ def _line(spot: _Spot, details: list[ErrorDetails]) -> str:
         return f"{path}: {first['msg'].removeprefix('Value error, ')}"
     expected = ", or ".join(_expectation(detail) for detail in details)
     return f"{path}: found {_shown(found)}; expected {expected}; {_advice(spot, details)}"
+
+
+def _meant(name: str, siblings: Sequence[str], root: type[BaseModel]) -> str:
+    """Return what to write for an unknown key: what HuggingFace calls so, a near key, a key of another node, or any."""
+    elsewhere = None if nearest(name, siblings) else key_of(name, root)
+    return name_here(name, root) or (f"use `{elsewhere}`" if elsewhere else hint(name, siblings))
 
 
 def _expectation(detail: ErrorDetails) -> str:

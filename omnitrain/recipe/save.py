@@ -24,7 +24,7 @@ def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
     try:
         recipe.check_heads(decoders)
     except ValidationError as error:
-        raise RecipeError("\n".join(problem_lines(error, Recipe))) from None
+        raise RecipeError(*problem_lines(error, Recipe)) from None
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from omnitrain.errors import RecipeError
+from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import Data
 from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.located_problem import located
@@ -95,6 +95,16 @@ class Recipe(Strict):
             )
         return self
 
+    def advice(self) -> Iterator[str]:
+        """Yield what is no mistake, but probably not meant."""
+        warmup, steps = self.train.optimizer.warmup_steps, self.train.steps
+        if warmup > steps:
+            yield (
+                f"train.optimizer.warmup_steps is {warmup}, but the run has {steps} step{'s' * (steps > 1)}: the "
+                f"learning rate only reaches {steps / warmup:.0%} of its peak; set it to {steps // 10}, or raise "
+                "train.steps"
+            )
+
     def measures_heldout_loss(self, step: int) -> bool:
         """Return whether to measure the held-out loss after optimizer step ``step``, from 1."""
         every = self.evaluation.loss_every if self.evaluation else None
@@ -147,8 +157,7 @@ class Recipe(Strict):
         except ValidationError as error:
             problems += problem_lines(error, cls)
         if problems:
-            count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            raise RecipeError("\n  ".join([f"{file}: {count}", *problems]))
+            raise RecipeError(problem_list(str(file), problems))
         return recipe
 
 

@@ -53,7 +53,7 @@ def parse_yaml(text: str, origin: str) -> Any:
             return _unshared(loader.construct_document(root))
     except yaml.YAMLError as error:
         raise RecipeError(f"{origin}{_describe(error, text)}") from None
-    raise RecipeError("\n".join(f"{origin}:{problem}" for problem in problems))
+    raise RecipeError(*(f"{origin}:{problem}" for problem in problems))
 
 
 def dump_yaml(value: Any) -> str:

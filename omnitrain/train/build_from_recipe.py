@@ -167,7 +167,7 @@ def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.d
             problems.append(f"model.ops.attention: {error}")
     problems += idle_problems(ops, _idle_ops(model), "model.ops")
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
 
 def _idle_ops(model: OmniModel) -> Iterator[Idle]:

@@ -41,7 +41,19 @@ def use_device(settings: Train) -> torch.device:
 
 def _device_of_rank(requested: torch.device) -> torch.device:
     """Return the CUDA device of this rank if the machine has several ranks."""
-    ranks, devices = local_world_size(), torch.cuda.device_count()
+    require_devices(requested, local_world_size())
+    return torch.device("cuda", local_rank())
+
+
+def require_devices(requested: torch.device, ranks: int) -> None:
+    """Check that this machine has a device for each of ``ranks`` ranks.
+
+    Raises:
+        UserError: several ranks would share a CUDA device.
+    """
+    if requested.type == "cpu" or ranks == 1:
+        return
+    devices = torch.cuda.device_count()
     if ":" in str(requested):
         raise UserError(f"train.device is '{requested}' for {ranks} ranks; use cuda, which gives each its own device")
     if ranks > devices:
@@ -49,4 +61,3 @@ def _device_of_rank(requested: torch.device) -> torch.device:
             f"this machine runs {ranks} ranks but has {devices} CUDA device{'s' * (devices > 1)}; start at most one "
             "rank per device (--nproc of omnitrain run, --nproc-per-node of torchrun), or set train.device=cpu"
         )
-    return torch.device("cuda", local_rank())

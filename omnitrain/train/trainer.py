@@ -25,7 +25,7 @@ from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
-from omnitrain.train.data import open_data
+from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
 from omnitrain.train.device import use_device
 from omnitrain.train.evaluate.evaluate import Evaluator, load_scorer
 from omnitrain.train.evaluate.results import write_results
@@ -53,8 +53,6 @@ from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes, save_checkpoint
 from omnitrain.train.run_state.save_times import SaveTimes
 from omnitrain.train.run_state.state import TrainingState, read_state
-
-_IDLE_STEPS = 10  # a run ends if its first steps have no token to predict
 
 
 @dataclass(frozen=True)
@@ -275,11 +273,8 @@ class Trainer:
 
     def _require_targets(self) -> None:
         """Raise if all steps so far had no token to predict."""
-        if self.steps_without_targets == self.step >= min(_IDLE_STEPS, self.recipe.train.steps):
-            raise UserError(
-                f"nothing was trained in the first {self.step} steps: no sample of them has a token to predict; what "
-                "messages of the role `assistant` say is predicted (`omnitrain check` counts it in the first rows)"
-            )
+        if self.steps_without_targets == self.step >= min(IDLE_STEPS, self.recipe.train.steps):
+            raise UserError(nothing_to_train(self.step))
 
     def _with_what_was_measured(self) -> Recipe:
         """Return the recipe with measured values in place of `auto`."""

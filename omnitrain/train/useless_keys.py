@@ -32,7 +32,7 @@ def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -
     """
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
     if problems := idle_problems(recipe, idle):
-        raise UserError("\n".join(dict.fromkeys(problems)))
+        raise UserError(*dict.fromkeys(problems))
 
 
 def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:

@@ -156,16 +156,18 @@ def test_generate_refuses_a_model_that_is_not_omni_and_an_output_that_is_a_file(
 
 def test_a_shipped_recipe_is_meant_though_a_folder_has_its_name(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shipped.parent / "small").mkdir()
-    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe: ["a problem of the recipe"])
+    stand_in(
+        monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe, num_ranks: ["a problem of the recipe"]
+    )
     assert "a problem of the recipe" in call("check", "small").output
 
 
 def test_check_lists_the_problems_and_exits_2(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe: [])
+    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe, num_ranks: [])
     assert call("check", "small").exit_code == 0
-    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe: ["one", "two"])
+    stand_in(monkeypatch, "omnitrain.train.verbs.check", check_recipe=lambda recipe, num_ranks: ["one", "two"])
     found = call("check", "small", "train.steps=3")
-    assert (found.exit_code, found.stderr) == (2, "omnitrain: small: problems\n  one\n  two\n")
+    assert (found.exit_code, found.stderr) == (2, "omnitrain: 2 problems in small:\n  one\n  two\n")
 
 
 def test_run_hands_over_the_recipe_with_its_overrides(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,8 @@ def test_layouts_that_adapters_cannot_be_on_are_refused_in_a_line(ranks: RankPoo
     factory = "tests.parallel.factories:qwen3_moe_with_adapters"
     (row,) = verify(factory, text_samples(), [plan], pool=ranks, timeout_s=60).rows
     assert row.status == "refused" and row.reason == (
-        "parallel plan: 1 problem\n  default.lora: async_ulysses does not support adapters; use only one of the two"
+        "1 problem in the parallel plan:\n"
+        "  default.lora: async_ulysses does not support adapters; use only one of the two"
     )
 
 

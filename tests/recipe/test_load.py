@@ -39,7 +39,7 @@ def test_all_problems_are_reported_at_once_one_line_each(tmp_path: Path) -> None
         "evaluation: {saved_samples: -1}\n"
     )
     assert refusal(file, ["train.steps", "data.heldout.2.path=x"]) == [
-        f"{file}: 8 problems",
+        f"8 problems in {file}:",
         "  override `train.steps`: expected key.sub=value, such as train.steps=20",
         "  data.heldout.2: found `2`; expected no index, the list is empty; or set `data.heldout` as a whole",
         "  model.foundation.config.hiden_size: unknown key of Qwen3Config, found 8; did you mean `hidden_size`?",

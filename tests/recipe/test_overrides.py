@@ -63,5 +63,5 @@ def test_bad_override_is_one_clear_line(recipe_file: Path, override: str, proble
     with pytest.raises(RecipeError) as error:
         Recipe.load(recipe_file, [override])
     header, line = str(error.value).splitlines()
-    assert header == f"{recipe_file}: 1 problem"
+    assert header == f"1 problem in {recipe_file}:"
     assert line.startswith(f"  {problem}")

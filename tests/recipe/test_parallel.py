@@ -108,7 +108,7 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
         raise_problems(plan.problems(NAMES, frozen={"image_encoder"}, degrees={"tp": 1, "ulysses": 4, "dp_shard": 4}))
     lines = [line.strip() for line in str(refusal.value).splitlines()]
     assert lines == [
-        "parallel plan: 6 problems",
+        "6 problems in the parallel plan:",
         "components.imgae_encoder: unknown component; did you mean `image_encoder`?",
         "components.image_encoder.optimizer_offload: found true, but a frozen component has no optimizer state",
         "components.foundation.place: the foundation encodes no media; set it on an encoder, or remove it",

@@ -15,7 +15,7 @@ import yaml
 
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
-from omnitrain.parallel.resolve import require_fit
+from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.recipe import Recipe, list_recipes, save_recipe
 from omnitrain.recipe.strict import Strict
 from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
@@ -297,7 +297,7 @@ def refuse_what_can_do_nothing(recipe: Recipe, base: Base, built: Callable[..., 
     require_effect(recipe, model, processor)
     require_ops(model, recipe.model.ops, torch.device("cpu"), torch.float32)
     peaks_of(model, recipe.train.optimizer)
-    require_fit(model, recipe.parallel, None)
+    resolve_without_ranks(model, recipe.parallel, None)
 
 
 def test_every_key_of_the_tree_takes_a_stand() -> None:

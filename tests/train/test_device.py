@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from omnitrain.errors import UserError
-from omnitrain.parallel.resolve import require_fit
+from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Recipe, Train
 from omnitrain.train.device import use_device
 from omnitrain.train.metrics.display import console
@@ -97,7 +97,9 @@ def test_a_component_computes_as_its_own_plan_says() -> None:
     own = ParallelPlan(components={"foundation": ComponentPlan(precision=Precision(compute="float32"))})
     assert compute_dtype(own, mixed_precision(Train(), "cuda")) == torch.float32
     with pytest.raises(UserError, match=r"found compute bfloat16, but .*`train.precision: fp32` in a recipe"):
-        require_fit(any_to_any(), ParallelPlan(default=ComponentPlan(precision=Precision(compute="bfloat16"))), False)
+        resolve_without_ranks(
+            any_to_any(), ParallelPlan(default=ComponentPlan(precision=Precision(compute="bfloat16"))), False
+        )
 
 
 def test_a_process_alone_computes_in_bf16_where_it_is_told_to_and_says_so(tmp_path: Path) -> None:

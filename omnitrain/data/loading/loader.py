@@ -167,7 +167,7 @@ def require_usable(sources: Sequence[RowSource], processor: OmniProcessor) -> No
     tried = [rows[0, s, position] for s, table in enumerate(sources) for position in table.first_of_each_kind()]
     problems = dict.fromkeys(str(result) for result in tried if isinstance(result, UserError))
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
 
 def build_dataloader(

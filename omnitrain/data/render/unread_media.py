@@ -51,7 +51,7 @@ def require_shown(
     """
     hidden = chain.from_iterable(_hidden(source, processor) for source in (*train, *heldout))
     if problems := dict.fromkeys([*hidden, *_unfed(train, processor, spared)]):
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
 
 def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]) -> Iterator[str]:

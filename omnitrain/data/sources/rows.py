@@ -142,7 +142,7 @@ class RowSource(Sequence[Row]):
         self.columns, self._marked = source.columns, frozenset(source.media_markers)
         self.takes_markers = bool(source.media_markers) or "media_markers" in source.model_fields_set
         if problems := idle_problems(source, _idle(source, self._table)):
-            raise DataError("\n".join(f"data: {source.path!r}: {problem}" for problem in problems))
+            raise DataError(*(f"data: {source.path!r}: {problem}" for problem in problems))
         self._folder = None if source.media_folder is None else Path(source.media_folder)
         if self._folder is not None and not self._folder.is_dir():
             raise DataError(f"data: {source.path!r}: media_folder {source.media_folder!r} is not a folder")
@@ -210,7 +210,7 @@ def open_sources(sources: Sequence[DataSource]) -> list[RowSource]:
         except DataError as error:
             problems.append(str(error))
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError(*problems)
     return opened
 
 

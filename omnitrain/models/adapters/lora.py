@@ -126,7 +126,7 @@ def find_in_all(model: ComponentModel, components: Iterable[str], lora: Lora) ->
     candidates = {component: _candidates(model, component) for component in components}
     every = [name for linears, experts in candidates.values() for name in (*linears, *experts)]
     if problems := [unmatched(g, every) for g in lora.targets if not any(matches(g, name) for name in every)]:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
     def matching(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted(name for name in names if any(matches(glob, name) for glob in lora.targets)))

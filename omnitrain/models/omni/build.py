@@ -225,7 +225,7 @@ def _specified(place: str, node: type[Node], spec: Any, part: str) -> tuple[PreT
     except ValidationError as error:
         if not isinstance(spec, dict):
             raise UserError(f"{place}: found {type(spec).__name__}, expected a dict with `{part}`") from None
-        raise UserError("\n".join(f"{place}.{line}" for line in problem_lines(error, node))) from None
+        raise UserError(*(f"{place}.{line}" for line in problem_lines(error, node))) from None
 
 
 def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -65,6 +65,14 @@ def find_units(model: OmniModel, experts: Mapping[str, Sequence[str]] | None = N
     return {FOUNDATION: foundation, **units}
 
 
+def unit_names(units: Mapping[str, ComponentUnits]) -> dict[str, tuple[str, ...]]:
+    """Return component -> the names of its units of :func:`find_units`, with the root, ``""``, if it is one."""
+    names = {name: of_component.all for name, of_component in units.items()}
+    if FOUNDATION not in names[FOUNDATION]:  # then the omni model itself is the root unit
+        names[FOUNDATION] = (*names[FOUNDATION], "")
+    return names
+
+
 def blocks_of(model: OmniModel) -> dict[str, tuple[str, ...]]:
     """Return component -> names of its blocks (:func:`~omnitrain.ops.compile.blocks.blocks_in`)."""
     parameters = _Parameters(model)

@@ -4,7 +4,7 @@
 in the plan of one component; ``experts`` and ``memory`` fill in their fields.
 """
 
-from omnitrain.parallel.resolve.plans import dtype_of, require_fit, resolve_plans
+from omnitrain.parallel.resolve.plans import dtype_of, resolve_plans, resolve_without_ranks
 from omnitrain.parallel.resolve.sources import CallFlags
 
-__all__ = ["CallFlags", "dtype_of", "require_fit", "resolve_plans"]
+__all__ = ["CallFlags", "dtype_of", "resolve_plans", "resolve_without_ranks"]

@@ -20,7 +20,7 @@ def model_problems(
 ) -> Iterator[str]:
     """Yield all problems; ``layers``: component -> its MoE layers."""
     yield from _pipeline_problems(plan, state)
-    yield from _sequence_problems(model, state)
+    yield from _sequence_problems(model, plan, state)
     yield from _skipped_module_problems(model, state)
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
@@ -53,24 +53,33 @@ def _spread_problems(
         )
 
 
-def _sequence_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:
+def _sequence_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """Ranks can share the foundation's sequence if the model supports slices of it and its heads divide equally."""
     if state.size("sequence") == 1:
         return
     contract = sequence_contract_of(model.foundation, model.runner.contract)
     if contract.problem:
         kind = type(model.foundation).__name__
-        yield f"parallel state: found {state.shape}, but ranks cannot share a sequence of {kind}: {contract.problem}"
+        found = _found(plan, state, "ulysses", "cp")
+        yield f"{found}, but ranks cannot share a sequence of {kind}: {contract.problem}"
     config = model.foundation.config
     dropped = [name for name in drawn_in_training(config) if re.search(r"att.*drop", name)]
     if state.size("cp") > 1 and dropped:
         yield (
-            f"parallel state: found {state.shape}, but ring attention ignores attention dropout "
+            f"{_found(plan, state, 'cp')}, but ring attention ignores attention dropout "
             f"({', '.join(dropped)} in the foundation's config); set cp to 1, or the dropout to 0"
         )
     for heads in contract.heads:
         if not heads % state.size("tp") and (problem := head_problem(heads // state.size("tp"), state.size("sp"))):
-            yield f"parallel state: found {state.shape}: {problem}"
+            yield f"{_found(plan, state, 'ulysses')}, but {problem}"
+
+
+def _found(plan: ParallelPlan, state: ParallelState, *fields: str) -> str:
+    """The degrees of the foundation that the plan sets among ``fields``, with their key; else those of the state."""
+    merged = plan.of(FOUNDATION)
+    if (field := next((name for name in fields if (getattr(merged, name) or 1) > 1), None)) is None:
+        return f"parallel state: found {state.shape}"
+    return f"{plan.path_of(FOUNDATION, field)}.{field}: found {getattr(merged, field)}"
 
 
 def _skipped_module_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:

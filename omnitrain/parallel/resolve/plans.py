@@ -75,31 +75,60 @@ def resolve_plans(
     return plans, adapters
 
 
-def require_fit(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None) -> None:
-    """Require that the plan fits the model on some number of ranks, with all degrees taken from the plan.
+def resolve_without_ranks(
+    model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None, num_ranks: int | None = None
+) -> tuple[ParallelState, dict[str, ComponentPlan]]:
+    """Resolve a recipe's plan without process groups, with all degrees taken from the plan.
 
     Args:
         model: not parallelized, on any device; it stays unchanged.
         plan: the plan of a recipe.
         mixed_precision: see :class:`CallFlags`.
+        num_ranks: number of ranks. None: the first number that the plan fits.
+
+    Returns:
+        The state on these ranks, and component -> its complete plan.
 
     Raises:
-        PlanError: the problems on the number of ranks with the fewest problems.
-        UserError: the degrees of the plan contradict each other.
+        PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks with the
+            fewest problems.
+        UserError: the degrees of the plan contradict each other, or do not fit ``num_ranks``. In the second case, what
+            does not fit the model on any number of ranks is in the message, too.
     """
+    if num_ranks is not None:
+        try:
+            state = state_without_groups(plan, num_ranks)
+        except UserError as error:
+            raise UserError(*error.problems, *_problems_on_any(model, plan, mixed_precision)) from None
+        return _resolved_on(state, model, plan, mixed_precision)
     errors: list[UserError] = []
     for ranks in _numbers_of_ranks(plan):
         try:
-            state = state_without_groups(plan, ranks)
-            tensors = tensor_plan(model, plan, state.size("tp"))
-            resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
-            return
+            return _resolved_on(state_without_groups(plan, ranks), model, plan, mixed_precision)
         except UserError as error:
             errors.append(error)
             if len(errors) > 1 and str(errors[-2]) == str(error):
                 break  # another number of ranks gives the same error
     plan_errors = [error for error in errors if isinstance(error, PlanError)]
-    raise min(plan_errors, key=lambda error: len(error.args)) if plan_errors else errors[0]
+    raise min(plan_errors, key=lambda error: len(error.problems)) if plan_errors else errors[0]
+
+
+def _resolved_on(
+    state: ParallelState, model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None
+) -> tuple[ParallelState, dict[str, ComponentPlan]]:
+    tensors = tensor_plan(model, plan, state.size("tp"))
+    plans, _ = resolve_plans(model, plan, state, CallFlags(mixed_precision), tensors, adapters_of(model))
+    return state, plans
+
+
+def _problems_on_any(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None) -> Iterator[str]:
+    """Yield the plan's problems with the model on the number of ranks with the fewest, with their keys in a recipe."""
+    try:
+        resolve_without_ranks(model, plan, mixed_precision)
+    except PlanError as error:
+        yield from error.under("parallel").problems
+    except UserError:
+        return  # the degrees fit no number of ranks
 
 
 def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:

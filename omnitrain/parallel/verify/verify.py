@@ -44,6 +44,7 @@ from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 _NOISE_FACTOR = 20.0
 # If a gradient changes by this fraction when every weight moves to a neighbouring number, it is only rounding.
 _NO_DIGITS = 0.1
+_NOTHING = "-"  # in the table
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class VerifyRow:
         layout: the layout as given.
         status: ``equal``, ``different``, or ``refused``.
         reason: why it is different or refused; empty if it is equal.
+        is_optional: whether nobody named the layout, so that it may be refused.
         loss_error: relative error of the loss.
         grad_error: error of the worst gradient, relative to the largest element of that gradient.
         worst_parameter: name of the parameter with the worst gradient.
@@ -75,6 +77,7 @@ class VerifyRow:
     peak_memory_mb: float = float("nan")
     collectives: int = 0
     near_ties: int = 0
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,20 +96,27 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout is equal, or refused with a reason."""
-        return all(row.status == "equal" or (row.status == "refused" and row.reason) for row in self.rows)
+        """Whether some layout is equal, and so is each other one; a layout that nobody named may be refused."""
+        statuses = {row.status for row in self.rows}
+        return "equal" in statuses and "different" not in statuses and not self.refused
+
+    @property
+    def refused(self) -> list[VerifyRow]:
+        """The rows that were refused although their layout was named, or although nothing else was compared."""
+        refused = [row for row in self.rows if row.status == "refused"]
+        return refused if len(refused) == len(self.rows) else [row for row in refused if not row.is_optional]
 
     def __repr__(self) -> str:
         table = Table("layout", "status", "loss", "gradients", "worst", "weights", "collectives", "reason")
         for row in self.rows:
-            errors = [f"{value:.1e}" for value in (row.loss_error, row.grad_error, row.weight_error)]
+            errors = [_shown_error(value) for value in (row.loss_error, row.grad_error, row.weight_error)]
             table.add_row(
                 row.layout,
                 row.status,
                 *errors[:2],
-                row.worst_parameter,
+                row.worst_parameter or _NOTHING,
                 errors[2],
-                str(row.collectives),
+                _NOTHING if row.status == "refused" else str(row.collectives),
                 escape(row.reason),
             )
         console = Console(width=160)
@@ -121,6 +131,11 @@ class VerifyReport:
                         highlight=False,
                     )
         return capture.get()
+
+
+def _shown_error(error: float) -> str:
+    """The error, or a dash if it was not measured."""
+    return _NOTHING if math.isnan(error) else f"{error:.1e}"
 
 
 @dataclass(frozen=True)
@@ -229,7 +244,8 @@ def _row(
     timeout_s: float,
 ) -> VerifyRow:
     if case.ranks > nproc:
-        return VerifyRow(case.name, "refused", f"needs {case.ranks} ranks, but nproc is {nproc}")
+        reason = f"needs {case.ranks} ranks, but nproc is {nproc}; use --nproc {case.ranks}"
+        return VerifyRow(case.name, "refused", reason)
     expected, rounding = reference()  # first, because it detects a factory that builds a different model each time
     if not expected.gradients:
         reason = "nothing can be compared: no trained parameter of this layout gets a gradient from these samples"

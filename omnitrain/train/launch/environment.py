@@ -26,6 +26,16 @@ def global_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def world_size() -> int:
+    """Return the number of ranks of the run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Return whether a user's command started this process first: the launcher, a single process, or rank 0."""
+    return global_rank() == 0 and LAUNCHER not in os.environ
+
+
 def local_rank() -> int:
     """Return its rank on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -62,7 +72,7 @@ def own_words(message: str) -> str | None:
     All ranks find an error in a recipe, but it should be printed once. Rank 0 prints it; another rank prints its
     message only if rank 0 has none within a few seconds, or a different one.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world_size() == 1:
         return message
     rank = global_rank()
     try:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, Sub
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainingError, UserError
 from omnitrain.train.interrupt import TOGETHER_SECONDS, heard
+from omnitrain.train.launch.crowding import num_cores
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER
 
 _HOST = "127.0.0.1"
@@ -100,7 +101,6 @@ def _without_handlers() -> Iterator[None]:
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     """Return the variables that ``torchrun`` would set, and threads and network for ranks on one machine."""
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -111,7 +111,7 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
         "TORCHELASTIC_RUN_ID": f"omnitrain-{os.getpid()}",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores // nproc))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // nproc))),
         LAUNCHER: str(os.getpid()),
     }
     if sys.platform == "linux":  # otherwise gloo would resolve the machine's name

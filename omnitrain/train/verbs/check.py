@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from omnitrain.checkpoint.store import newest_checkpoint
-from omnitrain.data.loading.loader import first_samples, require_usable
-from omnitrain.data.packing.sample import Rejected
+from omnitrain.data.loading.loader import StepLoader, first_samples, require_usable
+from omnitrain.data.loading.slots import share_of_rank
+from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread_media import require_shown
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import UserError
+from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.load import config_at
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
-from omnitrain.parallel.resolve import require_fit
-from omnitrain.recipe import ParallelPlan, Recipe
+from omnitrain.optim.adamw import require_fp32, trained_parameters
+from omnitrain.parallel.expert.load_balance import RouterMonitor
+from omnitrain.parallel.expert.routing_record import RoutingOfRun
+from omnitrain.parallel.fsdp.units import find_units, stays_fp32, unit_names
+from omnitrain.parallel.layout import planned_table
+from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
+from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
+from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
-from omnitrain.train.data import spared
-from omnitrain.train.device import use_device
+from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
+from omnitrain.train.device import require_devices, use_device
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.display import console, quiet_libraries, show_components, show_contract, show_unused
@@ -38,10 +47,14 @@ from omnitrain.train.useless_keys import require_effect
 from omnitrain.train.verbs.fit_check import forward_problems, weights_problems
 
 
-def check_recipe(recipe: Recipe) -> list[str]:
+def check_recipe(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
     """Build the model without weights, open the data, prepare one row of every source, and print the results.
 
     Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
+
+    Args:
+        recipe: the recipe.
+        num_ranks: number of ranks of the run. None: a number that the plan fits.
 
     Returns:
         One message per problem; empty if the recipe would run.
@@ -53,7 +66,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
         try:
             return action()
         except UserError as error:
-            problems.append(str(error))
+            problems.extend(error.problems)
             return None
 
     built = attempt(lambda: build_from_recipe(recipe, init_device="meta"))
@@ -62,7 +75,7 @@ def check_recipe(recipe: Recipe) -> list[str]:
     device = attempt(lambda: use_device(recipe.train))
     if runs:
         _show_model(built[0])
-        for check in _model_checks(recipe, built[0], built[1], device):
+        for check in _model_checks(recipe, built[0], built[1], device, num_ranks):
             attempt(check)
         broken = forward_problems(built[0])
         problems += broken
@@ -75,23 +88,41 @@ def check_recipe(recipe: Recipe) -> list[str]:
             problems += _check_rows(kind, opened[kind], built[1], recipe.data.pack_tokens, cut)
     if runs and opened["train"]:
         attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
+        attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0].runner.contract))
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     attempt(lambda: require_trackers(recipe))
-    # A problem that another message repeats with its key is dropped.
+    return _without_repetitions(problems)
+
+
+def problems_of_start(recipe: Recipe, error: UserError, num_ranks: int) -> list[str]:
+    """Return the problems of a run that did not start: those of ``error``, and all others that a check finds.
+
+    It prints nothing.
+    """
+    with console.capture():
+        found = check_recipe(recipe, num_ranks)
+    return _without_repetitions([*error.problems, *found])
+
+
+def _without_repetitions(problems: list[str]) -> list[str]:
+    """Return each problem once, and none that another one repeats with its key."""
     return [one for one in dict.fromkeys(problems) if not any(other.endswith(f": {one}") for other in problems)]
 
 
 def _model_checks(
-    recipe: Recipe, model: OmniModel, processor: OmniProcessor, device: torch.device | None
+    recipe: Recipe, model: OmniModel, processor: OmniProcessor, device: torch.device | None, num_ranks: int | None
 ) -> Iterator[Callable[[], None]]:
     """Yield the checks of a run's model; without a device, those that need none."""
     mixed = mixed_precision(recipe.train, device.type if device is not None else "cpu")
-    yield lambda: _require_plan(model, recipe.parallel, mixed)
+    yield lambda: require_heads(recipe, model.decoders)
     if device is not None:
+        yield lambda: require_devices(device, num_ranks or 1)
         yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
+    yield lambda: _require_plan(recipe, model, mixed, num_ranks)
     yield lambda: _require_rates(model, recipe)
     yield lambda: require_effect(recipe, model, processor)
+    yield lambda: _require_experts(model, recipe.train.experts)
 
 
 def check_model(path: str) -> None:
@@ -111,17 +142,66 @@ def check_model(path: str) -> None:
     _show_model(build_omni_model(**parts, init_device="meta"))
 
 
-def _require_plan(model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None) -> None:
+def _require_plan(recipe: Recipe, model: OmniModel, mixed: bool | None, num_ranks: int | None) -> None:
+    """Check that the plan fits the model and the number of ranks, and show the layout."""
+    plan = recipe.parallel
     try:
-        require_fit(model, plan, mixed_precision)
+        state, plans = resolve_without_ranks(model, plan, mixed, num_ranks)
     except PlanError as error:
         raise error.under("parallel") from None
+    share_of_rank(0, state.dp_size, recipe.train.micro_batches)
+    if plan == ParallelPlan() and state.world_size == 1:
+        return
+    console.print(f"layout on {state.world_size} rank{'s' * (state.world_size > 1)} (--nproc {state.world_size}):")
+    console.print(planned_table(model, plans, unit_names(find_units(model))))
+    require_fp32(_trained_dtypes(model, plans))
+
+
+def _trained_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> dict[str, torch.dtype]:
+    """Return trained parameter -> its planned dtype, for components whose optimizer keeps no fp32 copy."""
+    must_stay_fp32, adapters = stays_fp32(model), model.adapter_names
+    return {
+        name: dtype
+        for component, parameters in model.components.items()
+        if not (plans[component].optimizer_offload or plans[component].freeze)
+        and (precision := plans[component].precision) is not None
+        and (dtype := dtype_of(precision.param)) is not None
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and name not in adapters and not must_stay_fp32(name)
+    }
 
 
 def _require_rates(model: OmniModel, recipe: Recipe) -> None:
-    """Freeze the model as the plan says, and check that ``learning_rates`` names trained parameters."""
+    """Freeze the model as the plan says; check that something trains, and that ``learning_rates`` names it."""
     freeze(model, [name for name in model.components if recipe.parallel.of(name).freeze])
+    trained_parameters(model)
     peaks_of(model, recipe.train.optimizer)
+
+
+def _require_experts(model: OmniModel, settings: ExpertsBalance) -> None:
+    """Check the settings of the routers, and the files to replay."""
+    RouterMonitor(model, settings)
+    RoutingOfRun(model, settings.record, settings.replay, rank=0)
+
+
+def _require_targets(recipe: Recipe, sources: list[RowSource], processor: OmniProcessor, contract: Contract) -> None:
+    """Check that the first steps train something, as the trainer does."""
+    steps, data = min(IDLE_STEPS, recipe.train.steps), recipe.data.model_copy(update={"workers": 0})
+    loader = StepLoader(
+        sources,
+        processor,
+        data,
+        seed=recipe.train.seed,
+        alone=not contract.packs,
+        without_tails=contract.without_tails,
+        slots=recipe.train.micro_batches,
+    )
+    # A step takes the oldest sample of its buffer, so these are in the first steps; packing takes longer.
+    first = (loader.rows[draw] for draw in islice(loader.order.draws(0), steps))
+    if any(isinstance(sample, Sample) and _num_trained(sample) for sample in first):
+        return
+    if not any(sum(pack.loss_counts().values()) for packs in islice(loader, steps) for pack in packs):
+        raise UserError(nothing_to_train(steps))
 
 
 def _show_model(model: OmniModel) -> None:
@@ -140,10 +220,14 @@ def _check_rows(kind: str, tables: list[RowSource], processor: OmniProcessor, pa
         elif (length := len(sample.without_tail() if cut else sample)) > pack_tokens:
             problems.append(f"data.{kind}: row {sample.id!r} has {length} tokens, data.pack_tokens is {pack_tokens}")
         else:
-            trained = int(sample.loss_mask.sum()) + sum(s.item.num_tokens for s in sample.spans if s.is_target)
+            trained = _num_trained(sample)
             console.print(f"{kind} {name}: the first row has {len(sample)} tokens, {trained} of them trained")
     try:
         require_usable(tables, processor)
     except UserError as error:
-        problems += str(error).splitlines()
+        problems += error.problems
     return problems
+
+
+def _num_trained(sample: Sample) -> int:
+    return int(sample.loss_mask.sum()) + sum(span.item.num_tokens for span in sample.spans if span.is_target)

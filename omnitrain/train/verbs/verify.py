@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -101,10 +102,14 @@ def verify_recipe(
         pool: ranks to run on; None: start new ones.
         memory: bytes that may be used; None: all available. A larger model is reduced, see :func:`verify`.
 
+    Returns:
+        The report. If ``layouts`` is empty, ``dp2``, ``dp4`` and ``hsdp2x2`` may be refused, but not all layouts.
+
     Raises:
         UserError: parts of the recipe do not fit together, a layout is unknown, or no sample can be used.
     """
     quiet_libraries()
+    optional = () if layouts else _USUAL
     if not layouts:
         layouts = _USUAL if recipe.parallel == ParallelPlan() else [_OWN_PLAN, *_USUAL]
     parsed = [_parsed(recipe, layout) for layout in layouts]  # first, so that errors in them come before the work
@@ -112,7 +117,9 @@ def verify_recipe(
     samples = first_usable(build_dataloader(recipe.data, processor, seed=recipe.train.seed), num_samples)
     memory = available_memory() if memory is None else memory
     factory = _factory(recipe, shapes, nproc, memory)
-    return verify_model(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)
+    report = verify_model(factory, samples, parsed, nproc=nproc, pool=pool, memory=memory)
+    rows = zip(report.rows, layouts, strict=True)
+    return replace(report, rows=tuple(replace(row, is_optional=layout in optional) for row, layout in rows))
 
 
 def _parsed(recipe: Recipe, layout: str) -> Layout | ParallelPlan:

@@ -131,7 +131,7 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
             2,
             r"default.ep: found 4, but the parallel state has 2; call init_parallel_state\(ep_size=4\)",
         ),
-        ({"default": {"ep": 4}}, 1, r": 1 problem\n  default.ep: found 4, .* has 1; call .*\(ep_size=4\)"),
+        ({"default": {"ep": 4}}, 1, r"1 problem in .*:\n  default.ep: found 4, .* has 1; call .*\(ep_size=4\)"),
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"matches only some weights of {EXPERTS}; add .*down_proj"),
         (
@@ -207,7 +207,7 @@ def test_experts_of_another_backend_cannot_leave_gradients_for_later() -> None:
 
 def test_chunks_are_counted_where_the_experts_can_be_spread_and_only_if_asked_for() -> None:
     model = build_omni_model(foundation=qwen3_moe_with_two_experts())
-    with pytest.raises(UserError, match=r"1 problem\n.*ep: found 4, which does not divide the 2 experts"):
+    with pytest.raises(UserError, match=r"1 problem in .*:\n.*ep: found 4, which does not divide the 2 experts"):
         resolve(model, by_default(ep=4), ep=4)
     with pytest.raises(UserError, match=r"expert_chunks: found 2, but a rank has 1 experts of a layer; use 1 to 1"):
         resolve(model, by_default(ep=2, expert_chunks=2), ep=2)

@@ -67,9 +67,9 @@ def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tm
 
 def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path), "parallel.components.image_encodr.mode=replicate")
-    problem = "parallel plan: 1 problem\n  parallel.components.image_encodr: unknown component; did you mean "
+    problem = "parallel.components.image_encodr: unknown component; did you mean "
     assert [found.startswith(problem) for found in check_recipe(recipe)] == [True]
-    with pytest.raises(UserError, match=re.escape(problem)):
+    with pytest.raises(UserError, match=re.escape(f"1 problem in the parallel plan:\n  {problem}")):
         Trainer(recipe)
     leave_ranks()
     assert not (tmp_path / "run").exists()
@@ -136,7 +136,7 @@ def test_ops_that_cannot_train_here_are_refused_before_anything_is_written(tmp_p
         "model.ops.attention: attention backend 'flex' cannot compute ordinary attention: it has no backward on CPU; "
         "sdpa, reference can",
     ]
-    assert check_recipe(recipe) == ["\n".join(expected)]
+    assert check_recipe(recipe) == expected
     with pytest.raises(UserError) as refused:
         Trainer(recipe)
     assert str(refused.value).splitlines() == expected
@@ -170,3 +170,14 @@ def test_a_hf_model_named_as_a_checkpoint_is_one_message(tmp_path: Path) -> None
     recipe = load(tiny_recipe(tmp_path), f"model={{checkpoint: {tmp_path / 'hf'}}}")
     (problem,) = [found for found in check_recipe(recipe) if "omni model" in found or "config" in found]
     assert problem.startswith("model.checkpoint: ") and "is of type 'llama', not 'omnitrain'; pass a HF" in problem
+
+
+def test_check_resolves_the_layout_for_the_ranks_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_recipe(tmp_path)
+    assert check_recipe(load(path, "parallel.default.ulysses=2"), 4) == []
+    shown = capsys.readouterr().out
+    assert "layout on 4 ranks (--nproc 4):" in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("│ foundation") and "ulysses 2" in line]
+    assert [word.strip() for word in row.split("│")[2:4]] == ["fsdp2", "1 x 4"]

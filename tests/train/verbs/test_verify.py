@@ -8,6 +8,7 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters
+from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
 from omnitrain.recipe import Recipe
 from omnitrain.train.verbs.verify import model_of, verify, verify_recipe
 from tests.tiny import tiny_recipe
@@ -46,6 +47,18 @@ def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> No
     usual = verify_recipe(recipe, nproc=1, num_samples=3, pool=ranks).rows
     assert [r.layout for r in usual] == [row.layout, "dp2", "dp4", "hsdp2x2"]
     assert [r.status for r in usual] == ["refused"] * 4
+
+
+def test_a_report_is_ok_if_something_is_equal_and_only_what_nobody_named_is_refused() -> None:
+    equal, refused, unnamed = (
+        VerifyRow("dp2", "equal", loss_error=0.0),
+        VerifyRow("dp8", "refused", "needs 8 ranks"),
+        VerifyRow("dp4", "refused", "needs 4 ranks", is_optional=True),
+    )
+    different = VerifyRow("dp2", "different", "the loss is off by nan", is_optional=True)
+    reports = [VerifyReport(rows, 1) for rows in ((equal, unnamed), (equal, refused), (unnamed,), (equal, different))]
+    assert [report.ok for report in reports] == [True, False, False, False]
+    assert [len(report.refused) for report in reports] == [0, 1, 1, 0]
 
 
 def test_a_misspelt_layout_is_told_the_words_there_are(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Where a recipe has what HuggingFace's TrainingArguments, TRL and peft call by other names."""
+
+from __future__ import annotations
+
+from typing import get_args, get_origin
+
+from pydantic import BaseModel
+
+# Name there -> key of a recipe, or a key with a value, and a remark if the two do not mean the same.
+OTHER_NAMES: dict[str, tuple[str, str]] = {
+    "max_steps": ("train.steps", ""),
+    "num_train_epochs": ("train.steps", "a run is counted in optimizer steps"),
+    "epochs": ("train.steps", "a run is counted in optimizer steps"),
+    "batch_size": ("train.micro_batches", "packs of `data.pack_tokens` tokens in a step, over all ranks"),
+    "train_batch_size": ("train.micro_batches", "packs of `data.pack_tokens` tokens in a step, over all ranks"),
+    "per_device_train_batch_size": (
+        "train.micro_batches",
+        "packs of `data.pack_tokens` tokens in a step, over all ranks",
+    ),
+    "gradient_accumulation_steps": (
+        "train.micro_batches",
+        "packs in a step, over all ranks; a rank accumulates its share",
+    ),
+    "lr": ("train.optimizer.learning_rate", ""),
+    "learning_rate": ("train.optimizer.learning_rate", ""),
+    "weight_decay": ("train.optimizer.weight_decay", ""),
+    "adam_beta1": ("train.optimizer.betas", "both in a list"),
+    "adam_beta2": ("train.optimizer.betas", "both in a list"),
+    "adam_epsilon": ("train.optimizer.eps", ""),
+    "max_grad_norm": ("train.optimizer.max_grad_norm", ""),
+    "warmup_steps": ("train.optimizer.warmup_steps", ""),
+    "warmup_ratio": ("train.optimizer.warmup_steps", "a number of steps"),
+    "lr_scheduler_type": ("train.optimizer.schedule", ""),
+    "optim": ("train.optimizer", "which is AdamW"),
+    "bf16": ("train.precision=bf16", ""),
+    "fp16": ("train.precision=bf16", "there is no fp16, which would need loss scaling"),
+    "seed": ("train.seed", ""),
+    "data_seed": ("train.seed", ""),
+    "use_cpu": ("train.device=cpu", ""),
+    "no_cuda": ("train.device=cpu", ""),
+    "logging_steps": ("train.log_every", ""),
+    "save_steps": ("train.save_every", ""),
+    "save_strategy": ("train.save_every", "a number of steps"),
+    "save_total_limit": ("train.keep_checkpoints", ""),
+    "eval_steps": ("evaluation.loss_every", ""),
+    "eval_strategy": ("evaluation.loss_every", "a number of steps"),
+    "evaluation_strategy": ("evaluation.loss_every", "a number of steps"),
+    "report_to": ("train.track.to", "a list"),
+    "run_name": ("train.track.name", ""),
+    "torch_compile": ("train.compile", ""),
+    "gradient_checkpointing": ("parallel.default.recompute=full", ""),
+    "fsdp": ("parallel.default", ""),
+    "deepspeed": ("parallel.default", ""),
+    "tp_size": ("parallel.default.tp", ""),
+    "dataloader_num_workers": ("data.workers", ""),
+    "train_file": ("data.train", "a list of data sets"),
+    "dataset_name": ("data.train", "a list of data sets"),
+    "max_length": ("data.pack_tokens", "the length of a pack"),
+    "max_seq_length": ("data.pack_tokens", "the length of a pack"),
+    "cutoff_len": ("data.pack_tokens", "the length of a pack"),
+    "model_name_or_path": ("model.foundation", ""),
+    "attn_implementation": ("model.ops.attention", ""),
+    "lora_r": ("parallel.default.lora.rank", ""),
+    "lora_rank": ("parallel.default.lora.rank", ""),
+    "lora_alpha": ("parallel.default.lora.alpha", ""),
+    "lora_target_modules": ("parallel.default.lora.targets", ""),
+}
+
+
+def name_here(name: str, root: type[BaseModel]) -> str | None:
+    """Return the advice for HuggingFace's ``name`` of a key; None: it has no such name, or ``root`` is no recipe."""
+    key, remark = OTHER_NAMES.get(name, ("", ""))
+    if key.split(".")[0] not in root.model_fields:
+        return None
+    return f"use `{key}`{f' ({remark})' if remark else ''}"
+
+
+def key_of(name: str, root: type[BaseModel]) -> str | None:
+    """Return the whole key of a field that is called ``name``; None: no node has it, or several do."""
+    keys = sorted(_keys(name, root), key=lambda key: key.count("."))
+    outer = [key for key in keys if key.count(".") == keys[0].count(".")]
+    return outer[0] if len(outer) == 1 else None
+
+
+def _keys(name: str, node: type[BaseModel], path: str = "") -> list[str]:
+    """Return the keys whose last part is ``name``, of this node and those in its fields, without lists and dicts."""
+    keys = [f"{path}{name}"] if name in node.model_fields else []
+    for key, field in node.model_fields.items():
+        many = get_origin(field.annotation) in (list, dict)
+        for inner in () if many else (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                keys += _keys(name, inner, f"{path}{key}.")
+    return keys

@@ -1,0 +1,183 @@
+"""Forty mistakes of users: the exit code and the words of each, walked in one process; five of them in a shell."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from omnitrain.cli.main import app
+from omnitrain.train.process_groups import leave_ranks
+from tests.tiny import FOUNDATION, tiny_recipe, tiny_row, write_parquet
+
+ROOT = Path(__file__).parents[2]
+
+# A mistake per paragraph: the command, its exit code, and words of its message (`...` stands for anything). `R` is a
+# recipe of a small language model over text.
+MISTAKES = """
+run nowhere.yaml
+    2  no recipe `nowhere.yaml`: looked for the file
+check nowhere
+    2  no recipe `nowhere`...there is no model folder of that name either
+show quikstart
+    2  no recipe `quikstart`...did you mean `quickstart`?
+cp quickstart recipe.yaml
+    2  recipe.yaml exists
+run empty.yaml
+    2  empty.yaml: found an empty file; expected keys such as `model:`
+run broken.yaml
+    2  broken.yaml:3:1: not valid YAML
+
+run R train.stpes=20
+    2  1 problem in recipe.yaml:...train.stpes: unknown key, found 20; did you mean `steps`?
+run R train.steps=many train.log_every=0 model.freze=[foundation]
+    2  3 problems in recipe.yaml:...model.freze...train.steps: found 'many'; expected an integer...train.log_every
+run R train.steps
+    2  override `train.steps`: expected key.sub=value, such as train.steps=20
+run R --train.steps=20
+    2  --train.steps: keys of a recipe have no dashes; write `train.steps=20`
+check R --pack-tokens 64
+    2  --pack-tokens: keys of a recipe have no dashes; write `data.pack_tokens=64`
+run R --learning_rate=1e-4
+    2  --learning_rate: use `train.optimizer.learning_rate`
+run R max_steps=20 lr=1e-4 bf16=true
+    2  3 problems...max_steps...`train.steps`...lr...`train.optimizer.learning_rate`...`train.precision=bf16`
+run R train.batch_size=8 train.gradient_accumulation_steps=4
+    2  2 problems...`train.micro_batches` (packs of `data.pack_tokens` tokens...`train.micro_batches` (packs in a step
+run R steps=20
+    2  steps: unknown key, found 20; use `train.steps`
+run R train.optimizer.schedule=cosin
+    2  train.optimizer.schedule: found 'cosin'; expected...did you mean `cosine`?
+run R evaluation={}
+    2  `evaluation` needs `data.heldout`
+run R --resume
+    2  no checkpoint
+
+check R parallel.default.ulysses=3
+    2  parallel.default.ulysses: found 3, but 3 ranks cannot share 4 heads equally; 1, 2, 4 can
+check R --nproc 3 parallel.default.ulysses=2
+    2  parallel: ulysses=2 needs a multiple of 2 ranks, but the run has 3...start it with --nproc 4
+run R parallel.default.ulysses=2
+    2  1 problem in recipe.yaml:...ulysses=2 needs a multiple of 2 ranks, but the run has 1...start it with --nproc 2
+run R --nproc 2 parallel.default.ulysses=3
+    2  2 problems...start it with --nproc 3...parallel.default.ulysses: found 3, but 3 ranks cannot share 4 heads
+check R parallel.default.ep=2
+    2  parallel.default.ep: found 2, but no component has experts
+run R parallel.default.dp_shard=4
+    2  dp_shard=4 must divide dp...start it with --nproc 4
+check R --nproc 2 train.micro_batches=3
+    2  train.micro_batches is 3, and 2 ranks draw data; set it to 1, 2 or a multiple of 2
+check R parallel.default.pp=2
+    2  parallel.default.pp: found pp 2, but pipeline parallelism is not available yet
+check R parallel.default.precision.param=bfloat16
+    2  trainable tensors are not float32...leave precision.param of the plan unset, or set optimizer_offload
+check R parallel.components.fundation.mode=replicate
+    2  parallel.components.fundation: unknown component; did you mean `foundation`?
+
+check R model.freeze=[foundation]
+    2  no parameter is trainable
+run R model.freeze=[foundation] train.device=tpu
+    2  2 problems in recipe.yaml:...'tpu' is not a device...no parameter is trainable
+check R data.train=[{path: questions.parquet}]
+    2  nothing is trained in the first 4 steps: no sample of them has a token to predict
+run R data.train=[{path: nothing.parquet}]
+    2  nothing.parquet
+run R data.train=[{path: image.parquet}]
+    2  asks the model to read image
+check R data.pack_tokens=3
+    2  tokens, data.pack_tokens is 3
+run R train.device=cuda:7
+    2  train.device is 'cuda:7', but torch...finds no CUDA device
+run R output_dir=taken
+    2  output_dir: 'taken' has files but no run (no recipe.yaml); use a new folder
+check R train.experts.loss=sample
+    2  Qwen3ForCausalLM has no experts; remove it
+run R train.optimizer.learning_rates={layers.9: 1e-3}
+    2  train.optimizer.learning_rates...layers.9
+
+verify R --layouts dp8
+    1  dp8 was not verified: needs 8 ranks, but nproc is 4; use --nproc 8
+verify R --layouts dpp2
+    2  `dpp2`: not understood; did you mean a word like `dp2`?
+generate nowhere --prompt hi
+    2  nowhere is neither a saved omni model (config.json) nor a run folder with checkpoints
+generate . --prompt hi --image none.png
+    2  is neither a saved omni model
+export nowhere out
+    2  nowhere is neither a saved omni model
+export nowhere taken
+    2  'taken' already has files; use a new folder
+export nowhere out --dtype int8
+    2  dtype: found 'int8'; expected one of float32, bfloat16, float16
+check taken
+    2  taken
+"""
+
+# A message that does not stop the run.
+TOLD = """
+run R train.steps=2 train.optimizer.warmup_steps=100
+    0  warmup_steps is 100, but the run has 2 steps: the learning rate only reaches 2% of its peak
+"""
+
+IN_A_SHELL = ("show quikstart", "run broken.yaml", "run R --train.steps", "run R max_steps", "check R --pack-tokens")
+
+
+def mistakes(table: str) -> list[tuple[str, int, str]]:
+    """The command, the exit code and a regular expression for the words of each paragraph of a table."""
+    found = re.findall(r"^(\S.*)\n +(\d)  (.*)$", table, re.MULTILINE)
+    return [(command, int(code), ".*".join(map(re.escape, words.split("...")))) for command, code, words in found]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working folder of all commands, with `recipe.yaml` and what the mistakes name."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    recipe = yaml.safe_load(tiny_recipe(folder).read_text())
+    config = FOUNDATION | {"num_hidden_layers": 1}
+    recipe["model"] = {"foundation": {"config": config}, "tokenizer": recipe["model"]["tokenizer"]}
+    write_parquet(folder / "train.parquet", [tiny_row("text", seed) for seed in range(8)])
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    write_parquet(folder / "image.parquet", [tiny_row("image_to_text", 0)])
+    asked = [tiny_row("text", seed) for seed in range(3)]
+    for row in asked:
+        row.messages[1]["role"] = "user"
+    write_parquet(folder / "questions.parquet", asked)
+    (folder / "empty.yaml").touch()
+    (folder / "broken.yaml").write_text("model:\n  foundation: [\n")
+    (folder / "taken").mkdir()
+    (folder / "taken" / "notes.txt").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+def arguments(command: str) -> list[str]:
+    return ["recipe.yaml" if word == "R" else word for word in re.findall(r"\S*[\[{].*[\]}]|\S+", command)]
+
+
+@pytest.mark.parametrize(("command", "code", "words"), mistakes(MISTAKES) + mistakes(TOLD))
+def test_a_mistake_ends_with_its_code_and_says_what_to_do(folder: Path, command: str, code: int, words: str) -> None:
+    done = CliRunner().invoke(app, arguments(command))
+    leave_ranks()
+    assert done.exit_code == code, done.output
+    assert re.search(words, done.stderr, re.DOTALL), done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_shell_gets_the_same_codes_and_words(folder: Path) -> None:
+    chosen = [row for row in mistakes(MISTAKES) if row[0].startswith(IN_A_SHELL)]
+    assert len(chosen) == 5
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMNITRAIN": f"{sys.executable} -m omnitrain"}
+    for command, code, words in chosen:
+        script = f"$OMNITRAIN {shlex.join(arguments(command))}"
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=folder, env=environment)
+        assert (done.returncode, done.stdout) == (code, ""), done.stdout
+        assert re.search(words, done.stderr, re.DOTALL) and "Traceback" not in done.stderr, done.stderr
