@@ -11,11 +11,13 @@ forward and backward of one micro-batch over all its chunks. With equal stages a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 
 from omnitrain.errors import ScheduleError
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
+
+KINDS = ("gpipe", "1f1b", "interleaved", "zbv")
 
 
 class Placement(StrEnum):
@@ -125,8 +127,8 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Zero bubble on a V (Qi et al. 2023, arXiv 2401.10241, section 6): two stages on each rank, backward in I and W.
 
     If F, I and W of a stage take equally long and there are at least 2 p - 1 micro-batches, no rank is idle between its
-    first and its last action. Rank 0 starts first and ends first, so a step without overlap of updates takes longer
-    by the time in which the first forward reaches the last rank. A rank keeps at most 2 p activations of half a rank's
+    first and its last action. Rank 0 starts first and ends first, so a step in which all ranks wait for each other
+    before the update takes (p - 1) F longer, F of one stage. A rank keeps at most 2 p activations of half a rank's
     blocks, as much memory as 1F1B on rank 0.
     """
     _require_positive(num_ranks, 2, num_micro_batches)
@@ -138,13 +140,40 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
     return _schedule(rows, ranks, num_micro_batches)
 
 
-GENERATORS: dict[str, Callable[[int, int, int], Schedule]] = {
-    "accumulate": lambda _p, _v, m: accumulate(m),
-    "gpipe": lambda p, _v, m: gpipe(p, m),
-    "1f1b": lambda p, _v, m: one_f_one_b(p, m),
-    "interleaved": interleaved,
-    "zbv": lambda p, _v, m: zbv(p, m),
-}
+def generate(
+    kind: str, num_ranks: int, num_micro_batches: int, *, num_chunks: int | None = None, group_size: int | None = None
+) -> Schedule:
+    """Return a schedule by its name in a recipe.
+
+    Args:
+        kind: ``gpipe``, ``1f1b``, ``interleaved`` or ``zbv``.
+        num_ranks: number of pipeline ranks.
+        num_micro_batches: number of micro-batches of a step on each rank.
+        num_chunks: number of stages on each rank. None: 2 for ``interleaved`` and ``zbv``, else 1.
+        group_size: of ``interleaved``, see :func:`interleaved`.
+
+    Raises:
+        ScheduleError: no such kind, or the kind does not allow the chunks or the group size.
+    """
+    if kind not in KINDS:
+        raise ScheduleError(f"there is no pipeline schedule '{kind}'; there are {', '.join(KINDS)}")
+    chunks = num_chunks or (2 if kind in ("interleaved", "zbv") else 1)
+    if kind != "interleaved" and group_size is not None:
+        raise ScheduleError(f"{kind} has no groups of micro-batches; leave out the group size or use interleaved")
+    if kind == "interleaved" and chunks < 2:
+        raise ScheduleError(f"interleaved needs at least 2 stages on each rank, not {chunks}; for 1 use 1f1b")
+    if kind == "zbv" and chunks != 2:
+        raise ScheduleError(f"zbv has 2 stages on each rank, not {chunks}")
+    if kind in ("gpipe", "1f1b") and chunks != 1:
+        raise ScheduleError(f"{kind} has 1 stage on each rank, not {chunks}; for more use interleaved")
+    if kind == "interleaved":
+        return interleaved(num_ranks, chunks, num_micro_batches, group_size=group_size)
+    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zbv": zbv}[kind](num_ranks, num_micro_batches)
+
+
+def least_micro_batches(kind: str, num_ranks: int, group_size: int | None = None) -> int:
+    """Return the number of micro-batches below which ``kind`` runs, but has more idle time than its formula says."""
+    return {"gpipe": 1, "1f1b": num_ranks, "interleaved": group_size or num_ranks, "zbv": 2 * num_ranks - 1}[kind]
 
 
 def _pass(kind: str, stage: int, micro_batch: int) -> Action:

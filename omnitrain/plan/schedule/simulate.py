@@ -84,6 +84,12 @@ class Timeline:
         """Seconds of the step in which a rank does not compute."""
         return self.makespan - self.busy(rank)
 
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which ranks do not compute, mean over ranks."""
+        ranks = range(self.schedule.num_ranks)
+        return float(sum(map(self.idle, ranks)) / self.makespan / len(ranks)) if self.makespan else 0.0
+
     def idle_inside(self, rank: int) -> Seconds:
         """Seconds between a rank's first and last computation in which it does not compute."""
         computing = self._computing(rank)

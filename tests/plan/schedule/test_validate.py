@@ -63,8 +63,9 @@ def runs(schedule: Schedule) -> bool:
             if not all(can_run(rank, part) for part in action.passes):
                 return False
             for part in action.passes:
-                done.update({(part.kind, part.stage, part.micro_batch)} | (
-                    {(kind, part.stage, part.micro_batch) for kind in "IW"} if part.kind == "B" else set()))  # fmt: skip
+                done.add((part.kind, part.stage, part.micro_batch))
+                if part.kind == "B":
+                    done.update((kind, part.stage, part.micro_batch) for kind in "IW")
         elif action.kind is Kind.UNSHARD:
             if s in gathered or not here(s, rank):
                 return False
