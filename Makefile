@@ -9,7 +9,12 @@ TORCH := torch==2.13.0
 
 .PHONY: install quickstart test test-slow test-families coverage lint bench
 
+# A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
+ifneq ($(origin PYTHON),file)
+	@found=$$($(BIN)/python --version 2>&1); asked=$$($(PYTHON) --version 2>&1); \
+		test "$$found" = "$$asked" || echo "$(VENV) has $$found and stays so; for PYTHON=$(PYTHON) ($$asked), first remove it: rm -r $(VENV)" >&2
+endif
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

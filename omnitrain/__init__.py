@@ -175,6 +175,9 @@ def __getattr__(name: str) -> Any:
         return __getattr__(_RENAMED[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'omnitrain' has no attribute {name!r}")
+    from omnitrain.packages import require_fitting_torchvision
+
+    require_fitting_torchvision()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

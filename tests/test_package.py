@@ -1,9 +1,15 @@
+import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import omnitrain
 
@@ -30,6 +36,51 @@ def test_exported_names_are_those_that_have_a_home() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'OmniModell'"):
         omnitrain.OmniModell  # noqa: B018
+
+
+def test_dir_lists_each_name_once() -> None:
+    omnitrain.Recipe  # noqa: B018
+    assert [name for name, count in Counter(dir(omnitrain)).items() if count > 1] == []
+
+
+def test_the_extra_vision_pins_the_torchvision_of_the_torch_that_is_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(one for one in project["dependencies"] if one.startswith("torch>"))
+    minors = [int(minor) for minor in re.findall(r"2\.(\d+)", torch)]
+    assert project["optional-dependencies"]["vision"] == [f"torchvision>=0.{minors[0] + 15},<0.{minors[1] + 15}"]
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_ci_runs_with_the_lowest_version_that_is_allowed(package: str) -> None:
+    """The tests run with constraints.txt; the next minor version, with other private names, is not allowed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    allowed = next(r.specifier for r in map(Requirement, project["dependencies"]) if r.name == package)
+    lowest = next(Version(one.version) for one in allowed if one.operator == ">=")
+    assert lowest == Version(pins[package]) == Version(importlib.metadata.version(package).partition("+")[0])
+    assert not allowed.contains(f"{lowest.major}.{lowest.minor + 1}")
+
+
+def test_make_says_that_an_existing_environment_keeps_its_python(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    commands = {".venv/bin/python": "Python 3.11.7", "python3.12": "Python 3.12.3", "python3.11": "Python 3.11.7"}
+    for name, version in commands.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {version}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv" / ".installed").touch()
+    said = {
+        asked: subprocess.run(
+            ["make", "install", *asked], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stderr
+        for asked in ((), ("PYTHON=./python3.11",), ("PYTHON=./python3.12",))
+    }
+    assert list(said.values()) == [
+        "",
+        "",
+        ".venv has Python 3.11.7 and stays so; for PYTHON=./python3.12 (Python 3.12.3), first remove it: rm -r .venv\n",
+    ]
 
 
 def test_version_is_the_one_of_the_metadata() -> None:

@@ -24,6 +24,7 @@ from omnitrain.errors import (
     UserError,
     problem_list,
 )
+from omnitrain.packages import require_fitting_torchvision
 
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
@@ -82,13 +83,19 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
+_MODEL_VERBS = ("check", "run", "verify", "generate", "export")  # the others work without torch or transformers
+
+
 @app.callback()
 def omnitrain(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Combine HuggingFace encoders, a language model and decoders into one omni model, and train it."""
+    if context.invoked_subcommand in _MODEL_VERBS:
+        require_fitting_torchvision()
 
 
 @app.command("ls")
@@ -305,13 +312,14 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16. Default: as saved.")
     ] = None,
+    foundation_only: Annotated[
+        bool, typer.Option("--foundation-only", help="Leave out attached encoders and decoders.")
+    ] = False,
 ) -> None:
-    """Export the foundation in the HuggingFace format, for transformers and other tools."""
+    """Export in the HuggingFace format, for transformers and other tools, if it has a class for the model."""
     from omnitrain.train.verbs.export import export as write
 
-    if not_exported := write(checkpoint, folder, dtype):
-        typer.echo(f"not exported, because no transformers class has them: {', '.join(not_exported)}")
-    typer.echo(f"exported to {folder}")
+    typer.echo(write(checkpoint, folder, dtype, foundation_only=foundation_only))
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from omnitrain.errors import UserError
+from omnitrain.packages import install_command
 
 
 def _on_every_device(device: torch.device) -> None:
@@ -61,5 +62,5 @@ def liger_missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"runs only on CUDA, not on {device.type}"
     if importlib.util.find_spec("liger_kernel") is None:
-        return "needs the package liger-kernel (pip install 'omnitrain[gpu]')"
+        return f"needs the package liger-kernel ({install_command('liger')})"
     return None

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from omnitrain.packages import install_command, installed_version, torchvision_problem
 from omnitrain.parallel.memory.allocator import available_memory
 
 _GIB = 2**30
@@ -39,14 +40,15 @@ class Backend:
 
 
 BACKENDS = (
-    Backend("liger_kernel", "liger-kernel", "fused losses and norms on GPU", "gpu"),
-    Backend("flash_attn", "flash-attn", "attention kernels on GPU", "gpu"),
+    Backend("torchvision", "torchvision", "HF processors of videos, and of images of any size", "vision"),
+    Backend("liger_kernel", "liger-kernel", "fused losses and norms on GPU", "liger"),
+    Backend("flash_attn", "flash-attn", "attention kernels on GPU", "flash"),
     Backend("triton", "triton", "kernels compiled at run time; installed with torch for CUDA", None),
     Backend("av", "av", "reads video files", "video"),
     Backend("peft", "peft", "LoRA", "lora"),
     Backend("tensorboard", "tensorboard", "draws metrics", "track"),
-    Backend("wandb", "wandb", "draws metrics", None),
-    Backend("trackio", "trackio", "draws metrics", None),
+    Backend("wandb", "wandb", "draws metrics", "wandb"),
+    Backend("trackio", "trackio", "draws metrics", "trackio"),
 )
 
 
@@ -73,7 +75,7 @@ BAD_PAIRS = (
 
 def examine() -> list[Finding]:
     """Examine the machine. A broken package is a finding, never an exception."""
-    return [*_versions(), *_devices(), *_memory(), *map(_backend, BACKENDS), *_bad_pairs(_installed_version)]
+    return [*_versions(), *_devices(), *_memory(), *map(_backend, BACKENDS), *_bad_pairs(installed_version)]
 
 
 def render(findings: list[Finding]) -> str:
@@ -105,7 +107,7 @@ def _versions() -> list[Finding]:
 
 
 def _requirement(requirement: Requirement) -> Finding:
-    version = _installed_version(requirement.name)
+    version = installed_version(requirement.name)
     if version is None:
         return Finding("versions", requirement.name, f"missing; pip install '{requirement}'", False)
     return _in_range(requirement.name, version, requirement.specifier)
@@ -159,14 +161,20 @@ def _memory() -> list[Finding]:
 
 
 def _backend(backend: Backend) -> Finding:
-    version = _installed_version(backend.distribution)
+    version = installed_version(backend.distribution)
     try:
         importlib.import_module(backend.module)
     except Exception as error:  # a kernel built for another torch raises anything
+        torchvision = torchvision_problem()
+        if torchvision is not None and backend.module == "torchvision":
+            return Finding("optional", backend.module, torchvision, False)
+        if torchvision is not None and version is not None:  # peft, for example, imports it through transformers
+            unknown = f"{version} does not import; torchvision, which is broken (above), may be the reason"
+            return Finding("optional", backend.module, unknown, None)
         if version is not None:
             broken = f"{version} is installed but does not import: {_one_line(error)}"
             return Finding("optional", backend.module, broken, False)
-        remedy = f"; pip install 'omnitrain[{backend.extra}]'" if backend.extra else ""
+        remedy = f"; {install_command(backend.extra)}" if backend.extra else ""
         return Finding("optional", backend.module, f"missing ({_one_line(error)}): {backend.purpose}{remedy}", None)
     return Finding("optional", backend.module, f"{version or 'unknown version'}: {backend.purpose}", True)
 
@@ -179,13 +187,6 @@ def _bad_pairs(version_of: Callable[[str], str | None]) -> list[Finding]:
             trouble = f"{version}: {pair.trouble} ({pair.source})"
             findings.append(Finding("known-bad versions", pair.distribution, trouble, False))
     return findings
-
-
-def _installed_version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _one_line(message: object) -> str:

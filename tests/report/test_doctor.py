@@ -5,6 +5,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+import omnitrain
+from omnitrain import packages
+from omnitrain.cli.main import app
+from omnitrain.errors import UserError
 from omnitrain.report import doctor
 
 
@@ -25,14 +29,73 @@ def test_backend_that_is_installed_but_broken_shows_the_import_error(
 ) -> None:
     (tmp_path / "broken_kernels.py").write_text("raise OSError('undefined symbol:\\n _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(doctor, "_installed_version", lambda name: "2.0")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "2.0")
     finding = doctor._backend(doctor.Backend("broken_kernels", "broken-kernels", "speed", "gpu"))
     assert finding.ok is False
     assert finding.found == "2.0 is installed but does not import: undefined symbol: _ZN3c10"
 
 
+@pytest.fixture
+def torchvision_of_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that fails as torchvision 0.24.0 does with a torch that it was not built for."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    (tmp_path / "torchvision-0.24.0.dist-info").mkdir()
+    (tmp_path / "torchvision-0.24.0.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.24.0\n")
+    (tmp_path / "reads_images.py").write_text("raise ModuleNotFoundError('Could not import module Bloom')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(packages, "torch_version", lambda: "2.13.0+cpu")
+
+
+def test_a_torchvision_that_does_not_fit_is_one_line_with_the_command(
+    torchvision_of_another_torch: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = (
+        "torchvision 0.24.0 does not fit torch 2.13.0+cpu (operator torchvision::nms does not exist), and transformers "
+        "imports it; run: pip uninstall -y torchvision && pip install torchvision torch==2.13.0+cpu "
+        "--index-url https://download.pytorch.org/whl/cpu"
+    )
+    for words in (["check", "quickstart"], ["run", "quickstart"], ["generate", "runs/none", "--prompt", "draw a 7"]):
+        with pytest.raises(SystemExit) as ended:
+            app(words)
+        assert (ended.value.code, capsys.readouterr().err) == (2, f"omnitrain: {problem}\n")
+    with pytest.raises(UserError, match=r"torchvision 0\.24\.0 does not fit torch"):
+        omnitrain.__getattr__("build_omni_model")
+
+
+def test_torchvision_is_blamed_for_what_fails_with_it(
+    torchvision_of_another_torch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "2.0")
+    readers = [doctor.BACKENDS[0], doctor.Backend("reads_images", "reads-images", "images", None)]
+    findings = [doctor._backend(backend) for backend in readers]
+    assert [(finding.name, finding.ok) for finding in findings] == [("torchvision", False), ("reads_images", None)]
+    assert "pip uninstall -y torchvision" in findings[0].found
+    assert findings[1].found == "2.0 does not import; torchvision, which is broken (above), may be the reason"
+
+
+@pytest.mark.parametrize(
+    ("torch", "command"),
+    [
+        ("2.13.0", "pip install torchvision torch==2.13.0"),
+        (
+            "2.13.0+cu130",
+            "pip install torchvision torch==2.13.0+cu130 --index-url https://download.pytorch.org/whl/cu130",
+        ),
+        ("2.13.0a0+nv26.10", "build torchvision from its source (no wheel fits torch 2.13.0a0+nv26.10)"),
+    ],
+)
+def test_the_command_for_torchvision_keeps_the_installed_torch(
+    torch: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "torch_version", lambda: torch)
+    assert packages.install_command("vision") == command
+
+
 def test_version_outside_of_the_supported_range_is_a_problem() -> None:
-    supported = SpecifierSet(">=2.11,<2.14")
+    supported = SpecifierSet(">=2.13,<2.14")
     assert doctor._in_range("torch", "2.13.0+cpu", supported).ok is True
     assert doctor._in_range("torch", "2.14.1", supported).ok is False
     assert doctor._requirement(Requirement("no-such-package>=1")).found == "missing; pip install 'no-such-package>=1'"

@@ -12,6 +12,7 @@ from transformers.utils import is_torchvision_available
 
 from omnitrain.data.chat.text_tokenizer import require_whole
 from omnitrain.errors import UserError
+from omnitrain.packages import install_command
 from omnitrain.recipe.suggest import hint
 
 
@@ -24,9 +25,9 @@ def load_hf_processor(path: str | Path) -> ProcessorMixin | PreTrainedTokenizerB
     try:
         processor = AutoProcessor.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        remedy = "" if is_torchvision_available() else "; many processors need torchvision: pip install torchvision"
+        needs = "" if is_torchvision_available() else f"; many processors need torchvision: {install_command('vision')}"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"data.processor: cannot load a HF processor from {str(path)!r}: {reason}{remedy}") from error
+        raise UserError(f"data.processor: cannot load a HF processor from {str(path)!r}: {reason}{needs}") from error
     if not isinstance(processor, (ProcessorMixin, PreTrainedTokenizerBase)):
         raise UserError(
             f"data.processor: {path!r} has a {type(processor).__name__}; expected a processor with a tokenizer"

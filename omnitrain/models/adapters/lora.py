@@ -22,6 +22,7 @@ from omnitrain.ops.experts import (
     parameter_names,
     use_omnitrain_experts,
 )
+from omnitrain.packages import install_command
 from omnitrain.peers import is_spread
 from omnitrain.recipe.globs import matches, unmatched
 from omnitrain.recipe.lora import Lora
@@ -62,7 +63,7 @@ def peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
-        raise UserError(f"LoRA needs peft ({error}); pip install 'omnitrain[lora]'") from None
+        raise UserError(f"LoRA needs peft ({error}); {install_command('lora')}") from None
     return peft
 
 

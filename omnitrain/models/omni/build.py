@@ -150,7 +150,7 @@ def _from_checkpoint(
     for component in (model.foundation, *model.encoders.values()):
         component.to(dtype)
     for decoder in model.decoders.values():
-        _cast_decoder(decoder, dtype)
+        cast_decoder(decoder, dtype)
     if weights_path:
         load_adapters(model, weights_path)
     return model if init_device == "meta" else model.to(init_device)
@@ -304,11 +304,11 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         decoder = TokenDecoder(config, tokenizer)
     except UserError as error:
         raise UserError(f"model.decoders.{name}: {error}") from None
-    _cast_decoder(decoder, dtype)
+    cast_decoder(decoder, dtype)
     return decoder
 
 
-def _cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:
+def cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast all weights except a media tokenizer's, which stay in fp32 as in a loaded model."""
     fp32 = set(OmniModel._keep_in_fp32_modules_strict)
     children = dict(decoder.named_children())

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from omnitrain.errors import UserError
+from omnitrain.packages import install_command
 from omnitrain.recipe import Recipe
 from omnitrain.train.metrics.display import console
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+_EXTRAS = {"tensorboard": "track"}  # of the others, the extra has the tracker's name
 _ID = "tracked_as"  # file with the run's id, so that a resumed run continues its curves
 
 
@@ -137,5 +139,6 @@ def _module(name: str) -> Any:
         return importlib.import_module(_MODULES[name])
     except ImportError as error:
         raise UserError(
-            f"train.track.to: {name!r} is not installed ({error}); pip install {name}, or remove it from the list"
+            f"train.track.to: {name!r} is not installed ({error}); {install_command(_EXTRAS.get(name, name))}, or "
+            "remove it from the list"
         ) from None

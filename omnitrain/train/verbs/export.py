@@ -1,36 +1,52 @@
-"""Export the foundation of a saved model as a transformers model."""
+"""Export a saved model for transformers: as one of its classes if there is one for it, else as an omni folder."""
 
 from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LlavaProcessor, PreTrainedModel
 
 from omnitrain.checkpoint.disk import set_default_modes
+from omnitrain.data.chat.media_template import template_of, template_with_media
+from omnitrain.data.render.chat_renderer import ChatRenderer
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import merge_lora
+from omnitrain.models.encoders.vision import VisionAdapter
+from omnitrain.models.hf.load import as_dict
+from omnitrain.models.omni.build import cast_decoder
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.transformers_class import as_transformers_class
 from omnitrain.parallel.fsdp.units import stays_fp32
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.metrics.display import quiet_libraries, show_unused
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_IMAGE = "<|image_pad|>"  # stands for one feature of an image, where the tokenizer has no token for it
 
 
-def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None) -> list[str]:
+def export(
+    checkpoint: str | Path, folder: str | Path, dtype: str | None = None, *, foundation_only: bool = False
+) -> str:
     """Write the files that ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
 
-    LoRA adapters are merged into the weights.
+    A whole HF model is written as its class. A model of a vision tower, a projector and a language model is written as
+    LLaVA or VipLLaVA, if one of these gives the same logits. Other models are written as an omni folder, which
+    omnitrain reads. LoRA adapters are merged into the weights. The config names the end token of the chat format, and
+    the tokenizer has the chat template.
 
     Args:
         checkpoint: folder of a run (its newest checkpoint is used), or of a saved omni model.
         folder: a new folder.
         dtype: dtype of the weights, ``float32``, ``bfloat16`` or ``float16``; None: as saved. Tensors that the model's
-            class keeps in fp32, such as routing biases of experts, stay fp32.
+            class keeps in fp32, such as routing biases of experts, and media tokenizers stay fp32.
+        foundation_only: leave out attached components.
 
     Returns:
-        Names of the attached components, which are not exported because transformers has no class for them.
+        A sentence: what was written, and why not as a class of transformers.
 
     Raises:
         UserError: the model does not exist, the folder has files, or the dtype is unknown.
@@ -44,12 +60,37 @@ def export(checkpoint: str | Path, folder: str | Path, dtype: str | None = None)
     model, processor = load_checkpoint(checkpoint)
     merge_lora(model, None if dtype is None else _DTYPES[dtype])
     if dtype is not None:
-        _cast(model.foundation, _DTYPES[dtype])
+        for component in (model.foundation, *model.encoders.values()):
+            _cast(component, _DTYPES[dtype])
+        for decoder in model.decoders.values():
+            cast_decoder(decoder, _DTYPES[dtype])
     show_unused(model.config.unused_tensors)
-    model.foundation.save_pretrained(folder)
+    _set_end_token(model, processor)
+    said = _write(model, processor, folder, foundation_only=foundation_only)
     set_default_modes(folder.glob("*.safetensors"))
-    processor.renderer.save_pretrained(folder)
-    return sorted([*model.encoders, *model.decoders])
+    return said
+
+
+def _write(model: OmniModel, processor: OmniProcessor, folder: Path, *, foundation_only: bool) -> str:
+    foundation = type(model.foundation).__name__
+    if foundation_only or not (model.encoders or model.decoders):
+        model.foundation.save_pretrained(folder)
+        _set_chat_template(processor)
+        processor.renderer.save_pretrained(folder)
+        return f"exported to {folder} as {foundation}"
+    try:
+        whole = as_transformers_class(model)
+    except UserError as reason:
+        model.config.foundation = as_dict(model.foundation.config)
+        model.save_pretrained(folder)
+        _set_chat_template(processor)
+        processor.save_pretrained(folder)
+        return (
+            f"exported to {folder} as an omni folder, which only omnitrain reads: {reason} "
+            f"(--foundation-only writes the {foundation} alone)"
+        )
+    _save_whole(whole, model, processor, folder)
+    return f"exported to {folder} as {type(whole).__name__}, which reads images, but not videos as this model does"
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -58,3 +99,56 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and not stays(name):
             tensor.data = tensor.data.to(dtype)
+
+
+def _set_end_token(model: OmniModel, processor: OmniProcessor) -> None:
+    """Put the token that ends an answer first among those that end generation."""
+    foundation: Any = model.foundation
+    known = foundation.generation_config.eos_token_id
+    ends = [known] if isinstance(known, int) else list(known or ())
+    ends = [processor.end_token, *(end for end in ends if end != processor.end_token)]
+    for config in (foundation.generation_config, foundation.config.get_text_config(decoder=True)):
+        config.eos_token_id = ends if len(ends) > 1 else ends[0]
+
+
+def _set_chat_template(processor: OmniProcessor) -> None:
+    """Give the tokenizer the chat format of ``data.chat`` as a template, and its end token."""
+    renderer = processor.renderer
+    if isinstance(renderer, ChatRenderer):
+        starts = {modality: getattr(renderer.chat, modality) for modality in processor.start_tokens}
+        renderer.tokenizer.chat_template = template_of(renderer.chat, starts)
+        renderer.tokenizer.eos_token = renderer.chat.end
+
+
+def _save_whole(whole: Any, model: OmniModel, processor: OmniProcessor, folder: Path) -> None:
+    """Save a model that reads images: weights, and a processor that writes the start token and the placeholders."""
+    tokenizer, (_, reader) = processor.tokenizer, processor.readers["image"]
+    adapter = cast(VisionAdapter, reader)  # of the only encoder
+    start = tokenizer.convert_ids_to_tokens(processor.start_tokens["image"])
+    placeholder = getattr(tokenizer, "image_token", None) or _IMAGE
+    if placeholder == start:
+        placeholder = f"{start}_pad"
+    tokenizer.add_tokens([placeholder], special_tokens=True)
+    whole.config.image_token_id = tokenizer.convert_tokens_to_ids(placeholder)
+    rows = whole.get_input_embeddings().weight.size(0)
+    if len(tokenizer) > rows:
+        whole.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        for embedding in (whole.get_input_embeddings(), whole.get_output_embeddings()):
+            torch.nn.init.zeros_(embedding.weight[rows:])
+    whole.generation_config = model.foundation.generation_config
+    whole.generation_config.suppress_tokens = [whole.config.image_token_id]  # nobody trained it
+    whole.save_pretrained(folder)
+    _set_chat_template(processor)
+    renderer, shown = processor.renderer, {"image": start + placeholder}
+    if isinstance(renderer, ChatRenderer):
+        tokenizer.chat_template = template_of(renderer.chat, shown)
+    else:
+        tokenizer.chat_template = template_with_media(tokenizer.chat_template, shown)
+    LlavaProcessor(
+        adapter.processor,
+        tokenizer,
+        patch_size=adapter.tower.patch_size * adapter.merge,  # an image has (side / patch_size) ** 2 placeholders
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+        image_token=placeholder,
+    ).save_pretrained(folder)

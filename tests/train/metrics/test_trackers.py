@@ -78,9 +78,11 @@ def test_a_program_that_is_not_installed_is_named_before_the_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.track.to=[trackio]"])
-    with pytest.raises(UserError, match=r"train.track.to: 'trackio' is not installed \(.*\); pip install trackio"):
+    with pytest.raises(
+        UserError, match=r"train.track.to: 'trackio' is not installed \(.*\); pip install 'omnitrain\[trackio"
+    ):
         Trainer(recipe)
-    assert [problem for problem in check_recipe(recipe) if "pip install trackio" in problem]
+    assert [problem for problem in check_recipe(recipe) if "pip install 'omnitrain[trackio]'" in problem]
     assert not (tmp_path / "run").exists()
 
 

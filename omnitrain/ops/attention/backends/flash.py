@@ -11,6 +11,7 @@ import torch
 
 from omnitrain.ops.attention.backends import ragged
 from omnitrain.ops.attention.spec import CAUSAL, DROPOUT, FULL, GQA, SOFTCAP, VALUE_WIDTH, WINDOW, Backend, Call
+from omnitrain.packages import install_command
 
 
 def attend(call: Call) -> torch.Tensor:
@@ -38,7 +39,7 @@ def attend(call: Call) -> torch.Tensor:
 
 def obstacle(call: Call) -> str | None:
     """Return why the backend cannot run ``call``; None: it can."""
-    return ragged.obstacle(call) if _is_installed() else "the package flash_attn is not installed"
+    return ragged.obstacle(call) if _is_installed() else f"flash_attn is not installed ({install_command('flash')})"
 
 
 @lru_cache(maxsize=1)

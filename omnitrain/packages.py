@@ -1,0 +1,67 @@
+"""Optional packages: the command that installs each, and whether the installed torchvision fits the installed torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+
+from omnitrain.errors import UserError
+
+_INDEX = "https://download.pytorch.org/whl"
+_LABEL_WITH_INDEX = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")  # of a torch version, after the plus sign
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of omnitrain and leaves the installed torch as it is."""
+    if extra == "vision":
+        return _torchvision_command()
+    # flash-attn compiles against the installed torch, which an isolated build does not see.
+    return f"pip install 'omnitrain[{extra}]'" + " --no-build-isolation" * (extra == "flash")
+
+
+def _torchvision_command() -> str:
+    """Name the installed torch, so that pip chooses a torchvision that fits it instead of another torch."""
+    torch = torch_version()
+    label = torch.partition("+")[2]
+    if label and not _LABEL_WITH_INDEX.fullmatch(label):
+        return f"build torchvision from its source (no wheel fits torch {torch})"
+    return f"pip install torchvision torch=={torch}" + (f" --index-url {_INDEX}/{label}" if label else "")
+
+
+def require_fitting_torchvision() -> None:
+    """Check that torchvision, if it is installed, imports: transformers imports it, and fails deep inside.
+
+    Raises:
+        UserError: torchvision is installed, but was built for another torch.
+    """
+    if problem := torchvision_problem():
+        raise UserError(problem)
+
+
+def torchvision_problem() -> str | None:
+    """Return why the installed torchvision does not import, and what to do; None: it imports, or is not installed."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # a torchvision built for another torch raises RuntimeError, OSError or ImportError
+        versions = f"torchvision {installed_version('torchvision')} does not fit torch {torch_version()}"
+        return (
+            f"{versions} ({' '.join(str(error).split())}), and transformers imports it; "
+            f"run: pip uninstall -y torchvision && {install_command('vision')}"
+        )
+    return None
+
+
+def torch_version() -> str:
+    """Return the version of the installed torch, which is a dependency."""
+    return importlib.metadata.version("torch")
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the installed version of a distribution; None: it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
