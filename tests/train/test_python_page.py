@@ -56,7 +56,7 @@ def all_of_it(folder: Path, name: str, **settings: float) -> tuple[list[str], li
 
 def test_the_script_of_the_page_learns_its_rows_by_heart_and_saves_what_it_learnt(folder: Path) -> None:
     async def notebook() -> list[str]:  # its event loop runs in the thread of the cells
-        return all_of_it(folder, "saved", epochs=40, rate=1e-2)[0]
+        return all_of_it(folder, "saved", epochs=30, rate=1e-2)[0]
 
     assert asyncio.run(notebook()) == ["ab", "cd", "ef"]
     script_of_page()["for_transformers"](f"{folder}/saved")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,8 @@ from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, T
 from omnitrain.recipe.problems import problem_lines
 
 Node = TypeVar("Node", bound=BaseModel)
+
+_CONFIGS = (AudioEncoderConfig, TokenDecoderConfig, VisionEncoderConfig)
 
 
 def build_foundation_model(
@@ -86,10 +88,13 @@ def build_omni_model(
     init_device: str = "cpu",
     torch_dtype: torch.dtype | None = None,
 ) -> OmniModel:
-    """Build an omni model from a saved one, or from a foundation, encoders and decoders.
+    """Build an omni model from a saved one, from a foundation, encoders and decoders, or from both.
+
+    With both, a part that is given replaces the saved part: ``foundation`` the saved foundation, an encoder or decoder
+    the saved one of its name. Encoders and decoders of other names are added. The other saved parts stay.
 
     Args:
-        config_path: folder of a saved omni model; without ``weights_path`` the weights are random.
+        config_path: folder of a saved omni model; without ``weights_path`` the weights of its parts are random.
         weights_path: folder of a saved omni model. All its weights are loaded, and its LoRA adapters; a missing tensor
             is an error.
         foundation: see :func:`build_foundation_model`.
@@ -102,40 +107,93 @@ def build_omni_model(
             random weights and the checkpoint's dtype for loaded weights.
 
     Raises:
-        UserError: both a checkpoint and a foundation are given, or neither; a model is unknown; settings do not fit.
+        UserError: neither a saved model nor a foundation is given; a model is unknown; settings do not fit; an encoder
+            or decoder does not fit the foundation, such as a saved one after the foundation was replaced.
         WeightsError: tensors are missing, unexpected or have another shape.
     """
-    if (config_path or weights_path) and (foundation is not None or encoders or decoders):
-        raise UserError(
-            "give either a checkpoint (config_path, weights_path) or components (foundation, ...), not both"
-        )
-    if config_path or weights_path:
-        require_device(init_device)
-        return _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
-    if foundation is None:
-        raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
     for kind, given in (("encoders", encoders), ("decoders", decoders)):
         if not isinstance(given, dict | None):
             raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
+    saved = None
+    if config_path or weights_path:
+        require_device(init_device)
+        saved = _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
+        if foundation is None and not encoders and not decoders:
+            return saved
+        foundation = saved.foundation if foundation is None else foundation
+    if foundation is None:
+        raise UserError("build_omni_model needs a foundation (or the path of a saved omni model)")
     base = build_foundation_model(foundation, init_device=init_device, torch_dtype=torch_dtype)
     hidden_size = base.get_input_embeddings().weight.size(1)
     dtype = torch_dtype or base.dtype
     attached: dict[str, dict[str, PreTrainedModel]] = {"encoders": {}, "decoders": {}}
+    if saved is not None:
+        _require_new_names(saved, encoders or {}, decoders or {})
+        attached = {"encoders": saved.encoders, "decoders": saved.decoders}
     with _on(init_device):
         for name, spec in (encoders or {}).items():
             attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
         for name, spec in (decoders or {}).items():
             attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
+        _require_hidden_size(hidden_size, attached, {*(encoders or {}), *(decoders or {})})
+        parts = {"foundation": base, **attached["encoders"], **attached["decoders"]}
         config = OmniConfig(
             foundation=as_dict(base.config),
-            unused_tensors=getattr(base, "unused_tensors", None),
+            unused_tensors=_unused_tensors(base, saved),
             **{
                 kind: {name: as_dict(component.config) for name, component in group.items()}
                 for kind, group in attached.items()
             },
         )
-        model = OmniModel(config, {"foundation": base, **attached["encoders"], **attached["decoders"]})
+        model = OmniModel(config, parts)
+    if saved is not None:
+        kept = {name for name, part in parts.items() if getattr(saved, name, None) is part}
+        model.renamed = {name: now for name, now in saved.renamed.items() if name.partition(".")[0] in kept}
     return model if init_device == "meta" else model.to(init_device)
+
+
+def _unused_tensors(base: PreTrainedModel, saved: OmniModel | None) -> Any:
+    if saved is not None and base is saved.foundation:
+        return saved.config.unused_tensors
+    return getattr(base, "unused_tensors", None)
+
+
+def _require_new_names(saved: OmniModel, encoders: dict[str, Any], decoders: dict[str, Any]) -> None:
+    """Check that no given encoder has the name of a saved decoder, and the other way round.
+
+    Raises:
+        UserError: names each of them.
+    """
+    crossed = [(name, "encoders", "decoder") for name in encoders if name in saved.decoder_names]
+    crossed += [(name, "decoders", "encoder") for name in decoders if name in saved.encoder_names]
+    if crossed:
+        raise UserError(
+            "\n".join(
+                f"{kind}: {name!r} is the name of a saved {of}; choose another name" for name, kind, of in crossed
+            )
+        )
+
+
+def _require_hidden_size(
+    hidden_size: int, attached: dict[str, dict[str, PreTrainedModel]], given: Collection[str]
+) -> None:
+    """Check that encoders and decoders have the foundation's hidden size, where their config is one of omnitrain.
+
+    Raises:
+        UserError: one line for each that has another.
+    """
+    problems = []
+    for kind, group in attached.items():
+        for name, component in group.items():
+            found = getattr(component.config, "hidden_size", None)
+            if isinstance(component.config, _CONFIGS) and found != hidden_size:
+                whose = f"found a model with hidden size {found}" if name in given else f"the saved one has {found}"
+                problems.append(
+                    f"{kind}: {name!r} must have the foundation's hidden size {hidden_size}, but {whose}; give new "
+                    f"settings in {kind}={{{name!r}: ...}}"
+                )
+    if problems:
+        raise UserError("\n".join(problems))
 
 
 def _from_checkpoint(

@@ -270,9 +270,44 @@ def test_a_foundation_that_changes_its_logits_takes_the_plain_loss_and_the_table
     assert "loss: on the logits" in table["foundation"].ops
 
 
-def test_checkpoint_and_parts_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not both"):
-        build_omni_model(weights_path=str(tmp_path), foundation=FOUNDATION)
+def test_parts_replace_those_of_a_saved_model_by_name_and_the_others_keep_their_weights(
+    model: OmniModel, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path)
+    saved = dict(model.named_parameters())
+    tower = {"image_encoder": MODEL["encoders"]["image_encoder"] | {"projector": {"kind": "mlp"}}}
+    mixed = build_omni_model(weights_path=str(tmp_path), encoders=tower)
+    assert (mixed.encoder_names, mixed.decoder_names) == (model.encoder_names, model.decoder_names)
+    assert mixed.config.encoders["image_encoder"]["projector"]["kind"] == "mlp"
+    for name, parameter in mixed.named_parameters():
+        if not name.startswith("image_encoder."):
+            assert torch.equal(parameter, saved[name]), name
+    other = build_omni_model(
+        str(tmp_path),
+        foundation=FOUNDATION | {"vocab_size": 300},
+        decoders={"more": MODEL["decoders"]["audio_decoder"]},
+    )
+    assert other.decoder_names == ["audio_decoder", "image_decoder", "more"]
+    assert other.foundation.get_input_embeddings().weight.size(0) == 300
+    mixed.save_pretrained(tmp_path / "mixed")
+    again = dict(build_omni_model(weights_path=str(tmp_path / "mixed")).named_parameters())
+    assert all(torch.equal(parameter, again[name]) for name, parameter in mixed.named_parameters())
+
+
+def test_parts_that_contradict_a_saved_model_are_refused_by_name(model: OmniModel, tmp_path: Path) -> None:
+    model.config.save_pretrained(tmp_path)
+    wider = FOUNDATION | {"hidden_size": 64}
+    with pytest.raises(UserError) as refused:
+        build_omni_model(str(tmp_path), foundation=wider, encoders=MODEL["encoders"], init_device="meta")
+    assert str(refused.value).splitlines() == [
+        f"decoders: {name!r} must have the foundation's hidden size 64, but the saved one has 32; give new settings in "
+        f"decoders={{{name!r}: ...}}"
+        for name in ("audio_decoder", "image_decoder")
+    ]
+    with pytest.raises(UserError, match=r"^encoders: 'image_decoder' is the name of a saved decoder; choose another"):
+        build_omni_model(
+            str(tmp_path), encoders={"image_decoder": MODEL["encoders"]["image_encoder"]}, init_device="meta"
+        )
     with pytest.raises(UserError, match="needs a foundation"):
         build_omni_model()
 
