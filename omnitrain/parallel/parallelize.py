@@ -152,6 +152,7 @@ def build_parallelize_model(
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
     components = _layouts(omni, plans, meshes, units, activations, towers, of_foundation)
     remember_layout(omni, ModelLayout(state, components))
+    omni.takes_batches = False
     return omni
 
 

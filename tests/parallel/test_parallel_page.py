@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 
 import omnitrain as ot
+from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankPool
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import pack
@@ -22,6 +25,8 @@ def run_page(folder: Path) -> tuple[list[tuple[str, str, int]], float, int]:
         exec(compile(script, str(PAGE), "exec"), names)
     model = any_to_any().train()
     names["train"](model, [pack("text"), pack("image_to_text")], folder)
+    with pytest.raises(UserError, match="found a batch of transformers for a parallelized model"):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long))
     processor, own = tiny_processor(model), range(dist.get_rank() + 1)  # the second rank has one more of each
     prompts = [processor.prompt(tiny_row("image_to_text", seed)) for seed in own]
     losses, answers = names["evaluate"](model, processor, [pack("text") for _ in own], prompts)

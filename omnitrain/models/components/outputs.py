@@ -39,3 +39,8 @@ class OmniOutput:
     losses: dict[str, LossTerm]
     read: dict[str, torch.Tensor]
     hidden: torch.Tensor | None
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Scalar: the mean losses of all heads added up, for a step of one pack in one process."""
+        return torch.stack([term.sum / max(term.count, 1) for term in self.losses.values()]).sum()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.data.packing.pack import Pack
@@ -34,6 +35,7 @@ from omnitrain.models.hf.config_copies import take_own_configs
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class
 from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
+from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.save import save_whole
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
@@ -55,6 +57,7 @@ class OmniModel(ComponentModel):
 
     Attributes:
         compute_device: where it computes, if that is not where its parameters are.
+        takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
     """
 
     config_class = OmniConfig
@@ -67,6 +70,7 @@ class OmniModel(ComponentModel):
         super().__init__(config, config.encoders or (), config.decoders or ())
         ready = components or {}
         self.compute_device: torch.device | None = None
+        self.takes_batches = True
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
@@ -229,20 +233,51 @@ class OmniModel(ComponentModel):
         rest_frozen_statistics(self)
         return self
 
-    def forward(self, pack: Pack, work: MicroBatchWork | None = None) -> OmniOutput:
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Read by HF ``Trainer``: whether a batch may have ``num_items_in_batch``, by which its loss is divided."""
+        return bool(getattr(self.foundation, "accepts_loss_kwargs", takes_any_argument(self.foundation)))
+
+    def forward(
+        self,
+        pack: Pack | None = None,
+        work: MicroBatchWork | None = None,
+        *,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **batch: Any,
+    ) -> OmniOutput | ModelOutput:
         """Losses of one packed micro-batch: encode the media, run the foundation, run the heads.
+
+        Instead of a pack, it takes a batch of transformers by keyword, for HF ``Trainer`` and scripts: that runs the
+        foundation's own forward (:func:`forward_of_batch`).
 
         Args:
             pack: samples end to end; see :class:`Pack` for shapes.
             work: of this rank in this micro-batch, so that all ranks call every component equally often; None: this
                 rank does what the pack needs.
+            input_ids: ``[B, T]`` int64.
+            attention_mask: ``[B, T]``, 0 for padding.
+            position_ids: as the foundation takes them.
+            labels: ``[B, T]`` int64, not shifted, -100 where nothing is predicted.
+            **batch: further arguments of the foundation: ``pixel_values``, ``num_items_in_batch``, ...
 
         Returns:
-            One :class:`LossTerm` per head with a target in the pack (``text`` always).
+            Of a pack, one :class:`LossTerm` per head with a target in it (``text`` always). Of a batch, the output of
+            the foundation: ``loss``, ``logits``, ...
 
         Raises:
-            UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads.
+            UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads; both a
+                pack and a batch, or neither; the foundation does not take an argument of the batch.
         """
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        batch = {**named, "labels": labels, **batch}
+        if not isinstance(pack, Pack):
+            return forward_of_batch(self, batch, pack)
+        if given := sorted(name for name, value in batch.items() if value is not None):
+            raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
         encoded = self.encode_media(pack, work)
         return self.run_heads(encoded, self.run_foundation(encoded))
 
