@@ -140,7 +140,9 @@ class Train(Strict):
         default_factory=dict,
         description="`text` or the name of a decoder -> weight of its mean loss in the total. Unset: 1.",
     )
-    log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
+    log_every: int = Field(
+        10, ge=1, description="Steps between two lines of metrics.jsonl, and of the output without a terminal."
+    )
     save_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         "auto",
         description="Steps between two checkpoints. `auto`: ten minutes, or, where saving takes longer than 30 "

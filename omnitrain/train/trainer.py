@@ -32,8 +32,8 @@ from omnitrain.train.evaluate.results import write_results
 from omnitrain.train.experts import ExpertsOfRun
 from omnitrain.train.interrupt import Interrupt, StoppedError
 from omnitrain.train.lr_groups import peaks_of
+from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import (
-    console,
     quiet_libraries,
     show_components,
     show_contract,
@@ -174,14 +174,15 @@ class Trainer:
                 loss, norm = self._measured_step(first.pop() if first else self._next_batch(steps))
                 self.data_state = self.loader.state()
                 self._require_targets()
-                progress.advance(self.step, loss)
-                if self.recipe.writes_metrics(self.step):
+                if not self.recipe.writes_metrics(self.step):
+                    progress.advance(self.step, loss)
+                else:
                     line = self._metrics(norm)
                     if (heldout_losses := self._heldout_losses(interrupt)) is not None:
                         line["heldout"] = heldout_losses
                     if metrics is not None:
                         metrics.write(line)
-                    progress.show(_shown(line))
+                    progress.advance(self.step, loss, _shown(line))
                 is_due, interrupted = self.ranks.peers.any_of_each([self._save_is_due(), interrupt.requested])
                 if is_due and not interrupted:
                     self._save()

@@ -12,7 +12,7 @@ import torch
 
 from omnitrain.recipe import ParallelPlan
 from omnitrain.recipe.parallel import ComponentPlan
-from omnitrain.train.metrics.display import console
+from omnitrain.train.metrics.console import console
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback"}

@@ -10,7 +10,7 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Precision, Recipe, Train
 from omnitrain.train.device import use_device
-from omnitrain.train.metrics.display import console
+from omnitrain.train.metrics.console import console
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.trainer import Trainer

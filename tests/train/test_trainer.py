@@ -28,7 +28,7 @@ from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
-from omnitrain.train.metrics.display import console
+from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.trackers import numbers_in
 from omnitrain.train.run_state import save_times
 from omnitrain.train.run_state.save import checkpoint_bytes

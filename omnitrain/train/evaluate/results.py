@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.train.evaluate.evaluate import Evaluation
 from omnitrain.train.evaluate.media_files import save_samples
-from omnitrain.train.metrics.display import console, show_scores
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.display import show_scores
 from omnitrain.train.run_state.run_folder import RunFolder
 
 

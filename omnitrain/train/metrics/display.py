@@ -7,20 +7,13 @@ from typing import Any
 
 import datasets
 from huggingface_hub.utils import logging as hub_logging
-from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.unused_weights import unused_line
 from omnitrain.models.omni.summary import ComponentRow
-from omnitrain.train.launch.environment import global_rank
-
-_NARROW = 120  # columns without a terminal
-
-console = Console(highlight=False, quiet=global_rank() > 0)
-if not console.is_terminal:
-    console = Console(highlight=False, quiet=global_rank() > 0, width=_NARROW)
+from omnitrain.train.metrics.console import console
 
 
 def quiet_libraries() -> None:
@@ -34,7 +27,10 @@ def quiet_libraries() -> None:
 
 def show_components(rows: list[ComponentRow]) -> None:
     """Print the component table."""
-    table = Table("component", "class", "parameters", "trainable", "dtype", "ops", title="Model", title_justify="left")
+    table = Table(title="Model", title_justify="left")
+    table.add_column("component", no_wrap=True)
+    for column in ("class", "parameters", "trainable", "dtype", "ops"):
+        table.add_column(column, overflow="fold")  # a narrow terminal cuts no name
     for row in rows:
         trainable = f"{row.trainable:,}" if row.trainable else "frozen"
         table.add_row(row.name, row.class_name, f"{row.parameters:,}", trainable, row.dtype, row.ops)

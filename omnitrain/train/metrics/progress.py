@@ -124,14 +124,14 @@ class _NotebookBar:
         self.on_values()
 
     def _drawn(self) -> dict[str, str]:
-        state, text = self.state, Console(file=io.StringIO(), width=_NOTEBOOK_COLUMNS, force_jupyter=False)
-        with text.capture() as plain:
-            text.print(state)
+        state, plain = self.state, io.StringIO()
+        text = Console(file=plain, width=_NOTEBOOK_COLUMNS, force_jupyter=False, color_system=None)
+        text.print(state)
         times = f"{state.count}{_GAP}{state.elapsed}{_GAP}{state.left}"
         bar = f'<progress value="{state.step}" max="{state.steps}" style="width: 40%"></progress>'
         lines = [f"{bar} {times}", html.escape(_GAP.join(state.values))]
         drawn = f'<div style="font-family: monospace; white-space: pre-wrap">{"<br>".join(lines)}</div>'
-        return {"text/plain": plain.get().rstrip("\n"), "text/html": drawn}
+        return {"text/plain": plain.getvalue().rstrip("\n"), "text/html": drawn}
 
 
 class _Lines:
@@ -178,15 +178,20 @@ class StepProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._view.stop()
 
-    def advance(self, step: int, loss: float) -> None:
-        """Show that ``step`` steps are done, the last with a total loss of ``loss``."""
-        self._state.advance(step)
-        self._view.on_step(loss)
+    def advance(self, step: int, loss: float, values: Sequence[str] = ()) -> None:
+        """Show that ``step`` steps are done, the last with a total loss of ``loss``.
 
-    def show(self, values: Sequence[str]) -> None:
-        """Show the values of a line of metrics, such as ``loss 1.234``."""
-        self._state.values = tuple(values)
-        self._view.on_values()
+        Args:
+            step: steps done.
+            loss: total loss of the last one.
+            values: values of its line of metrics, such as ``loss 1.234``, if it has one.
+        """
+        self._state.advance(step)
+        if values:
+            self._state.values = tuple(values)
+            self._view.on_values()
+        else:
+            self._view.on_step(loss)
 
 
 def _view_class(console: Console) -> type[_TerminalBar | _NotebookBar | _Lines]:

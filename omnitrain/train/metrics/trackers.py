@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from omnitrain.errors import UserError
 from omnitrain.packages import install_command
 from omnitrain.recipe import Recipe
-from omnitrain.train.metrics.display import console
+from omnitrain.train.metrics.console import console
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
 _EXTRAS = {"tensorboard": "track"}  # of the others, the extra has the tracker's name

@@ -18,7 +18,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
 from omnitrain.recipe import Recipe, save_recipe
-from omnitrain.train.metrics.display import console
+from omnitrain.train.metrics.console import console
 from omnitrain.train.run_state.resume import require_same_run
 from omnitrain.train.run_state.run_lock import LOCK_FILE, FolderLock, require_free
 

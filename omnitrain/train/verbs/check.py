@@ -39,7 +39,8 @@ from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
 from omnitrain.train.device import require_devices, use_device
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.lr_groups import peaks_of
-from omnitrain.train.metrics.display import console, quiet_libraries, show_components, show_contract, show_unused
+from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_unused
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.run_state.run_folder import RunFolder

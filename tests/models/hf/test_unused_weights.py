@@ -12,7 +12,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.hf.unused_weights import unused_line
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model, omni_config_at
 from omnitrain.recipe import Recipe
-from omnitrain.train.metrics.display import console
+from omnitrain.train.metrics.console import console
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe
 from omnitrain.train.verbs.export import export
