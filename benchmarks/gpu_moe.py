@@ -1,31 +1,32 @@
-"""Training speed of a mixture of experts on one GPU: omnitrain against HF ``Trainer``, and which parts account for it.
+"""Training speed of a mixture of experts on one GPU: omnitrain against HF ``Trainer``, and the effect of each part.
 
-A random model with the widths of Qwen3-30B-A3B (128 experts of 768 per layer, 8 of them per token) and as many of its
-layers as fit on the hungriest side. State is fp32, computation bf16, packs of ``--tokens`` tokens of this repository's
-text, every token predicted. How rounds are timed says ``gpu_train.py``, how operations and the ceiling are counted
-``gpu_operations.py``.
+The model is random, with the widths of Qwen3-30B-A3B (128 experts of 768 per layer, 8 per token) and as many of its
+layers as fit on the side that needs the most memory. State is fp32 and computation is bf16. Packs have ``--tokens``
+tokens of the text of this repository, and every token is predicted. ``gpu_train.py`` explains how rounds are timed,
+``gpu_operations.py`` how operations and the ceiling are counted.
 
-Sides, one after the other, on the same packs:
+The sides run one after the other on the same packs:
 
-- ``omnitrain``: the step of ``Trainer``, blocks compiled on a GPU;
-- ``hf_NAME``: HF ``Trainer`` with ``DataCollatorWithFlattening``, once per implementation of experts that can train
-  here: ``grouped_mm``, ``grouped_mm_bf16``, ``eager``, ``sonicmoe``, ``liger`` (whose kernels are not tuned: to try its
-  200 settings takes longer than all else). Autocast does not know grouped products, so ``grouped_mm`` multiplies in
-  fp32; ``grouped_mm_bf16`` is the same function on weights and rows that are cast before. The fastest one is what
-  omnitrain is compared with.
+- ``omnitrain``: the step of ``Trainer``, with blocks compiled on a GPU;
+- ``hf_NAME``: HF ``Trainer`` with ``DataCollatorWithFlattening``, once for each implementation of experts that can
+  train here: ``grouped_mm``, ``grouped_mm_bf16``, ``eager``, ``sonicmoe`` and ``liger``. Liger's kernels are not tuned,
+  because trying its 200 settings would take longer than the rest. Autocast does not cover grouped products, so
+  ``grouped_mm`` multiplies in fp32; ``grouped_mm_bf16`` casts weights and rows first and calls the same function.
+  omnitrain is compared with the fastest of them.
 
-Then omnitrain again, each time with one part as transformers has it; what a part is worth is the seconds per token
-without it, over those with it:
+Then omnitrain runs again, each time with one part replaced by that of transformers. The worth of a part is the seconds
+per token without it, divided by the seconds per token with it:
 
-- ``permutation``: experts by transformers' whole ``grouped_mm`` function: its sort, gather, products and sums;
-- ``router``: blocks are not compiled; experts never are, so this is the router, norms, rotary positions;
+- ``permutation``: experts use the ``grouped_mm`` function of transformers: its sort, gather, products and sums;
+- ``router``: blocks are not compiled. Experts are never compiled, so this measures router, norms and rotary positions;
 - ``loss``: all logits at once;
-- ``recompute``: blocks are computed again in the backward, as models must that do not fit otherwise; and so they are
-  not compiled either: against ``router`` it shows what the second computation costs;
-- ``all``: permutation, router and loss together: what transformers' model does under FSDP's mixed precision.
+- ``recompute``: the backward recomputes the blocks, as for a model that does not fit otherwise. They are not compiled
+  either, so compare it with ``router`` to see the cost of the recomputation;
+- ``all``: permutation, router and loss together: the model of transformers under FSDP's mixed precision.
 
-Before, the experts' exchange runs ``--loopback`` random steps against itself on this device (``expert_loopback.py``).
-If one is wrong, ``loopback_steps`` is 0, the sides are measured all the same, and the exit code is 1 at the end.
+Before the sides run, the exchange of experts runs ``--loopback`` random steps on this device, with itself as the peer
+(``expert_loopback.py``). If a step is wrong, ``loopback_steps`` is 0, the sides are measured anyway, and the exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from omnitrain.ops.loss import cross_entropy
 from omnitrain.recipe.parallel import ComponentPlan
 
 FORMULA = (
-    "share_of_ceiling = operations of a round / seconds / ceiling (operations as in gpu_operations.py, of experts "
-    "those a token goes to); ratio_over_hf = omnitrain / best HF side, in tokens per second; worth_PART = omnitrain / "
-    "omnitrain with the part as transformers has it, in tokens per second; medians over rounds"
+    "share_of_ceiling = operations of a round / seconds / ceiling (operations as in gpu_operations.py, with only the "
+    "experts that a token uses); ratio_over_hf = omnitrain / best HF side, in tokens per second; worth_PART = "
+    "omnitrain / omnitrain with that part of transformers, in tokens per second; medians over rounds"
 )
 MOE = replace(
     FULL,

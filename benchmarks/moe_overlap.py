@@ -1,29 +1,30 @@
 """Experts on two ranks and a slow network: how much of the all-to-alls is hidden by the matmuls.
 
-The experts of one Qwen3-MoE layer, spread over two ranks, forward and backward in fp32, one thread per rank. Routes
-are drawn at random; router, norms and attention are left out. The network is that of ``slow_link.py``. Its rate is
-chosen so that a step's all-to-alls, by the formula, take 0.5, 1 and 2 times as long as the experts' products (with the
-activation between them). Every round times these anew, for machines do not run at one speed, and chunk by chunk as
-``overlap`` computes them: large results at once cost the allocator of a CPU more. What the ratio came to in truth
-stands in the figures as ``communication_to_products``. Without root it says so and measures nothing.
+The experts of one Qwen3-MoE layer are spread over two ranks and run forward and backward in fp32, with one thread per
+rank. Routes are random. The benchmark has no router, norms or attention. ``slow_link.py`` limits the network. Its rate
+is chosen so that the all-to-alls of a step should take 0.5, 1 and 2 times as long as the products of the experts,
+including the activation between them. Each round times the products again, because the speed of a machine varies. It
+times them chunk by chunk, as ``overlap`` computes them, because one large result costs the CPU allocator more. The
+report gives the measured ratio as ``communication_to_products``. Without root the benchmark prints a message and
+measures nothing.
 
-Sides take turns within the same ranks, and all have the same weights, tokens and routes:
+The sides take turns on the same ranks, with the same weights, tokens and routes:
 
-- ``plain``: rows to their experts, products, results back, one after the other;
+- ``plain``: dispatch, products and combine, one after the other;
 - ``overlap``: chunks of experts (``expert_chunks``) and ``delay_wgrad``; outputs and gradients must have the same bits;
-- ``transformers``: transformers' own ``all_to_all`` expert parallelism; its outputs must be the same to 1e-5;
-- ``compute``: ``overlap`` without its all-to-alls: products and permutations of just as many rows in the same order;
-- ``communication``: the all-to-alls of ``plain`` alone.
+- ``transformers``: the ``all_to_all`` expert parallelism of transformers; its outputs must be equal to 1e-5;
+- ``compute``: ``overlap`` without all-to-alls: the same products and permutations in the same order;
+- ``communication``: only the all-to-alls of ``plain``.
 
-Two bounds stand beside what was hidden. ``bound`` is that of the number of chunks ``n``: the first of a phase's rows
-and the last of its results have nothing to hide behind, a part ``1 / n``. ``bound_of_phases`` is that of any number: a
-forward has half of the bytes, but a third of the products, and can hide no more than it has of either.
+The report gives two bounds for the hidden share. ``bound`` holds for ``n`` chunks: nothing can hide the first dispatch
+and the last combine of a phase, which are ``1 / n`` of its communication. ``bound_of_phases`` holds for any number of
+chunks: a forward has half of the bytes but a third of the products, and can hide at most the smaller of the two.
 
-Memory is the largest sum of live tensor bytes within a step, less what was there before it, as torch's profiler sees
-the allocator. It is that of a layer as thin inside as Qwen3-30B-A3B's, and twice as wide as the one that is timed. Four
-such layers, one behind the other, show what ``offloaded_tensors: [dispatched_rows]`` saves: the peak must fall by the
-bytes of the rows that came to three of them. The fourth has its rows back by then, for its weights' gradients. Host
-memory is not torch's here, so that a CPU shows what a GPU would.
+Memory is the largest sum of the bytes of live tensors in a step, minus the bytes before the step, as torch's profiler
+records the allocator. It is measured on a layer with the narrow experts of Qwen3-30B-A3B, twice as wide as the timed
+layer. Four such layers in sequence show how much ``offloaded_tensors: [dispatched_rows]`` saves: the peak must fall by
+the bytes of the received rows of three layers. The fourth layer has its rows on the device again at that time, for the
+gradients of its weights. Offloaded tensors are not in torch's host memory, so a CPU shows the saving of a GPU.
 """
 
 from __future__ import annotations
@@ -357,7 +358,7 @@ def main() -> None:
             print(json.dumps(run_rank(sizes, given.ratios, given.rounds, given.steps, not given.unlimited)))
         return
     if not given.unlimited and not may_limit():
-        print("skipped: the loopback cannot be limited here; that needs root and iproute2 (ip, tc)")
+        print("skipped: cannot limit the loopback; run as root with iproute2 (ip, tc)")
         return
     arguments = [f"--{name}={getattr(given, name)}" for name in (*vars(sizes), "rounds", "steps")]
     arguments += ["--ratios", *map(str, given.ratios), *(["--unlimited"] if given.unlimited else [])]

@@ -1,17 +1,17 @@
 """Ulysses on a slow network: bytes against the formula, and how much communication async Ulysses hides.
 
-One attention layer of transformers' Qwen3 on two ranks that share a row, forward and backward, in fp32 with one thread
-per rank. The ranks run in a network namespace of their own, whose loopback ``tc`` limits, each on a core: communication
-takes real time and hardly any processor. The rate is chosen so that the all-to-alls of a forward, by the formula, take
-as long as its projections, which are timed first. That needs root and iproute2; where it is not permitted, or with
-``--rate=0``, the loopback is as fast as it is, and there is next to nothing to hide.
+Two ranks share a sequence and run one attention layer of transformers' Qwen3, forward and backward, in fp32 with one
+thread per rank. The ranks run in their own network namespace, each on its own core. ``tc`` limits the loopback, so that
+communication takes time but almost no CPU. The benchmark first times the projections, and then chooses the rate with
+which the all-to-alls of a forward should take as long. This needs root and iproute2. Without them, or with
+``--rate=0``, the loopback runs at full speed, and there is almost no communication to hide.
 
-Sides take turns within the same ranks:
+The sides take turns on the same ranks:
 
-- ``plain``: Ulysses as it is: projections, one all-to-all, attention, one all-to-all, projection;
+- ``plain``: Ulysses without overlap: projections, all-to-all, attention, all-to-all, projection;
 - ``async``: the same layer with ``async_ulysses``; its outputs and gradients must have the same bits;
-- ``communication``: the all-to-alls of ``plain`` alone, forward and backward;
-- ``projections``: the layer's projections of the rank's rows alone, forward.
+- ``communication``: only the all-to-alls of ``plain``, forward and backward;
+- ``projections``: only the forward of the layer's projections, over the rank's tokens.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def main() -> None:
     arguments = [f"--{name}={value}" for name in names if (value := getattr(given, name)) is not None]
     is_limited = rate != 0 and may_limit()
     if rate != 0 and not is_limited:
-        print("the loopback cannot be limited here, and is left as it is")
+        print("cannot limit the loopback (this needs root and iproute2), so it runs at full speed")
         arguments.append("--rate=0")
     found = run_ranks(__file__, arguments, ranks=RANKS, is_limited=is_limited)
     rounds = found["rounds"]

@@ -1,4 +1,4 @@
-"""What it means that a model trains as plain transformers would train it; every function returns what is wrong."""
+"""Checks that a model trains as it does in plain transformers; every function returns the differences."""
 
 from __future__ import annotations
 

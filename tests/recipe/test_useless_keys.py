@@ -1,4 +1,4 @@
-"""Every key of a recipe takes a stand: a situation in which it can do nothing, and is refused, or why there is none."""
+"""For every key of a recipe, a case in which it has no effect and is refused, or the reason why it always has one."""
 
 from __future__ import annotations
 

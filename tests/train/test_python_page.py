@@ -1,4 +1,4 @@
-"""The script of docs/python.md runs as it stands: beside a running event loop, and on ranks."""
+"""The script of docs/python.md runs unchanged, inside a running event loop and on several ranks."""
 
 from __future__ import annotations
 

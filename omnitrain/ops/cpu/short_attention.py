@@ -39,8 +39,8 @@ class ShortBatch:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """The padded positions of a batch: the token at each, ``[B, n]``, its position in its segment, and if it is real.
+class _Padded:
+    """A padded batch, ``[B, n]`` each: the token, its position in its segment, and whether it is real.
 
     These are numpy arrays: for a few numbers the overhead of a torch call exceeds its work.
     """
@@ -49,9 +49,9 @@ class _Places:
     positions: np.ndarray
     is_real: np.ndarray
 
-    def taken(self, order: np.ndarray, is_real: np.ndarray) -> _Places:
+    def taken(self, order: np.ndarray, is_real: np.ndarray) -> _Padded:
         """Select by index ``[B, m]``."""
-        return _Places(*(np.take_along_axis(x, order, axis=1) for x in (self.tokens, self.positions, is_real)))
+        return _Padded(*(np.take_along_axis(x, order, axis=1) for x in (self.tokens, self.positions, is_real)))
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class ShortKeys:
         heads: ``K``.
         batches: the padded positions of each batch, in order of the row.
         rows: for each padded key, its row of ``[T * K, D]``.
-        places: ``[T * K]``, the padded position of each of these rows.
+        padded: ``[T * K]``, the padded position of each of these rows.
     """
 
     tokens: int
     heads: int
-    batches: tuple[_Places, ...]
+    batches: tuple[_Padded, ...]
     rows: torch.Tensor
-    places: torch.Tensor
+    padded: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ class ShortRow:
         keys: the keys of the row.
         batches: the batches, in order of the row.
         queries: for each padded query, its row of ``[T * H, D]``.
-        query_places: for each requested row, its padded position.
-        asked: the requested rows of ``[T * H, D]``; None: all. The output of the others is zero.
+        query_positions: for each requested row, its padded position.
+        requested: the requested rows of ``[T * H, D]``; None: all. The output of the others is zero.
     """
 
     keys: ShortKeys
     batches: tuple[ShortBatch, ...]
     queries: torch.Tensor
-    query_places: torch.Tensor
-    asked: torch.Tensor | None
+    query_positions: torch.Tensor
+    requested: torch.Tensor | None
 
     @property
     def tokens(self) -> int:
@@ -116,9 +116,9 @@ def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
         groups: lengths of the segments of each batch, in order of the row.
         heads: ``K``.
     """
-    batches = tuple(_all_places(groups))
-    rows, _, places = _by_head(batches, heads)
-    return ShortKeys(sum(map(sum, groups)), heads, batches, rows, places)
+    batches = tuple(_padded_batches(groups))
+    rows, _, padded = _by_head(batches, heads)
+    return ShortKeys(sum(map(sum, groups)), heads, batches, rows, padded)
 
 
 def short_row(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortRow:
@@ -129,10 +129,10 @@ def short_row(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortRo
         heads: ``H``.
         read: ``[T]`` bool, the tokens whose output is used; None: all.
     """
-    queries = keys.batches if read is None else [_places_of(places, read.numpy()) for places in keys.batches]
+    queries = keys.batches if read is None else [_only_read(padded, read.numpy()) for padded in keys.batches]
     batches = tuple(_batch(*pair, heads, keys.heads) for pair in zip(queries, keys.batches, strict=True))
-    rows, asked, places = _by_head(queries, heads)
-    return ShortRow(keys, batches, rows, places, None if read is None else asked)
+    rows, requested, padded = _by_head(queries, heads)
+    return ShortRow(keys, batches, rows, padded, None if read is None else requested)
 
 
 def attend_short(
@@ -159,7 +159,7 @@ class _AttendShort(torch.autograd.Function):
         ctx.row, ctx.scale = row, scale
         ctx.save_for_backward(q, k, v, *kept)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return _put_back(output, row.query_places, row.tokens, row.asked, query.size(1))
+        return _put_back(output, row.query_positions, row.tokens, row.requested, query.size(1))
 
     @staticmethod
     @once_differentiable
@@ -179,9 +179,9 @@ class _AttendShort(torch.autograd.Function):
             torch.bmm(of_scores.transpose(1, 2), q_NQD, out=of_k_NLD)
             torch.bmm(weights.transpose(1, 2), g_NQE, out=of_v_NLE)
         return (
-            _put_back(of_q, row.query_places, row.tokens, row.asked, grad.size(1)),
-            _put_back(of_k, row.keys.places, row.tokens, None, row.keys.heads),
-            _put_back(of_v, row.keys.places, row.tokens, None, row.keys.heads),
+            _put_back(of_q, row.query_positions, row.tokens, row.requested, grad.size(1)),
+            _put_back(of_k, row.keys.padded, row.tokens, None, row.keys.heads),
+            _put_back(of_v, row.keys.padded, row.tokens, None, row.keys.heads),
             None,
             None,
         )
@@ -192,37 +192,37 @@ def _gathered(x_THD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _put_back(
-    x: torch.Tensor, places: torch.Tensor, tokens: int, rows: torch.Tensor | None, heads: int
+    x: torch.Tensor, padded: torch.Tensor, tokens: int, rows: torch.Tensor | None, heads: int
 ) -> torch.Tensor:
-    """``[T, heads, width]`` from what ``x`` has at ``places``; ``rows``: whose it is, where it is not all."""
+    """Return ``[T, heads, width]`` with ``x[padded]`` in ``rows`` of its first two dims (None: all), else zeros."""
     # No view: compiled code that takes it would depend on what it is a view of.
     out = (x.new_empty if rows is None else x.new_zeros)(tokens, heads, x.size(1))
     if rows is None:
-        torch.index_select(x, 0, places, out=out.flatten(0, 1))
+        torch.index_select(x, 0, padded, out=out.flatten(0, 1))
     else:
-        out.flatten(0, 1).index_copy_(0, rows, x.index_select(0, places))
+        out.flatten(0, 1).index_copy_(0, rows, x.index_select(0, padded))
     return out
 
 
-def _all_places(groups: Sequence[Sequence[int]]) -> list[_Places]:
-    made, start = [], 0
+def _padded_batches(groups: Sequence[Sequence[int]]) -> list[_Padded]:
+    batches, start = [], 0
     for lengths in groups:
         sizes = np.array(lengths)[:, None]
-        starts, place = start + sizes.cumsum(0) - sizes, np.arange(max(lengths))[None].repeat(len(lengths), 0)
-        # Behind its end a segment repeats its last token, which nobody attends to.
-        made.append(_Places(starts + np.minimum(place, sizes - 1), place, place < sizes))
+        starts, position = start + sizes.cumsum(0) - sizes, np.arange(max(lengths))[None].repeat(len(lengths), 0)
+        # Padding repeats the last token of a segment; no token attends to it.
+        batches.append(_Padded(starts + np.minimum(position, sizes - 1), position, position < sizes))
         start += sum(lengths)
-    return made
+    return batches
 
 
-def _places_of(places: _Places, read: np.ndarray) -> _Places:
-    """Those of tokens that are read, and fillers up to the most of a segment."""
-    is_read = read[places.tokens] & places.is_real
+def _only_read(padded: _Padded, read: np.ndarray) -> _Padded:
+    """Select the tokens that are read; segments with fewer than the others are padded."""
+    is_read = read[padded.tokens] & padded.is_real
     most = max(int(is_read.sum(1).max()), 1)
-    return places.taken((~is_read).argsort(axis=1, kind="stable")[:, :most], is_read)
+    return padded.taken((~is_read).argsort(axis=1, kind="stable")[:, :most], is_read)
 
 
-def _batch(queries: _Places, keys: _Places, heads: int, key_heads: int) -> ShortBatch:
+def _batch(queries: _Padded, keys: _Padded, heads: int, key_heads: int) -> ShortBatch:
     length, group = keys.tokens.shape[1], heads // key_heads
     positions = queries.positions[:1] if queries is keys else queries.positions  # as in every segment, or not
     hidden = np.where(positions[:, :, None] < np.arange(length), np.float32("-inf"), np.float32(0))
@@ -238,15 +238,18 @@ def _batch(queries: _Places, keys: _Places, heads: int, key_heads: int) -> Short
     )
 
 
-def _by_head(batches: Sequence[_Places], heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each place (by batch, segment, head) its row of ``[T * heads, width]``; rows that are real; their places."""
-    rows, real, places, start = [], [], [], 0
+def _by_head(batches: Sequence[_Padded], heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the row of ``[T * heads, width]`` at each padded position, the rows of real tokens, and their positions.
+
+    Padded positions are ordered by batch, segment, head and token.
+    """
+    rows, real, positions, start = [], [], [], 0
     for batch in batches:
         at = batch.tokens[:, None] * heads + np.arange(heads)[:, None]  # [B, heads, n]
-        place = np.arange(start, start + at.size).reshape(at.shape)
+        position = np.arange(start, start + at.size).reshape(at.shape)
         rows.append(at.ravel())
         real.append(at.swapaxes(1, 2)[batch.is_real].ravel())
-        places.append(place.swapaxes(1, 2)[batch.is_real].ravel())
+        positions.append(position.swapaxes(1, 2)[batch.is_real].ravel())
         start += at.size
-    found_rows, found_real, found_places = (torch.from_numpy(np.concatenate(own)) for own in (rows, real, places))
-    return found_rows, found_real, found_places
+    of_all, of_real, padded = (torch.from_numpy(np.concatenate(arrays)) for arrays in (rows, real, positions))
+    return of_all, of_real, padded

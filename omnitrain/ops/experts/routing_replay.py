@@ -45,77 +45,77 @@ class Recording:
 
     @contextmanager
     def recorded(
-        self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], rows: Tensor | None = None
+        self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], tokens: Tensor | None = None
     ) -> Iterator[None]:
-        """Record the decisions of the forward inside, on a row of these samples end to end; see :meth:`replayed`."""
+        """Record the decisions of the forward inside, on a pack of these samples; see :meth:`replayed`."""
         kept: list[tuple[tuple[str, int], Tensor]] = []
-        here = _here(lengths, rows)
+        tokens = _on_host(lengths, tokens)
 
-        def keep(key: tuple[str, int], own: Tensor, scores: Tensor) -> Tensor:
-            kept.append((key, own))
-            return own
+        def keep(key: tuple[str, int], chosen: Tensor, scores: Tensor) -> Tensor:
+            kept.append((key, chosen))
+            return chosen
 
-        with _LayersOf(model, len(here), keep):
+        with _LayersOf(model, len(tokens), keep):
             yield
-        for key, own in kept:  # after the forward, so it waits for the device only once
-            row = _row(lengths, here, own.size(-1))
-            row[here] = own.cpu()
-            for sample, part in zip(ids, row.narrow(0, 0, sum(lengths)).split(list(lengths)), strict=True):
+        for key, chosen in kept:  # after the forward, so it waits for the device only once
+            whole = _unknown(lengths, tokens, chosen.size(-1))
+            whole[tokens] = chosen.cpu()
+            for sample, part in zip(ids, whole.narrow(0, 0, sum(lengths)).split(list(lengths)), strict=True):
                 self.decisions[*key, sample] = part
 
     @contextmanager
     def replayed(
-        self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], rows: Tensor | None = None
+        self, model: nn.Module, ids: Sequence[str], lengths: Sequence[int], tokens: Tensor | None = None
     ) -> Iterator[Replayed]:
         """Replay the recorded decisions in the forward inside; samples without a recording are routed as usual.
 
         Args:
             model: the recorded model, on any layout.
-            ids: ids of the samples of the row.
+            ids: ids of the samples of the pack.
             lengths: numbers of tokens of the samples.
-            rows: ``[t]`` int64, the tokens of the row on this rank; None: all.
+            tokens: ``[t]`` int64, the tokens of the pack on this rank; None: all.
         """
-        found = Replayed()
-        here = _here(lengths, rows)
+        changes = Replayed()
+        tokens = _on_host(lengths, tokens)
 
-        def replace(key: tuple[str, int], own: Tensor, scores: Tensor) -> Tensor:
-            taken = self._at(key, ids, lengths, here, own)
-            differs = (taken.sort(-1)[0] != own.sort(-1)[0]).any(-1)
-            gap = scores.gather(-1, own).sort(-1)[0] - scores.gather(-1, taken).sort(-1)[0]
+        def replace(key: tuple[str, int], chosen: Tensor, scores: Tensor) -> Tensor:
+            replayed_choice = self._at(key, ids, lengths, tokens, chosen)
+            differs = (replayed_choice.sort(-1)[0] != chosen.sort(-1)[0]).any(-1)
+            gap = scores.gather(-1, chosen).sort(-1)[0] - scores.gather(-1, replayed_choice).sort(-1)[0]
             is_near = gap.abs().amax(-1) <= NEAR * scores.where(scores.isfinite(), 0).abs().amax(-1)
-            found.near_ties += (differs & is_near).sum()
-            found.others += (differs & ~is_near).sum()
-            return taken
+            changes.near_ties += (differs & is_near).sum()
+            changes.others += (differs & ~is_near).sum()
+            return replayed_choice
 
-        with _LayersOf(model, len(here), replace):
-            yield found
+        with _LayersOf(model, len(tokens), replace):
+            yield changes
 
     def _at(
-        self, key: tuple[str, int], ids: Sequence[str], lengths: Sequence[int], here: Tensor, own: Tensor
+        self, key: tuple[str, int], ids: Sequence[str], lengths: Sequence[int], tokens: Tensor, chosen: Tensor
     ) -> Tensor:
-        """What was recorded for the tokens ``here`` of a row, and ``own`` for the others."""
-        whole = _row(lengths, here, own.size(-1))
+        """Return the recorded experts of ``tokens``, and ``chosen`` where nothing was recorded."""
+        whole = _unknown(lengths, tokens, chosen.size(-1))
         for sample, rows in zip(ids, whole.narrow(0, 0, sum(lengths)).split(list(lengths)), strict=True):
             if (recorded := self.decisions.get((*key, sample))) is not None:
                 rows.copy_(recorded)
-        taken = whole[here].to(own.device)
-        return taken.where(taken >= 0, own)
+        replayed_choice = whole[tokens].to(chosen.device)
+        return replayed_choice.where(replayed_choice >= 0, chosen)
 
 
-def _here(lengths: Sequence[int], rows: Tensor | None) -> Tensor:
-    """``[t]`` int64 on the host: the tokens of a row that are here."""
-    return torch.arange(sum(lengths)) if rows is None else rows.cpu()
+def _on_host(lengths: Sequence[int], tokens: Tensor | None) -> Tensor:
+    """Return ``[t]`` int64 on the host: the tokens of a pack that are on this rank."""
+    return torch.arange(sum(lengths)) if tokens is None else tokens.cpu()
 
 
-def _row(lengths: Sequence[int], here: Tensor, num_slots: int) -> Tensor:
-    """``[T, k]`` for the experts of a row's tokens, all unknown; a row that was filled up has more than its samples."""
-    return torch.full((max(sum(lengths), int(here.max()) + 1), num_slots), -1)
+def _unknown(lengths: Sequence[int], tokens: Tensor, num_slots: int) -> Tensor:
+    """Return ``[T, k]`` of -1 for the experts of a pack's tokens; ``T`` includes tokens that pad the pack."""
+    return torch.full((max(sum(lengths), int(tokens.max()) + 1), num_slots), -1)
 
 
 class _LayersOf(TorchFunctionMode):
-    """Shows ``decide`` each ``topk`` over scores of all tokens, inside modules that have experts; its result is taken.
+    """Replaces each ``topk`` over scores of all tokens, inside modules that have experts, by the result of ``decide``.
 
-    ``decide((layer, number), own, scores)``: own choice ``[T, k]`` and scores ``[T, n]`` -> ``[T, k]``.
+    ``decide((layer, number), chosen, scores)``: choice ``[T, k]`` and scores ``[T, n]`` -> ``[T, k]``.
     """
 
     def __init__(self, model: nn.Module, num_tokens: int, decide: Any) -> None:
@@ -148,11 +148,11 @@ class _LayersOf(TorchFunctionMode):
         if not self._layer or not is_top_k(func):
             return func(*args, **given)
         with torch.no_grad():
-            own = func(*args, **given).indices
+            chosen = func(*args, **given).indices
             scores: Tensor = args[0] if args else given["input"]
-            if scores.size(-1) * self._num_tokens != scores.numel() or own.numel() % self._num_tokens:
+            if scores.size(-1) * self._num_tokens != scores.numel() or chosen.numel() % self._num_tokens:
                 return func(*args, **given)  # no decision about tokens
             name, numbers = self._layer[-1]
-            flat = own.reshape(self._num_tokens, -1), scores.reshape(self._num_tokens, -1)
-            taken = self._decide((name, next(numbers)), *flat).view_as(own)
-        return top_k_at(taken, *args, **given)
+            flat = chosen.reshape(self._num_tokens, -1), scores.reshape(self._num_tokens, -1)
+            replayed_choice = self._decide((name, next(numbers)), *flat).view_as(chosen)
+        return top_k_at(replayed_choice, *args, **given)

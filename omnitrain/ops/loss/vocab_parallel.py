@@ -18,9 +18,9 @@ def sharded_softmax(
     *,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the losses of rows, and this rank's columns of the gradient of the logits.
+    """Compute the losses of tokens, and this rank's columns of the gradient of the logits.
 
-    It needs one collective of two numbers per row and rank.
+    It needs one collective of two numbers per token and rank.
 
     Args:
         logits: ``[n, classes of a rank]``; all ranks have the same number of classes, in rank order.
@@ -34,18 +34,18 @@ def sharded_softmax(
     """
     width, out = logits.size(1), wide(len(logits))
     require_labels(labels, group.size() * width)
-    own = labels - group.rank() * width
-    is_own, at = (own >= 0) & (own < width), own.clamp(0, width - 1)[:, None]
+    local_labels = labels - group.rank() * width
+    is_local, column = (local_labels >= 0) & (local_labels < width), local_labels.clamp(0, width - 1)[:, None]
     top = logits.amax(1).float()
     torch.sub(logits, top[:, None], out=out).exp_()
-    target = logits.gather(1, at).squeeze(1).float().masked_fill_(~is_own, 0.0)
-    everyones = gathered(torch.stack([top + out.sum(1).log(), target]), group)
-    normalizer, target = everyones[:, 0].logsumexp(0), everyones[:, 1].sum(0)
+    target = logits.gather(1, column).squeeze(1).float().masked_fill_(~is_local, 0.0)
+    of_ranks = gathered(torch.stack([top + out.sum(1).log(), target]), group)
+    normalizer, target = of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
     losses = normalizer - target
     if not with_gradient:
         return losses, None
     out.mul_((top - normalizer).exp_()[:, None])
-    return losses, out.scatter_add_(1, at, -is_own.to(out.dtype)[:, None])
+    return losses, out.scatter_add_(1, column, -is_local.to(out.dtype)[:, None])
 
 
 def require_labels(labels: torch.Tensor, classes: int) -> None:

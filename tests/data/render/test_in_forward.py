@@ -1,4 +1,4 @@
-"""A conversation for the foundation's own forward: ids, what is trained on, and inputs as the processor gives them."""
+"""A conversation for the foundation's own forward: ids, trained tokens, and the inputs of the processor."""
 
 from __future__ import annotations
 

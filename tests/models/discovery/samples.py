@@ -1,4 +1,4 @@
-"""Samples of a whole HF model: token ids around the rows of two probe items, and what its forward takes beside them."""
+"""Samples of a whole HF model: token ids around the features of two probe items, and the other forward arguments."""
 
 from __future__ import annotations
 

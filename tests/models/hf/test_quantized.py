@@ -1,4 +1,4 @@
-"""Foundations whose files are quantized: what is built of them is not."""
+"""Foundations with quantized files are built without quantization."""
 
 from __future__ import annotations
 

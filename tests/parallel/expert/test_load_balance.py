@@ -1,4 +1,4 @@
-"""What keeps routers balanced, and what is measured of them."""
+"""Balance losses, biases and load metrics of routers."""
 
 from __future__ import annotations
 

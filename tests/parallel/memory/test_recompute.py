@@ -1,4 +1,4 @@
-"""What is recomputed is what was computed."""
+"""A recomputation gives the results of the forward."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses, why_not_async
-from omnitrain.parallel.sequence.async_ulysses.check import Manners, attention_layouts, kind_of
+from omnitrain.parallel.sequence.async_ulysses.check import AttentionLayouts, attention_layouts, kind_of
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import ParallelState, init_parallel_state
@@ -39,7 +39,7 @@ def tiny(model_type: str, key_heads: int = 2) -> Any:
     return build_omni_model(foundation=foundation_class(config)(config).train())
 
 
-def layouts(model_type: str, key_heads: int = 2) -> Manners:
+def layouts(model_type: str, key_heads: int = 2) -> AttentionLayouts:
     omni = tiny(model_type, key_heads)
     return attention_layouts(omni.foundation, omni.runner.contract)
 

@@ -1,4 +1,4 @@
-"""The collectives of a step as a rank issued them, beside those that its plan implies."""
+"""Compares the collectives that a rank ran in a step with those that its plan implies."""
 
 from __future__ import annotations
 

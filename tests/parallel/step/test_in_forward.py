@@ -1,4 +1,4 @@
-"""Samples that the model's own forward reads, on ranks of which others have text alone."""
+"""Samples for the model's own forward on some ranks, while others have only text."""
 
 from __future__ import annotations
 

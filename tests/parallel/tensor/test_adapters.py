@@ -1,4 +1,4 @@
-"""LoRA beside matrices that two ranks share: what a layer gives whole, and the gradients of every parameter."""
+"""LoRA on matrices that two ranks share: outputs and gradients are those of one rank."""
 
 from __future__ import annotations
 

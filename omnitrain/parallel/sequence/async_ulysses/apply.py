@@ -11,7 +11,7 @@ from torch import nn
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses, why_not_async
-from omnitrain.parallel.sequence.async_ulysses.check import Manners, attention_layouts, kind_of
+from omnitrain.parallel.sequence.async_ulysses.check import AttentionLayouts, attention_layouts, kind_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,6 @@ def apply_async_ulysses(model: OmniModel, sp: int) -> AsyncUlyssesModules:
     return AsyncUlyssesModules(len(modules) - plain.total(), dict(plain))
 
 
-def _layout(module: nn.Module, layouts: Manners, sp: int) -> AttentionLayout | str:
+def _layout(module: nn.Module, layouts: AttentionLayouts, sp: int) -> AttentionLayout | str:
     layout = layouts.get(kind_of(module), "its weights have another shape than in the tiny model")
     return (why_not_async(module, layout, sp) or layout) if isinstance(layout, AttentionLayout) else layout

@@ -35,7 +35,7 @@ _SAMPLES = 12
 
 # Class of an attention module, and the shapes of its weights -> its layout, or why it does not support async Ulysses.
 Kind = tuple[str, tuple[tuple[str, tuple[int, ...]], ...]]
-Manners = Mapping[Kind, AttentionLayout | str]
+AttentionLayouts = Mapping[Kind, AttentionLayout | str]
 
 
 def kind_of(module: nn.Module) -> Kind:
@@ -43,7 +43,7 @@ def kind_of(module: nn.Module) -> Kind:
     return type(module).__name__, tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def attention_layouts(model: PreTrainedModel, contract: Contract) -> Manners:
+def attention_layouts(model: PreTrainedModel, contract: Contract) -> AttentionLayouts:
     """Return the layout of each kind of attention module of a foundation, or why it does not support async Ulysses.
 
     Args:
@@ -54,23 +54,24 @@ def attention_layouts(model: PreTrainedModel, contract: Contract) -> Manners:
         Kind -> layout or reason, for modules that receive the mask of the pack.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        found = attempt(lambda: _attention_calls(Trial.by(model, contract)))
-        calls = [] if isinstance(found, Failure) else found
-        return {kind_of(module): _manner_or_failure(module, arguments) for module, arguments in calls}
+        attempted = attempt(lambda: _attention_calls(Trial.by(model, contract)))
+        calls = [] if isinstance(attempted, Failure) else attempted
+        return {kind_of(module): _layout_or_failure(module, arguments) for module, arguments in calls}
 
 
-def _manner_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
+def _layout_or_failure(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
     """The layout, or the reason; any error of the module's code means plain Ulysses."""
-    found = attempt(lambda: _layout(module, arguments))
-    return f"it fails under async Ulysses: {found}" if isinstance(found, Failure) else found
+    layout = attempt(lambda: _layout(module, arguments))
+    return f"it fails under async Ulysses: {layout}" if isinstance(layout, Failure) else layout
 
 
 def _layout(module: nn.Module, arguments: inspect.BoundArguments) -> AttentionLayout | str:
     try:
         plain = _observe(module, arguments)
-        layouts = [_manner_of(module, plain, heads_first) for heads_first in (False, True)]
+        layouts = [_layout_of(module, plain, heads_first) for heads_first in (False, True)]
         differences = [_difference(module, layout, arguments, plain) for layout in layouts]
-        return next((m for m, found in zip(layouts, differences, strict=True) if found is None), str(differences[0]))
+        equal = (layout for layout, difference in zip(layouts, differences, strict=True) if difference is None)
+        return next(equal, str(differences[0]))
     except _NotAsyncError as reason:
         return str(reason)
 
@@ -129,8 +130,8 @@ class _Plain:
 
 
 @dataclass(frozen=True, eq=False)
-class _Noting:
-    """A shard with the whole sequence, which records the calls of attention."""
+class _RecordingShard:
+    """A :class:`SequenceShard` with the whole sequence, which records the calls of attention."""
 
     num_rows: int
     calls: list[Call]
@@ -156,21 +157,21 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
             raise _NotAsyncError(f"{names[part]} takes or gives more than one tensor")
         called.append(_Called(names[part], args[0], returned))
 
-    own = _copied(arguments)
-    for name, value in own.arguments.items():
+    copied = _copied(arguments)
+    for name, value in copied.arguments.items():
         if isinstance(value, MaskSpec):
-            own.arguments[name] = value.on(_Noting(value.offsets[-1], calls))
+            copied.arguments[name] = value.on(_RecordingShard(value.offsets[-1], calls))
     with ExitStack() as hooks:
         for part in names:
             hooks.enter_context(part.register_forward_hook(note))
-        output = _first(module.forward(*own.args, **own.kwargs))
+        output = _first(module.forward(*copied.args, **copied.kwargs))
     if len(calls) != 1 or not called:
         raise _NotAsyncError(f"it attends {len(calls)} times, and has {len(called)} layers")
-    hidden = [name for name, value in own.arguments.items() if value is called[0].given]
+    hidden = [name for name, value in copied.arguments.items() if value is called[0].given]
     if not hidden:
         raise _NotAsyncError(f"{called[0].name} does not read the hidden states")
     _require_no_other_gradient(arguments, hidden[0])
-    return _Plain(hidden[0], called, calls[0], output, _gradients(module, own.arguments[hidden[0]], output))
+    return _Plain(hidden[0], called, calls[0], output, _gradients(module, copied.arguments[hidden[0]], output))
 
 
 def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -> None:
@@ -181,7 +182,7 @@ def _require_no_other_gradient(arguments: inspect.BoundArguments, hidden: str) -
             raise _NotAsyncError(f"its argument {name} has gradients, too")
 
 
-def _manner_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
+def _layout_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
     """Input projections are the linear layers that read the hidden states; the last called one is the output's."""
     given = plain.called[0].given
     inputs = [call for call in plain.called if call.given is given]
@@ -240,13 +241,13 @@ def _difference(
     module: nn.Module, layout: AttentionLayout, arguments: inspect.BoundArguments, plain: _Plain
 ) -> str | None:
     """The first difference between async Ulysses and the unmodified module; None: all bits are equal."""
-    own = _copied(arguments)
-    output = _first(_drive(module, layout, _Pretended.of(plain, 1, 0), own))
+    copied = _copied(arguments)
+    output = _first(_drive(module, layout, _Pretended.of(plain, 1, 0), copied))
     if not torch.equal(output, plain.output):
         return "its output differs with async Ulysses"
-    found = _gradients(module, own.arguments[layout.hidden], output)
+    gradients = _gradients(module, copied.arguments[layout.hidden], output)
     names = ["hidden states", *(name for name, _ in module.named_parameters())]
-    for name, one, other in zip(names, found, plain.gradients, strict=True):
+    for name, one, other in zip(names, gradients, plain.gradients, strict=True):
         if (one is None) != (other is None) or (one is not None and other is not None and not torch.equal(one, other)):
             return f"the gradient of {name} differs under async Ulysses"
     ranks = next((n for n in range(2, layout.num_heads + 1) if layout.num_heads % n == 0), 1)
@@ -264,7 +265,7 @@ def _difference(
 class _Pretended(RowExchange):
     """A simulated rank that has all tokens, and exchanges with itself what other ranks would send."""
 
-    own_rank: int = 0
+    simulated_rank: int = 0
     returned: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -274,7 +275,7 @@ class _Pretended(RowExchange):
 
     @property
     def rank(self) -> int:
-        return self.own_rank
+        return self.simulated_rank
 
     def start_gather(self, x_NHW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
         return lambda: (x_NHW[:, slice(*spans[self.rank])],)
