@@ -204,8 +204,12 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
         return 130
 
     stand_in(monkeypatch, "omnitrain.train.launch.launch", launch=launch)
-    assert call("run", "small", "train.stop_seconds=7", "--resume", "--nproc", "3").exit_code == 130
-    assert given == [["-m", "omnitrain", "run", "small", "train.stop_seconds=7", "--resume"], 3, 7.0]
+    monkeypatch.setattr("omnitrain.train.launch.crowding.num_cores", lambda: 2)
+    ended = call("run", "small", "train.stop_seconds=7", "train.device=cpu", "--resume", "--nproc", "3")
+    assert ended.exit_code == 130
+    assert ended.stderr.startswith("omnitrain: --nproc 3 on 2 cores: about 1.5 ranks share a core, so ")
+    overrides = ["train.stop_seconds=7", "train.device=cpu"]
+    assert given == [["-m", "omnitrain", "run", "small", *overrides, "--resume"], 3, 7.0]
     assert call("run", "small", "train.stps=7", "--nproc", "3").exit_code == 2  # found before ranks are started
 
 
