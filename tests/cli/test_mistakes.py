@@ -90,6 +90,8 @@ check R data.train=[{path: questions.parquet}]
     2  nothing is trained in the first 4 steps: no sample of them has a token to predict
 run R data.train=[{path: nothing.parquet}]
     2  nothing.parquet
+run R data.train=[{path: empty.jsonl}]
+    2  data: 'empty.jsonl' holds no rows
 run R data.train=[{path: image.parquet}]
     2  asks the model to read image
 check R data.pack_tokens=3
@@ -102,6 +104,8 @@ check R train.experts.loss=sample
     2  Qwen3ForCausalLM has no experts; remove it
 run R train.optimizer.learning_rates={layers.9: 1e-3}
     2  train.optimizer.learning_rates...layers.9
+run R train.optimizer.learning_rate=1e38
+    1  step 2: the loss is nan...a lower train.optimizer.learning_rate (it is 1e+38)
 
 verify R --layouts dp8
     1  dp8 was not verified: needs 8 ranks, but nproc is 4; use --nproc 8
@@ -119,6 +123,10 @@ export nowhere out --dtype int8
     2  dtype: found 'int8'; expected one of float32, bfloat16, float16
 check taken
     2  taken
+check taken train.steps=20
+    2  taken: this is a model; overrides such as `train.steps=20` apply only to recipes
+doctor R
+    2  unexpected extra argument
 """
 
 # A message that does not stop the run.
@@ -151,6 +159,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         row.messages[1]["role"] = "user"
     write_parquet(folder / "questions.parquet", asked)
     (folder / "empty.yaml").touch()
+    (folder / "empty.jsonl").touch()
     (folder / "broken.yaml").write_text("model:\n  foundation: [\n")
     (folder / "taken").mkdir()
     (folder / "taken" / "notes.txt").touch()
