@@ -136,11 +136,15 @@ def check(
     nproc: Annotated[
         int | None, typer.Option(help="Number of ranks of the run. Default: a number that the plan fits.", min=1)
     ] = None,
+    no_tokenizer: Annotated[
+        bool, typer.Option("--no-tokenizer", help="Check only the model and its layout, without tokenizer and data.")
+    ] = False,
 ) -> None:
     """Validate a recipe (or a model) without loading weights, and list problems."""
     if names_a_model(model_or_recipe):
-        if overrides or nproc is not None:
-            found = f"overrides such as `{overrides[0]}` apply" if overrides else "--nproc applies"
+        if overrides or nproc is not None or no_tokenizer:
+            option = "--no-tokenizer" if no_tokenizer else "--nproc"
+            found = f"overrides such as `{overrides[0]}` apply" if overrides else f"{option} applies"
             raise UserError(f"{model_or_recipe}: this is a model; {found} only to recipes")
 
         from omnitrain.train.verbs.check import check_model
@@ -156,9 +160,12 @@ def check(
         raise RecipeError(f"{error}; there is no model folder of that name either") from None
     resolved = Recipe.load(model_or_recipe, overrides)
 
-    from omnitrain.train.verbs.check import check_recipe
+    if no_tokenizer:
+        from omnitrain.train.verbs.check import check_without_tokenizer as check_of
+    else:
+        from omnitrain.train.verbs.check import check_recipe as check_of
 
-    problems = check_recipe(resolved, nproc)
+    problems = check_of(resolved, nproc)
     if problems:
         raise UserError(problem_list(model_or_recipe, problems))
     typer.echo(f"no problems in {model_or_recipe}")
@@ -284,11 +291,11 @@ def generate(
 ) -> None:
     """Answer a prompt with text, images and audio, on CUDA if available."""
     from omnitrain.recipe.plugins import import_plugin
-    from omnitrain.train.verbs.answer import answer
+    from omnitrain.train.verbs.answer import answer, what_was_cut
 
     for name in plugin or []:
         import_plugin(name)
-    _, parts = answer(
+    answered, parts = answer(
         checkpoint,
         prompt,
         images=image or [],
@@ -301,6 +308,8 @@ def generate(
     )
     for part in parts:
         typer.echo(part)
+    if (cut := what_was_cut(answered, max_new_tokens)) is not None:
+        typer.echo(f"omnitrain: {cut}", err=True)
 
 
 @app.command()

@@ -50,16 +50,7 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
         model, processor = load_checkpoint(parts.checkpoint, parts.freeze, init_device, recipe.data.chat, torch.float32)
         _add_adapters(model, recipe.parallel)
         return model, processor
-    torch.manual_seed(recipe.train.seed)
-    try:
-        model = _build(parts, parts.encoders, parts.decoders, init_device)
-    except ModelError as error:
-        raise UserError(f"{_refused_part(parts)}: {error}") from error
-    except UserError:
-        raise
-    except Exception as error:  # each HF class fails differently
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{_refused_part(parts)}: this config cannot be built: {reason}") from error
+    model = _build_parts(recipe, init_device)
     readers, writers = model.media_adapters()
     attached = {modality for adapter in (*readers.values(), *writers.values()) for modality in adapter.modalities}
     renderer = _renderer(recipe, model, attached)
@@ -68,6 +59,36 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     freeze(model, recipe.model.freeze)
     _add_adapters(model, recipe.parallel)
     return model, OmniProcessor(renderer, readers, writers)
+
+
+def build_without_tokenizer(recipe: Recipe) -> OmniModel:
+    """Build the model of a recipe on ``meta`` as :func:`build_from_recipe` does, with the vocabulary of its config.
+
+    Raises:
+        UserError: parts of the recipe do not fit together.
+    """
+    if recipe.model.checkpoint is not None:
+        model = build_omni_model(weights_path=recipe.model.checkpoint, init_device="meta", torch_dtype=torch.float32)
+    else:
+        model = _build_parts(recipe, "meta")
+    freeze(model, recipe.model.freeze)
+    _add_adapters(model, recipe.parallel)
+    return model
+
+
+def _build_parts(recipe: Recipe, init_device: str) -> OmniModel:
+    """Build a model from its parts; an error names the key of the part that cannot be built."""
+    parts = recipe.model
+    torch.manual_seed(recipe.train.seed)
+    try:
+        return _build(parts, parts.encoders, parts.decoders, init_device)
+    except ModelError as error:
+        raise UserError(f"{_refused_part(parts)}: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # each HF class fails differently
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{_refused_part(parts)}: this config cannot be built: {reason}") from error
 
 
 def load_checkpoint(
@@ -271,7 +292,10 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     assert recipe.model.foundation is not None
     path = recipe.model.tokenizer or recipe.model.foundation.path
     if path is None:
-        raise UserError("model.tokenizer: set it to a text tokenizer, because the foundation is built from a config")
+        raise UserError(
+            "model.tokenizer: set it to a text tokenizer, because the foundation is built from a config "
+            "(`check --no-tokenizer` checks the model without one)"
+        )
     require_folder(path, "text tokenizer")
     return load_tokenizer(path, "model.tokenizer")
 

@@ -232,11 +232,12 @@ def test_generate_prints_the_parts_of_the_answer(monkeypatch: pytest.MonkeyPatch
         given.update(options, checkpoint=checkpoint, prompt=prompt)
         return None, ["a seven", "out/answer_0.png"]
 
-    stand_in(monkeypatch, "omnitrain.train.verbs.answer", answer=answer)
+    cut = "image_decoder did not finish its last item"
+    stand_in(monkeypatch, "omnitrain.train.verbs.answer", answer=answer, what_was_cut=lambda answered, limit: cut)
     said = call(
         "generate", "run", "--prompt", "draw", "--image", "a.png", "--image", "b.png", "--output", "out", "--seed", "3"
     )
-    assert said.output == "a seven\nout/answer_0.png\n"
+    assert (said.stdout, said.stderr) == ("a seven\nout/answer_0.png\n", f"omnitrain: {cut}\n")
     assert given["images"] == ["a.png", "b.png"]
     assert (given["audios"], given["output_dir"], given["seed"], given["temperature"]) == ([], Path("out"), 3, 0.0)
 

@@ -44,11 +44,13 @@ class Answer:
         parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
         tokens: every drawn token: ``(text or decoder name, token)``.
         is_finished: the end token came before ``max_new_tokens``.
+        unfinished_item: the decoder whose item ``max_new_tokens`` cut short, which is not in ``parts``.
     """
 
     parts: list[Any] = field(default_factory=list)
     tokens: list[tuple[str, int]] = field(default_factory=list)
     is_finished: bool = False
+    unfinished_item: str | None = None
 
     @property
     def text(self) -> str:
@@ -123,6 +125,7 @@ def generate(
         model.train(was_training)
     for sequence in sequences.values():
         sequence.answer.parts = _parts(model, processor, sequence.answer.tokens)
+        sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
     return [sequences[place].answer for place in range(len(prompts))]
 
 

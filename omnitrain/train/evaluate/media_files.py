@@ -72,6 +72,12 @@ def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Pat
     return shown
 
 
+def free_stem(folder: Path, stem: str) -> str:
+    """Return ``stem``, or ``stem2``, ``stem3``, ...: the first with which no file ``STEM_N`` of the folder begins."""
+    taken = {file.name.rpartition("_")[0] for file in folder.iterdir()}
+    return next(name for name in (stem, *(f"{stem}{n}" for n in range(2, len(taken) + 3))) if name not in taken)
+
+
 def _write_prompt(row: Row, folder: Path, stem: str) -> list[str | Path]:
     """Write the question's media to files. Return its texts and these files, in order."""
     shown: list[str | Path] = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import datasets
-from huggingface_hub.utils import logging as hub_logging
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
@@ -14,13 +14,14 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.unused_weights import unused_line
 from omnitrain.models.omni.summary import ComponentRow
 from omnitrain.train.metrics.console import console
+from omnitrain.train.metrics.hub_retries import tell_of_hub_retries
 
 
 def quiet_libraries() -> None:
     """Turn off progress bars and advice of HF libraries; omnitrain prints or raises everything that matters."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # omnitrain raises an error for unreadable files
-    hub_logging.set_verbosity_error()  # it logs every retry
+    tell_of_hub_retries(functools.partial(console.print, markup=False))
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
 

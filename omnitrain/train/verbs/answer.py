@@ -12,7 +12,7 @@ from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.recipe import Sampling, Train
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.device import use_device
-from omnitrain.train.evaluate.media_files import write_parts
+from omnitrain.train.evaluate.media_files import free_stem, write_parts
 from omnitrain.train.metrics.display import quiet_libraries
 
 
@@ -30,7 +30,8 @@ def answer(
 ) -> tuple[Answer, list[str | Path]]:
     """Answer one prompt, on CUDA if available.
 
-    Generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``.
+    Generated media are written to ``output_dir`` as ``answer_N.png`` and ``answer_N.wav``, or ``answer2_N.png`` and so
+    on if an earlier answer has files there.
 
     Args:
         checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
@@ -63,4 +64,13 @@ def answer(
     generated = generate(model, processor, [prepared], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)[0]
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    return generated, write_parts(generated.parts, folder, "answer")
+    return generated, write_parts(generated.parts, folder, free_stem(folder, "answer"))
+
+
+def what_was_cut(answer: Answer, max_new_tokens: int) -> str | None:
+    """Return what ``max_new_tokens`` cut short, as a sentence; None: nothing."""
+    if answer.is_finished:
+        return None
+    item = answer.unfinished_item
+    what = "the answer has no end" if item is None else f"{item} did not finish its last item, which is left out"
+    return f"{what}: --max-new-tokens {max_new_tokens} was reached; raise it"

@@ -34,7 +34,7 @@ from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.recipe.save import require_heads
-from omnitrain.train.build_from_recipe import build_from_recipe, require_ops
+from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, require_ops
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
 from omnitrain.train.device import require_devices, use_device
 from omnitrain.train.evaluate.evaluate import load_scorer
@@ -93,6 +93,40 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
     attempt(lambda: RunFolder(recipe))
     attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     attempt(lambda: require_trackers(recipe))
+    return _without_repetitions(problems)
+
+
+def check_without_tokenizer(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
+    """Check the model and the layout of a recipe whose tokenizer and data do not exist yet; say what is not checked.
+
+    Args:
+        recipe: the recipe.
+        num_ranks: number of ranks of the run. None: a number that the plan fits.
+
+    Returns:
+        One message per problem.
+    """
+    quiet_libraries()
+    problems: list[str] = []
+    try:
+        model = build_without_tokenizer(recipe)
+        model.runner  # noqa: B018 (raises if the foundation cannot be run)
+    except UserError as error:
+        return _without_repetitions([*error.problems, *weights_problems(recipe.model)])
+    _show_model(model)
+    problems += weights_problems(recipe.model)
+    mixed = mixed_precision(recipe.train, "cpu")
+    for action in (
+        lambda: require_heads(recipe, model.decoders),
+        lambda: _require_plan(recipe, model, mixed, num_ranks),
+        lambda: _require_rates(model, recipe),
+    ):
+        try:
+            action()
+        except UserError as error:
+            problems += error.problems
+    problems += forward_problems(model)
+    console.print("not checked without a tokenizer: the vocabulary, the chat format, rows of the data, the trackers")
     return _without_repetitions(problems)
 
 

@@ -127,6 +127,7 @@ def test_a_start_token_switches_to_its_decoder_until_the_item_is_whole_then_text
     modes = [mode for mode, _ in answer.tokens]
     length = {"image": 16, "audio": 12}[modality]  # fixed length; max_tokens, for no end token was drawn
     assert modes == ["text"] * 2 + [name] * length + ["text"] * 3 and answer.is_finished
+    assert answer.unfinished_item is None
     before, made, after = answer.parts
     assert (before, after) == ("a", "aa")
     assert isinstance(made, {"image": Image.Image, "audio": Waveform}[modality])
@@ -153,6 +154,7 @@ def test_the_length_limit_ends_text_and_leaves_out_media_cut_short(
     monkeypatch.setattr("omnitrain.models.omni.generate._sampler", lambda sampling: _Script(script))
     answer = generate(model, processor, prompts[:1], max_new_tokens=10)[0]
     assert len(answer.tokens) == 10 and not answer.is_finished and answer.parts == ["a"]
+    assert answer.unfinished_item == "image_decoder"
 
 
 def test_sampling_follows_its_seed_and_top_k_one_is_greedy(

@@ -1,9 +1,28 @@
 from pathlib import Path
 
+from PIL import Image
+
 from omnitrain.data.sources.rows import Row
 from omnitrain.models.omni.generate import Answer
 from omnitrain.train.evaluate.evaluate import Answered
-from omnitrain.train.evaluate.media_files import save_samples
+from omnitrain.train.evaluate.media_files import free_stem, save_samples, write_parts
+from omnitrain.train.verbs.answer import what_was_cut
+
+
+def test_an_answer_never_overwrites_an_earlier_picture(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "blue", "green")]
+    files = [write_parts(["see", one], tmp_path, free_stem(tmp_path, "answer"))[1] for one in pictures]
+    assert [Path(file).name for file in files] == ["answer_1.png", "answer2_1.png", "answer3_1.png"]
+    assert [Image.open(file).getpixel((0, 0)) for file in files] == [(255, 0, 0), (0, 0, 255), (0, 128, 0)]
+
+
+def test_an_answer_says_what_was_cut_short() -> None:
+    assert what_was_cut(Answer(["7"], is_finished=True), 24) is None
+    assert what_was_cut(Answer(["7"]), 24) == "the answer has no end: --max-new-tokens 24 was reached; raise it"
+    assert what_was_cut(Answer(unfinished_item="image_decoder"), 24) == (
+        "image_decoder did not finish its last item, which is left out: --max-new-tokens 24 was reached; raise it"
+    )
 
 
 def test_the_page_shows_what_was_asked_with_and_without_a_reference(tmp_path: Path) -> None:

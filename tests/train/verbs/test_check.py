@@ -13,7 +13,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe
 from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.check import check_recipe
+from omnitrain.train.verbs.check import check_recipe, check_without_tokenizer
 from tests.tiny import FOUNDATION, tiny_recipe, tiny_row, write_parquet
 
 
@@ -181,3 +181,18 @@ def test_check_resolves_the_layout_for_the_ranks_that_are_asked_for(
     assert "layout on 4 ranks (--nproc 4):" in shown
     (row,) = [line for line in shown.splitlines() if line.startswith("│ foundation") and "ulysses 2" in line]
     assert [word.strip() for word in row.split("│")[2:4]] == ["fsdp2", "1 x 4"]
+
+
+def test_without_a_tokenizer_the_model_and_its_layout_are_checked_and_the_rest_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_recipe(tmp_path)
+    bare = ("model.tokenizer=null", "data.train=[{path: nothing.parquet}]")
+    assert any("`check --no-tokenizer` checks the model without one" in one for one in check_recipe(load(path, *bare)))
+    capsys.readouterr()
+    assert check_without_tokenizer(load(path, *bare, "parallel.default.fsdp=2"), num_ranks=2) == []
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Qwen3ForCausalLM" in said and "layout on 2 ranks" in said
+    assert "not checked without a tokenizer: the vocabulary, the chat format, rows of the data, the trackers" in said
+    (problem,) = check_without_tokenizer(load(path, *bare, "parallel.foundation.ulysses=3"), num_ranks=3)
+    assert problem.startswith("parallel.foundation.ulysses: found 3")
