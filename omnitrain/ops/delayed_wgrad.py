@@ -11,15 +11,18 @@ The matmuls and their operands are the same, so results are bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 MakeGradient = Callable[[], Tensor]
 Later = Callable[[MakeGradient], None]
@@ -65,40 +68,54 @@ class WeightGradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
+_delayed_to: ContextVar[WeightGradients | None] = ContextVar("delayed_weight_gradients", default=None)
+
+
+def delayed_to() -> WeightGradients | None:
+    """Return where the running forward delays its weight gradients; None: it does not."""
+    return _delayed_to.get()
+
+
 @contextmanager
-def delayed_linears(modules: Iterable[nn.Module], work: WeightGradients) -> Iterator[None]:
-    """Let ``nn.Linear`` layers delay their weight gradients in forwards inside this context, by parameter.
+def delaying(work: WeightGradients | None) -> Iterator[None]:
+    """Let forwards inside this context delay the weight gradients of all linear layers, by parameter.
+
+    It covers every call of ``torch.nn.functional.linear`` with a trained parameter as weight, whatever module makes it.
+    Modules do not change, so micro-batches in flight may have different stores. A recomputation must enter the context
+    of its forward again (:func:`delayed_to`). Biases and frozen weights do not change.
 
     For schedules that place weight gradients themselves: the caller must call ``work.accumulate()`` before anything
-    reads ``grad``. Biases and frozen weights do not change.
+    reads ``grad``.
 
     Args:
-        modules: the modules with the layers; subclasses of Linear and layers with a replaced forward are skipped.
-        work: collects the delayed gradients.
+        work: collects the delayed gradients; None: nothing is delayed.
     """
-    linears: set[nn.Module] = {
-        part
-        for module in modules
-        for part in module.modules()
-        if type(part) is nn.Linear and "forward" not in vars(part)
-    }
+    token = _delayed_to.set(work)
     try:
-        for linear in linears:
-            linear.forward = partial(_linear, linear, work)
-        yield
+        with nullcontext() if work is None else _Delaying(work):
+            yield
     finally:
-        for linear in linears:
-            del linear.forward
+        _delayed_to.reset(token)
 
 
-def _linear(linear: Any, work: WeightGradients, x: Tensor) -> Tensor:
-    if not linear.weight.requires_grad:
-        return F.linear(x, linear.weight, linear.bias)
-    y: Tensor = _LinearForNow.apply(x, linear.weight, linear.bias, work.of(linear.weight))
-    return y
+class _Delaying(TorchFunctionMode):
+    def __init__(self, work: WeightGradients) -> None:
+        super().__init__()
+        self._work = work
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and torch.is_grad_enabled():
+            x, weight, bias = _of_linear(*args, **(kwargs or {}))
+            if weight.requires_grad and weight.is_leaf and not isinstance(weight, DTensor):
+                return _DelayedLinear.apply(x, weight, bias, self._work.of(weight))
+        return func(*args, **(kwargs or {}))
 
 
-class _LinearForNow(torch.autograd.Function):
+def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
+
+
+class _DelayedLinear(torch.autograd.Function):
     """A linear layer that delays its weight gradient."""
 
     @staticmethod

@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,13 +48,11 @@ class SharedTower:
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Share the component's calls; all ranks that share them must make the same calls."""
-        for stack in self._stacks:
-            stack.is_open = True
+        token = _shared.set(dict.fromkeys(self._stacks))
         try:
             yield
         finally:
-            for stack in self._stacks:
-                stack.close()
+            _shared.reset(token)
 
 
 def _stacks_of(model: nn.Module, parameters: set[nn.Parameter]) -> Iterator[tuple[list[nn.Module], list[nn.Module]]]:
@@ -76,15 +76,30 @@ def _called(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
+@dataclass
+class _Call:
+    """A call of a stack that ranks share.
+
+    Attributes:
+        slice: this rank's slice.
+        offsets: id of an offsets tensor of the whole call -> that tensor, and the slice's.
+        between: output of the latest block.
+    """
+
+    slice: SequenceSlice
+    offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    between: Tensor | None = None
+
+
+# The stacks whose calls are shared in this thread -> the running call; None: none is running, or it is not shared.
+_shared: ContextVar[dict[_Stack, _Call | None] | None] = ContextVar("shared_towers", default=None)
+
+
 class _Stack:
-    """One list of blocks, and this rank's slice of the current call."""
+    """One list of blocks."""
 
     def __init__(self, blocks: Sequence[nn.Module], siblings: Iterable[nn.Module], slice_of: MakeSlice) -> None:
-        self.is_open = False
         self._slice_of = slice_of
-        self._slice: SequenceSlice | None = None
-        self._offsets: dict[int, tuple[Tensor, Tensor]] = {}  # id of the whole call's tensor -> (it, the slice's)
-        self._between: Tensor | None = None  # output of the latest block
         self._first = blocks[0]
         self._names = list(inspect.signature(type(blocks[0]).forward).parameters)[1:]
         for block in blocks:
@@ -95,34 +110,30 @@ class _Stack:
         for module in siblings:
             module.register_forward_pre_hook(self._gather_inputs, with_kwargs=True)
 
-    def close(self) -> None:
-        self.is_open = False
-        self._end()
-
-    def _end(self) -> None:
-        self._slice, self._between = None, None
-        self._offsets.clear()
+    def _running(self) -> _Call | None:
+        return (_shared.get() or {}).get(self)
 
     def _cut(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Slice all arguments with one row per row of the call."""
-        if not self.is_open:
-            return None
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        if block is self._first:
+        shared = _shared.get()
+        if block is self._first and shared is not None and self in shared:
             hidden = arguments[self._names[0]]
-            self._slice = self._slice_of(hidden.size(0), hidden.device) if hidden.ndim == 2 else None
-        if self._slice is None:
+            found = self._slice_of(hidden.size(0), hidden.device) if hidden.ndim == 2 else None
+            shared[self] = None if found is None else _Call(found)
+        call = self._running()
+        if call is None:
             return None
-        sliced = {name: self._sliced(name, value) for name, value in arguments.items()}
+        sliced = {name: self._sliced(call, name, value) for name, value in arguments.items()}
         return tuple(sliced.pop(name) for name in self._names[: len(args)]), sliced
 
-    def _sliced(self, name: str, value: Any) -> Any:
-        sequence_slice = self._slice
-        assert sequence_slice is not None
+    @staticmethod
+    def _sliced(call: _Call, name: str, value: Any) -> Any:
+        sequence_slice = call.slice
         if name in _OFFSETS and isinstance(value, Tensor):
-            if id(value) not in self._offsets:  # computed once for all blocks: it reads the values
-                self._offsets[id(value)] = value, offsets_on(value, sequence_slice.attention)
-            return self._offsets[id(value)][1]
+            if id(value) not in call.offsets:  # computed once for all blocks: it reads the values
+                call.offsets[id(value)] = value, offsets_on(value, sequence_slice.attention)
+            return call.offsets[id(value)][1]
 
         def cut(tensor: Tensor) -> Tensor:
             is_whole = tensor.ndim and tensor.size(0) == sequence_slice.num_tokens
@@ -131,14 +142,16 @@ class _Stack:
         return tree_map_only(Tensor, cut, value)
 
     def _keep_output(self, block: nn.Module, args: Any, output: Any) -> None:
-        if self._slice is not None:
-            self._between = output if isinstance(output, Tensor) else output[0]
+        call = self._running()
+        if call is not None:
+            call.between = output if isinstance(output, Tensor) else output[0]
 
     def _gather_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Gather the output of a block that a sibling of the blocks takes (deepstack)."""
-        sequence_slice, between = self._slice, self._between
-        if sequence_slice is None or between is None:
+        call = self._running()
+        if call is None or call.between is None:
             return None
+        sequence_slice, between = call.slice, call.between
 
         def gathered(tensor: Tensor) -> Tensor:
             is_same = tensor.data_ptr() == between.data_ptr() and tensor.shape == between.shape
@@ -147,10 +160,11 @@ class _Stack:
         return tree_map_only(Tensor, gathered, (args, kwargs))
 
     def _gather_output(self, block: nn.Module, args: Any, output: Any) -> Any:
-        if self._slice is None:
+        call, shared = self._running(), _shared.get()
+        if call is None or shared is None:
             return None
-        sequence_slice, num_rows = self._slice, len(self._slice.positions)
-        self._end()
+        shared[self] = None
+        sequence_slice, num_rows = call.slice, len(call.slice.positions)
 
         def gathered(tensor: Tensor) -> Tensor:
             return sequence_slice.gather(tensor, 0) if tensor.ndim and tensor.size(0) == num_rows else tensor

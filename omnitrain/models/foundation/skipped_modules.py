@@ -7,7 +7,10 @@ zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +53,27 @@ def parent_of(name: str, kind: SkippedModule) -> str:
     return ".".join(name.split(".")[:-below])
 
 
+@dataclass
+class _Running:
+    """A forward of a parent.
+
+    Attributes:
+        input: a floating-point input of the parent.
+        next: index of the next child in order.
+        outputs: results of calls on empty tensors that are not in the graph yet.
+        is_calling: whether a child is being called on empty tensors.
+    """
+
+    input: Tensor | None
+    next: int = 0
+    outputs: list[Tensor] = field(default_factory=list)
+    is_calling: bool = False
+
+
+# The running forwards of parents in this thread: a backward may recompute a parent while another forward of it runs.
+_running: ContextVar[Mapping[_Calls, _Running]] = ContextVar("skipped_modules", default=MappingProxyType({}))
+
+
 class _Calls:
     """The calls of some modules within a forward of their parent, in the same order on all ranks.
 
@@ -58,12 +82,9 @@ class _Calls:
 
     def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, SkippedModule]]) -> None:
         self._children = children
-        self._next = 0
-        self._input: Tensor | None = None  # a floating-point input of the parent
-        self._outputs: list[Tensor] = []  # of calls on empty tensors
-        self._is_open = self._is_calling = False
         parent.register_forward_pre_hook(self._begin, with_kwargs=True)
         parent.register_forward_hook(self._end)
+        parent.register_forward_hook(self._close, always_call=True)  # after an error, too
         for child, _ in children:
             child.register_forward_pre_hook(self._arrive)
 
@@ -72,49 +93,54 @@ class _Calls:
         head.register_forward_pre_hook(self._reach)
 
     def _begin(self, parent: nn.Module, args: Any, kwargs: Any) -> None:
-        self._next, self._outputs, self._is_open = 0, [], True
-        self._input = next(_floating((args, kwargs)), None)
+        _running.set({**_running.get(), self: _Running(next(_floating((args, kwargs)), None))})
 
     def _arrive(self, child: nn.Module, args: Any) -> None:
-        if self._is_open and not self._is_calling:
+        running = _running.get().get(self)
+        if running is not None and not running.is_calling:
             index = next(index for index, (module, _) in enumerate(self._children) if module is child)
-            self._catch_up(index)
-            self._next = max(self._next, index + 1)
+            self._catch_up(running, index)
+            running.next = max(running.next, index + 1)
 
     def _reach(self, head: nn.Module, args: Any) -> Any:
-        if not self._is_open:
+        running = _running.get().get(self)
+        if running is None:
             return None
-        self._catch_up(len(self._children))
-        return self._tied(args)
+        self._catch_up(running, len(self._children))
+        return self._tied(running, args)
 
     def _end(self, parent: nn.Module, args: Any, output: Any) -> Any:
-        self._catch_up(len(self._children))
-        self._input, self._is_open = None, False
-        return self._tied(output)
+        running = _running.get()[self]
+        self._catch_up(running, len(self._children))
+        return self._tied(running, output)
 
-    def _tied(self, tree: Any) -> Any:
+    def _close(self, parent: nn.Module, args: Any, output: Any) -> None:
+        _running.set({calls: running for calls, running in _running.get().items() if calls is not self})
+
+    def _tied(self, running: _Running, tree: Any) -> Any:
         """Connect the outputs of calls on empty tensors to the graph of the first tensor in ``tree``."""
-        outputs, self._outputs = self._outputs, []
+        outputs, running.outputs = running.outputs, []
         first = next(_floating(tree))
         tied = _Tied.apply(first, *outputs)
         return tree_map(lambda value: tied if value is first else value, tree)
 
-    def _catch_up(self, index: int) -> None:
+    def _catch_up(self, running: _Running, index: int) -> None:
         """Call the skipped modules before ``index``."""
-        for child, skipped in self._children[self._next : index]:
-            self._is_calling = True
-            empty = self._empty(child)
+        for child, skipped in self._children[running.next : index]:
+            running.is_calling = True
+            empty = self._empty(running, child)
             try:
                 output = child(*(empty.view(sizes) for sizes in skipped.takes))
             finally:
-                self._is_calling = False
-            self._outputs.append(next(_floating(output)))  # a forward uses the first result
-        self._next = max(self._next, index)
+                running.is_calling = False
+            running.outputs.append(next(_floating(output)))  # a forward uses the first result
+        running.next = max(running.next, index)
 
-    def _empty(self, child: nn.Module) -> Tensor:
+    @staticmethod
+    def _empty(running: _Running, child: nn.Module) -> Tensor:
         """An empty slice of the parent's input; if the parent got none, an empty tensor of the child's dtype."""
-        if self._input is not None:
-            return self._input.flatten()[:0]
+        if running.input is not None:
+            return running.input.flatten()[:0]
         weight = next(child.parameters())
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 

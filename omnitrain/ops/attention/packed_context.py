@@ -126,8 +126,10 @@ def packed_row() -> PackedRow | None:
     return _row.get()
 
 
-# Modules that knew only from the context that the row of their last forward was packed.
+# Modules that knew only from the context that a row was packed. Several rows may be in flight, packed or not, so we do
+# not ask which of them is recomputed: a recomputation must restore the context, also that of an unpacked row.
 _rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
+_MISSING = PackedRow(())
 
 
 def relies_on_context(module: torch.nn.Module) -> None:
@@ -136,17 +138,16 @@ def relies_on_context(module: torch.nn.Module) -> None:
 
 
 def check_recomputation(module: torch.nn.Module) -> None:
-    """Refuse a recomputation without a packed row if the forward of ``module`` had one.
+    """Refuse a recomputation outside of :func:`packed` if a forward of ``module`` relied on that context.
 
     Raises:
-        UserError: the recomputation would treat the packed row as one sample.
+        UserError: the recomputation would treat a packed row as one sample.
     """
-    if torch._C._current_graph_task_id() == -1:  # not inside a backward
-        _rely_on_context.discard(module)
-    elif module in _rely_on_context:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if in_backward and _row.get(_MISSING) is _MISSING and module in _rely_on_context:
         raise UserError(
             f"{type(module).__name__} is recomputed outside of packed(...), so it does not know where samples begin; "
-            "enter packed(...) around the backward, too"
+            "enter packed(...) around the backward, too (packed(None) if its row was not packed)"
         )
 
 

@@ -239,4 +239,6 @@ def test_a_recomputation_that_lost_the_offsets_is_refused() -> None:
         by_context = forward(None)
         (found,) = torch.autograd.grad(by_context.sum(), query)
     assert torch.equal(found, expected)
-    torch.autograd.grad(forward(None).sum(), query)  # the same layer over an unpacked row is free of it
+    alone = forward(None)
+    with packed(None):
+        torch.autograd.grad(alone.sum(), query)  # says that its row was not packed
