@@ -115,13 +115,15 @@ class _Stack:
 
     def _cut(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Slice all arguments with one row per row of the call."""
-        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         shared = _shared.get()
-        if block is self._first and shared is not None and self in shared:
+        if shared is None or self not in shared:
+            return None
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        if block is self._first:
             hidden = arguments[self._names[0]]
             found = self._slice_of(hidden.size(0), hidden.device) if hidden.ndim == 2 else None
             shared[self] = None if found is None else _Call(found)
-        call = self._running()
+        call = shared[self]
         if call is None:
             return None
         sliced = {name: self._sliced(call, name, value) for name, value in arguments.items()}

@@ -176,7 +176,7 @@ def _standing_in(blocks: nn.ModuleList, index: int, forward: Callable[..., Any])
     block = blocks[index]
     stand_in = copy.copy(block)
     vars(stand_in).update({name: OrderedDict() for name in _HOOKS})
-    vars(stand_in).update(forward=forward, gradient_checkpointing=False, _compiled_call_impl=None)
+    vars(stand_in).update(forward=forward, _compiled_call_impl=None)
     blocks._modules[str(index)] = stand_in
     try:
         yield

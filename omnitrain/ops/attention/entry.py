@@ -18,6 +18,8 @@ from omnitrain.ops.cpu.unread_rows import rows_read_of
 
 # cu_seqlens tensor -> its version and its values.
 _read_before = WeakTensorKeyDictionary()
+# cu_seqlens tensor -> the specs of the layers that got it.
+_specs_of = WeakTensorKeyDictionary()
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
@@ -133,13 +135,13 @@ def _spec(
         offsets, shard = _offsets(module, kwargs), shard_of(cu_seqlens)
         if shard is not None or row is None or row.sequence_slice is None or row.offsets != offsets:
             _check_fit(module, query, key, offsets[-1] if shard is None else shard.num_rows)
-            spec = _spec_of_layer(module, offsets, mask, kwargs)
+            spec = _spec_of_layer(module, offsets, mask, kwargs, _specs_of.setdefault(cu_seqlens, set()))
             return spec if shard is None else spec.on(shard)
     if row is None or not _is_row(module, query, key, row, mask):
         check_recomputation(module)
         return None
     relies_on_context(module)
-    spec = _spec_of_layer(module, row.offsets, mask, kwargs)
+    spec = _spec_of_layer(module, row.offsets, mask, kwargs, row.specs)
     return spec if row.sequence_slice is None else spec.on(row.sequence_slice.attention)
 
 
@@ -162,8 +164,13 @@ def _read(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 
 def _spec_of_layer(
-    module: torch.nn.Module, offsets: tuple[int, ...], mask: torch.Tensor | None, kwargs: dict[str, Any]
+    module: torch.nn.Module,
+    offsets: tuple[int, ...],
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    held: set[MaskSpec],
 ) -> MaskSpec:
+    """The spec of a layer that got none; ``held`` then holds it for the other layers of the row."""
     if mask is not None:
         if mask.ndim != 4 or mask.shape[-2:] != (offsets[-1], offsets[-1]):
             raise UserError(
@@ -173,6 +180,7 @@ def _spec_of_layer(
         return MaskSpec(offsets, general=mask)
     window = kwargs.get("sliding_window")
     spec = plain_spec(offsets, _is_causal(module, kwargs), window)
+    held.add(spec)
     if spec.window is not None and not spec.causal:
         raise UserError(f"{type(module).__name__}: a window of {window} without a causal mask is not supported")
     return spec

@@ -78,12 +78,14 @@ class PackedRow:
         sequence_slice: the slice on this rank; None: the whole row.
         whole_masks: with a slice: makes the masks of the whole row, in the order in which the model requests them.
         masks: masks that the model requested since the row was entered.
+        specs: the masks of layers that got none from the model.
     """
 
     offsets: tuple[int, ...]
     sequence_slice: SequenceSlice | None = None
     whole_masks: Callable[[], Sequence[MaskSpec]] | None = None
     masks: list[MaskSpec] = field(default_factory=list)
+    specs: set[MaskSpec] = field(default_factory=set)
 
     @property
     def num_rows(self) -> int:

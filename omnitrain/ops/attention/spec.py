@@ -6,11 +6,13 @@ of a value.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -310,13 +312,21 @@ def shard_of(cu_seqlens: torch.Tensor) -> SequenceShard | None:
     return shard
 
 
-@lru_cache(maxsize=2)
-def plain_spec(offsets: tuple[int, ...], causal: bool, window: int | None) -> MaskSpec:
-    """Return the same spec object for the same values, so that layers share its cached results.
+# A spec lives as long as something holds it; layers of a model alternate between at most two specs, so two are held
+# here. A packed row, or its offsets tensor, holds those of its layers: rows in flight may alternate, too.
+_specs: WeakValueDictionary[tuple[Any, ...], MaskSpec] = WeakValueDictionary()
+_latest: deque[MaskSpec] = deque(maxlen=2)
 
-    Layers of a model alternate between at most two specs. A larger cache would keep memory of former rows.
-    """
-    return MaskSpec(offsets, causal=causal, window=window)
+
+def plain_spec(offsets: tuple[int, ...], causal: bool, window: int | None) -> MaskSpec:
+    """Return the same spec object for the same values, so that layers share its cached results."""
+    key = (offsets, causal, window)
+    spec = _specs.get(key)
+    if spec is None:
+        spec = _specs[key] = MaskSpec(offsets, causal=causal, window=window)
+    if spec not in _latest:
+        _latest.append(spec)
+    return spec
 
 
 def segment_numbers(offsets: tuple[int, ...], device: torch.device) -> torch.Tensor:

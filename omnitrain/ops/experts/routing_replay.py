@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,11 @@ def _unknown(lengths: Sequence[int], tokens: Tensor, num_slots: int) -> Tensor:
     return torch.full((max(sum(lengths), int(tokens.max()) + 1), num_slots), -1)
 
 
+# The layers with experts that run in this thread, with the numbers of their next `topk`. In another thread, a backward
+# may recompute such a layer while a recorded forward runs.
+_layers: ContextVar[tuple[tuple[_LayersOf, str, Iterator[int]], ...]] = ContextVar("layers_with_experts", default=())
+
+
 class _LayersOf(TorchFunctionMode):
     """Replaces each ``topk`` over scores of all tokens, inside modules that have experts, by the result of ``decide``.
 
@@ -121,7 +127,6 @@ class _LayersOf(TorchFunctionMode):
     def __init__(self, model: nn.Module, num_tokens: int, decide: Any) -> None:
         super().__init__()
         self._model, self._num_tokens, self._decide = model, num_tokens, decide
-        self._layer: list[tuple[str, Iterator[int]]] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> _LayersOf:
@@ -138,21 +143,23 @@ class _LayersOf(TorchFunctionMode):
             hook.remove()
 
     def _enter_layer(self, name: str) -> None:
-        self._layer.append((name, iter(range(1_000))))
+        _layers.set((*_layers.get(), (self, name, iter(range(1_000)))))
 
     def _leave_layer(self) -> None:
-        self._layer.pop()
+        own = [layer for layer in _layers.get() if layer[0] is self]
+        _layers.set(tuple(layer for layer in _layers.get() if layer is not own[-1]))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if not self._layer or not is_top_k(func):
+        own_layers = [layer for layer in _layers.get() if layer[0] is self]
+        if not own_layers or not is_top_k(func):
             return func(*args, **given)
         with torch.no_grad():
             chosen = func(*args, **given).indices
             scores: Tensor = args[0] if args else given["input"]
             if scores.size(-1) * self._num_tokens != scores.numel() or chosen.numel() % self._num_tokens:
                 return func(*args, **given)  # no decision about tokens
-            name, numbers = self._layer[-1]
+            _, name, numbers = own_layers[-1]
             flat = chosen.reshape(self._num_tokens, -1), scores.reshape(self._num_tokens, -1)
             replayed_choice = self._decide((name, next(numbers)), *flat).view_as(chosen)
         return top_k_at(replayed_choice, *args, **given)

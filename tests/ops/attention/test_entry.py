@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_row
+from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_row, spec
 from omnitrain.ops.attention.hf_arguments import HONOURED, IRRELEVANT
 
 OFFSETS = (0, 4, 8, 13)
@@ -60,6 +60,26 @@ class ListReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.Tensor.tolist
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("by", ["context", "argument"])
+def test_layers_of_two_rows_in_flight_make_each_mask_once(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """Layers of both rows take turns, and every other layer has a window."""
+    made: list[tuple[int, ...]] = []  # no references to the specs: they must live without the test
+
+    def make(offsets: tuple[int, ...], **kwargs: Any) -> MaskSpec:
+        made.append(offsets)
+        return MaskSpec(offsets, **kwargs)
+
+    monkeypatch.setattr(spec, "MaskSpec", make)
+    rows = [(0, 4, 9, 13), (0, 6, 13)]
+    contexts, tensors = [packed(row) for row in rows], [torch.tensor(row) for row in rows]
+    for window in (None, 3) * 3:
+        for context, offsets in zip(contexts, tensors, strict=True):
+            with context if by == "context" else packed(None):
+                given = {} if by == "context" else {"cu_seq_lens_q": offsets}
+                attend(CausalLayer(), *draw(), None, sliding_window=window, **given)
+    assert sorted(made) == sorted(rows * 2)
 
 
 def test_layers_with_the_same_offsets_read_them_once_and_again_when_they_change() -> None:
