@@ -1,7 +1,6 @@
 """Schedules against closed forms, exactly, and against the tables of torch.distributed.pipelining."""
 
 import itertools
-from fractions import Fraction
 
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -25,20 +24,20 @@ from omnitrain.plan.schedule import (
     zbv,
 )
 
-F, B = Fraction(7), Fraction(11)  # a rank's time over all its chunks; any numbers do
+F, B = 7 * 840, 11 * 840  # a rank's time over all its chunks; integers that 1 to 8 chunks divide, so times are exact
 
 
 def pipelined(p: int, v: int, m: int) -> Schedule:
     return one_f_one_b(p, m) if v == 1 else interleaved(p, v, m)
 
 
-def chunk_times(v: int) -> dict[Kind, Fraction]:
-    return {Kind.F: F / v, Kind.B: B / v}
+def chunk_times(v: int) -> dict[Kind, int]:
+    return {Kind.F: F // v, Kind.B: B // v}
 
 
 def check_idle(schedule: Schedule, p: int, v: int) -> None:
     timeline = simulate(schedule, chunk_times(v))
-    closed_form = (p - 1) * (F + B) / v
+    closed_form = (p - 1) * (F + B) // v
     assert [timeline.idle(rank) for rank in range(p)] == [closed_form] * p, (p, v, schedule.num_micro_batches)
 
 
@@ -75,26 +74,26 @@ def test_any_number_of_micro_batches_runs_and_no_faster_than_the_bound(p: int, v
         schedule = lower(interleaved(p, v, m))
         assert problems_in(schedule) == ()
         idle = simulate(schedule, chunk_times(v)).idle(0)
-        assert idle >= (p - 1) * (F + B) / v
+        assert idle >= (p - 1) * (F + B) // v
         if m >= p:
-            assert idle == (p - 1) * (F + B) / v
+            assert idle == (p - 1) * (F + B) // v
 
 
 @pytest.mark.parametrize(("p", "v", "m", "group"), [(2, 2, 8, 4), (4, 2, 12, 6), (3, 3, 7, 4)])
 def test_larger_groups_keep_the_idle_time_and_more_activations(p: int, v: int, m: int, group: int) -> None:
     schedule = interleaved(p, v, m, group_size=group)
     assert problems_in(lower(schedule)) == ()
-    assert simulate(schedule, chunk_times(v)).idle(0) == (p - 1) * (F + B) / v
+    assert simulate(schedule, chunk_times(v)).idle(0) == (p - 1) * (F + B) // v
     assert schedule.peak_live()[0] > interleaved(p, v, m).peak_live()[0]
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 4, 16), (8, 2, 16)])
 def test_makespan_of_overlapped_forwards_and_backwards_is_the_closed_form(p: int, v: int, m: int) -> None:
-    both = Fraction(13)  # a rank's forward and backward side by side
+    both = 13 * 840  # a rank's forward and backward side by side
     schedule = lower(interleaved(p, v, m, overlap=True))
-    timeline = simulate(schedule, {**chunk_times(v), Kind.OVERLAP_F_B: both / v})
-    alone = p - Fraction(p - 1, v)
-    assert timeline.makespan == m * both + alone * (F + B - both) + (p - 1) * (F + B) / v
+    timeline = simulate(schedule, {**chunk_times(v), Kind.OVERLAP_F_B: both // v})
+    alone = p * v - (p - 1)  # chunks whose forward and backward overlap with nothing
+    assert timeline.makespan == m * both + alone * (F + B - both) // v + (p - 1) * (F + B) // v
     assert schedule.peak_live()[0] == v * p + p
 
 
@@ -178,7 +177,7 @@ def test_other_numbers_of_micro_batches_are_never_slower_than_torch() -> None:
         ours = interleaved(p, v, m)
         assert problems_in(lower(ours)) == ()
         idle = simulate(ours, chunk_times(v)).idle(0)
-        assert idle >= (p - 1) * (F + B) / v
+        assert idle >= (p - 1) * (F + B) // v
         try:
             theirs = torch_table("Interleaved1F1B", p, v, m)
         except ValueError:  # torch does not have this number
