@@ -120,7 +120,7 @@ class ComponentPlan(Strict):
     place: Literal["local", "group", "world"] | None = Field(
         None,
         description="Which rank encodes a media item: `local`: the rank that drew it; `group`: one of the ranks that "
-        "share its sample; `world`: any rank, balanced by cost. Unset: `group` if ranks share a "
+        "share its sequence (`cp` x `ulysses`); `world`: any rank, balanced by cost. Unset: `group` if ranks share a "
         "sequence, else `local`.",
     )
     expert_rows: Degree = Field(

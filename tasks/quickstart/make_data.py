@@ -8,7 +8,7 @@ and the images moving over a 12x12 canvas. They form eight tasks, with one row p
     id        "train/image_to_text/00017"
     task      "image_to_text"
     label     the correct answer: "7", "7 left", "3 5"
-    messages  OpenAI style; the last message is the assistant's and is the target
+    messages  role and content; the last message is the assistant's and is the target
     images, audios, videos   encoded files; the n-th image part of the messages is images[n], and so on
 
 The held-out split shares no image and no voice with training. A second run writes the same bytes.

@@ -50,8 +50,16 @@ def content_parts(message: Message) -> list[Message]:
                 raise TypeError(f"text {part['text']!r}")
             part["text"].encode()
         elif part["type"] not in MODALITIES:
-            raise UserError(f"content part of type {part['type']!r}: expected text, {', '.join(MODALITIES)}")
+            raise UserError(
+                f"content part of type {part['type']!r}: expected text, {', '.join(MODALITIES)}{_file_hint(part)}"
+            )
     return parts
+
+
+def _file_hint(part: Message) -> str:
+    """Return advice for OpenAI's parts that contain their file."""
+    modality = next((m for m in MODALITIES if m in str(part["type"])), None)
+    return f"; write {{type: {modality}}} and put the file into the column `{modality}s`" if modality else ""
 
 
 def media_parts(messages: list[Message]) -> list[MediaPart]:

@@ -129,6 +129,11 @@ def test_unknown_roles_and_parts_name_what_is_allowed(processor: OmniProcessor) 
         processor.sample(row(("robot", [part("text", "a")])))
     with pytest.raises(UserError, match="type 'smell': expected text, image, audio, video"):
         processor.sample(row(("user", [part("smell")])))
+    for kind, modality in {"image_url": "image", "input_audio": "audio"}.items():  # OpenAI's, with the file inside
+        with pytest.raises(
+            UserError, match=rf"write {{type: {modality}}} and put the file into the column `{modality}s`"
+        ):
+            processor.sample(row(("user", [part(kind)])))
 
 
 def test_a_start_token_of_several_tokens_is_refused() -> None:

@@ -1,0 +1,254 @@
+"""The code blocks of README.md and docs/*.md run, or are read by what reads them in use.
+
+The names of models on the Hub and of recipes stand for tiny ones. Blocks that need ranks, plugins or HF ``Trainer`` run
+in tests of their own (:data:`ELSEWHERE`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pydantic import TypeAdapter
+from torch.distributed.run import parse_args
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+import omnitrain as ot
+from omnitrain.cli.main import names_a_model
+from omnitrain.errors import UserError
+from omnitrain.models.omni.build import build_foundation_model, build_omni_model
+from omnitrain.parallel.state import forget_parallel_state
+from tests.parallel.factories import any_to_any
+from tests.test_docs import PAGES, ROOT, command_lines
+from tests.tiny import FOUNDATION, SIGLIP, TASKS, png, tiny_model, tiny_processor, tiny_recipe, tiny_row, tiny_tokenizer
+from tests.train.test_native_foundation import save_llava
+
+ELSEWHERE = {
+    "parallel.md": {0: "tests/parallel/test_parallel_page.py", 1: "tests/parallel/test_parallel_page.py"},
+    "python.md": {0: "tests/train/test_python_page.py", 1: "tests/models/omni/test_hf_batch.py"},
+    "recipes.md": {2: "tests/train/test_plugins.py"},
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    (path,) = [one for one in PAGES if one.name == page]
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run(page: str, number: int, names: dict[str, Any] | None = None, **replaced: str) -> dict[str, Any]:
+    """Run a page's python block with other texts in place of those in ``replaced`` (``_`` stands for no letter)."""
+    return _run(blocks(page, "python")[number], page, names or {}, replaced)
+
+
+def _run(code: str, page: str, names: dict[str, Any], replaced: dict[str, str]) -> dict[str, Any]:
+    for old, new in replaced.items():
+        assert old in code, f"{page} does not say {old!r}"
+        code = code.replace(old, new)
+    names |= {"__name__": "__main__"}
+    exec(compile(code, page, "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name on the Hub -> folder of a tiny model."""
+    folder = tmp_path_factory.mktemp("hub")
+    torch.manual_seed(0)
+    build_foundation_model(FOUNDATION).save_pretrained(folder / "qwen3")
+    tiny_tokenizer().save_pretrained(folder / "qwen3")
+    model = build_omni_model(foundation=FOUNDATION, encoders={"image_encoder": {"tower": {"config": SIGLIP}}})
+    model.image_encoder.tower.save_pretrained(folder / "siglip")
+    SiglipImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder / "siglip")
+    save_llava(folder / "llava")
+    names = {"Qwen/Qwen3-0.6B": "qwen3", "google/siglip-base-patch16-224": "siglip"}
+    return {name: str(folder / tiny) for name, tiny in (names | {"Qwen/Qwen2.5-VL-3B-Instruct": "llava"}).items()}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_the_recipe_of_the_readme_and_of_its_page_trains_and_gives_a_model(here: Path, hub: dict[str, str]) -> None:
+    path = tiny_recipe(here)
+    names = run(
+        "README.md",
+        0,
+        **{"recipes/quickstart.yaml": str(path), "train.steps=200": "train.steps=1"},
+        **{name: folder for name, folder in hub.items() if "VL" not in name},
+    )
+    assert names["summary"].step == 1 and names["other"].device.type == "meta"
+    loaded = dict(names["model"].named_parameters())
+    assert loaded and all(parameter.isfinite().all() for parameter in loaded.values())
+    path.rename(here / "my.yaml")
+    assert run("recipes.md", 0, **{"train.steps=200": "train.steps=1"})["recipe"].train.seed == 1
+
+
+def test_both_data_sets_of_the_readme_are_the_same_sample(here: Path) -> None:
+    (here / "cat.jpg").write_bytes(png(0))
+    (line,) = blocks("README.md", "json")
+    (here / "mine.jsonl").write_text(line)
+    run("README.md", 1)
+    processor = tiny_processor(tiny_model(decoders={}))
+    one, two = (
+        processor.sample(rows[0])
+        for rows in ot.open_sources([ot.DataSource(path=path) for path in ("mine.jsonl", "mine.parquet")])
+    )
+    assert one.input_ids.tolist() == two.input_ids.tolist() and one.loss_mask.sum() == len("A cat.") + 1
+    assert [span.component for span in one.spans] == ["image_encoder"] == [span.component for span in two.spans]
+
+
+def test_a_whole_model_tells_how_it_was_tested(hub: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = "Qwen/Qwen2.5-VL-3B-Instruct"
+    run("models.md", 0, **{name: hub[name]})
+    assert "vision_tower" in capsys.readouterr().out
+
+
+def test_the_thinker_goes_back_into_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins: the class of transformers has the method and the part that the script uses."""
+    from transformers import Qwen2_5OmniForConditionalGeneration as Whole
+
+    saved: list[Any] = []
+    whole = SimpleNamespace(thinker=None, save_pretrained=lambda folder: saved.append((folder, whole.thinker)))
+    monkeypatch.setattr(Whole, "from_pretrained", lambda original: whole)
+    monkeypatch.setattr(ot, "build_omni_model", lambda weights_path: SimpleNamespace(foundation=weights_path))
+    run("models.md", 1)["restore"]("run", "original", "folder")
+    assert saved == [("folder", "run")] and "thinker_config" in Whole.config_class.sub_configs
+
+
+def test_a_plan_with_adapters_of_experts_is_a_plan() -> None:
+    assert run("lora.md", 0)["plan"].default.lora.targets == ["experts.*"]
+
+
+def test_attention_of_ones_own_over_ulysses_is_that_of_the_whole_in_one_process() -> None:
+    attend = run("sequences.md", 0)["attend"]
+    ot.init_parallel_state()
+    try:
+        query, key, value = torch.randn(3, 1, 5, 4, 2)
+        found = attend(query, key, value, lambda q, k, v: q * k + v)
+    finally:
+        forget_parallel_state()
+        torch.distributed.destroy_process_group()
+    assert torch.equal(found, query * key + value)
+
+
+def test_the_scorer_of_the_page_counts_right_answers() -> None:
+    score = run("recipes.md", 1)["score"]
+    answers = [
+        SimpleNamespace(answer=SimpleNamespace(text=text), row=SimpleNamespace(extra={"label": "7"})) for text in "78"
+    ]
+    assert score(answers) == {"accuracy": 0.5}
+
+
+def test_an_encoder_of_ones_own_is_put_together_and_saved(here: Path, hub: dict[str, str]) -> None:
+    if "colors" not in sys.modules:  # another test may have registered its classes
+        (here / "colors.py").write_text(blocks("recipes.md", "python")[2])
+        sys.path.insert(0, str(here))
+    name = "Qwen/Qwen3-0.6B"
+    run("recipes.md", 3, **{name: hub[name], "<|image_pad|>": '<|image|>", end="<|end|>'})
+    model, processor = ot.load_checkpoint("models/colors")
+    assert model.encoder_names == ["image_encoder"] and set(processor.readers) == {"image"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_factories_of_the_verify_page_are_verified(here: Path, hub: dict[str, str], number: int) -> None:
+    (here / "my_models.py").write_text("from tests.parallel.factories import any_to_any as build\n")
+    sys.path.insert(0, str(here))
+    model = any_to_any()
+    processor = tiny_processor(model)
+    tasks = TASKS if number == 0 else ("text",)
+    samples = [processor.sample(tiny_row(tasks[i % len(tasks)], i), i) for i in range(8)]
+    code = blocks("verify.md", "python")[number].replace("Qwen/Qwen3-0.6B", hub["Qwen/Qwen3-0.6B"])
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    names = {"samples": samples, "ot": ot, "AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+    _run(code, "verify.md", names, {})
+
+
+RUN: dict[str, set[int]] = {
+    "README.md": {0, 1},
+    "lora.md": {0},
+    "models.md": {0, 1},
+    "recipes.md": {0, 1, 3},
+    "sequences.md": {0},
+    "verify.md": {0, 1},
+}
+
+
+def test_every_python_block_of_the_pages_is_run_by_a_test() -> None:
+    for page in PAGES:
+        covered = RUN.get(page.name, set()) | set(ELSEWHERE.get(page.name, {}))
+        assert covered == set(range(len(blocks(page.name, "python")))), page.name
+    for page, files in ELSEWHERE.items():
+        for file in files.values():
+            assert f'"{page}"' in (ROOT / file).read_text(), file
+
+
+YAML = [(page.name, number, text) for page in PAGES for number, text in enumerate(blocks(page.name, "yaml"))]
+
+
+@pytest.mark.parametrize(("page", "number", "text"), YAML, ids=lambda one: str(one) if len(str(one)) < 20 else "")
+def test_every_yaml_block_is_part_of_a_recipe_or_a_row(here: Path, page: str, number: int, text: str) -> None:
+    tree = yaml.safe_load(text.replace("colors.py", "plugin_of_a_page.py"))  # another test imports `colors`
+    if "messages" in tree:
+        row = tree | {name: [f"{name}.bin"] for name in ("images", "audios", "videos") if name in tree}
+        (here / "rows.jsonl").write_text(json.dumps(row))
+        (rows,) = ot.open_sources([ot.DataSource(path="rows.jsonl")])
+        assert [message["role"] for message in rows[0].messages] == [message["role"] for message in tree["messages"]]
+        return
+    (here / "plugin_of_a_page.py").touch()
+    required = {"data": {"train": [{"path": "rows.jsonl"}]}}
+    for key, value in tree.items():
+        given = required[key] | value if key in required else value
+        TypeAdapter(ot.Recipe.model_fields[key].annotation).validate_python(given)
+
+
+def test_the_list_of_problems_is_what_check_says_of_these_mistakes(here: Path) -> None:
+    text = (ROOT / "recipes" / "quickstart.yaml").read_text()
+    for right, wrong in (
+        ("hidden_size: 128", "hiden_size: 128"),
+        ("kind: pixel_shuffle", "kind: pixelshuffle"),
+        ("pack_tokens:", "pack_token:"),
+        ("warmup_steps: 50", "warmup_steps: many"),
+    ):
+        assert right in text
+        text = text.replace(right, wrong)
+    (here / "mine.yaml").write_text(text)
+    with pytest.raises(UserError) as refused:
+        ot.Recipe.load("mine.yaml", ["train.stpes=20"])
+    (shown,) = [block for block in blocks("recipes.md", "text") if "stpes" in block]
+    assert [line.strip() for line in shown.splitlines()] == [
+        line.strip() for line in f"omnitrain: {refused.value}".splitlines()
+    ]
+
+
+TORCHRUN = [words for page in PAGES for words in command_lines(page) if words[0] == "torchrun"]
+
+
+@pytest.mark.parametrize("words", TORCHRUN, ids=" ".join)
+def test_torchrun_takes_the_command_and_starts_a_verb(words: list[str]) -> None:
+    arguments = parse_args(words[1:])
+    assert arguments.module and arguments.training_script == "omnitrain"
+    assert arguments.training_script_args[0] == "run" and not names_a_model(arguments.training_script_args[1])
+
+
+def test_flags_of_benchmarks_are_theirs() -> None:
+    shared = "".join((ROOT / "benchmarks" / name).read_text() for name in ("harness.py", "gpu_harness.py"))
+    for page in PAGES:
+        for words in command_lines(page):
+            if words[0] == "python" and words[1].startswith("benchmarks/"):
+                source = (ROOT / words[1]).read_text() + shared
+                assert [flag for flag in words[2:] if flag.startswith("--") and f'"{flag}"' not in source] == []
