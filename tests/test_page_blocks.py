@@ -7,8 +7,8 @@ in tests of their own (:data:`ELSEWHERE`).
 from __future__ import annotations
 
 import json
-import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,20 +162,23 @@ def test_an_encoder_of_ones_own_is_put_together_and_saved(here: Path, hub: dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_factories_of_the_verify_page_are_verified(here: Path, hub: dict[str, str], number: int) -> None:
+def test_the_factory_of_the_verify_page_is_verified(here: Path) -> None:
     (here / "my_models.py").write_text("from tests.parallel.factories import any_to_any as build\n")
     sys.path.insert(0, str(here))
-    model = any_to_any()
-    processor = tiny_processor(model)
-    tasks = TASKS if number == 0 else ("text",)
-    samples = [processor.sample(tiny_row(tasks[i % len(tasks)], i), i) for i in range(8)]
-    code = blocks("verify.md", "python")[number].replace("Qwen/Qwen3-0.6B", hub["Qwen/Qwen3-0.6B"])
-    from transformers import AutoConfig, AutoModelForCausalLM
+    processor = tiny_processor(any_to_any())
+    samples = [processor.sample(tiny_row(TASKS[i % len(TASKS)], i), i) for i in range(8)]
+    report = run("verify.md", 0, {"samples": samples})["report"]
+    assert [row.status for row in report.rows] == ["equal"] * 3
 
-    names = {"samples": samples, "ot": ot, "AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    _run(code, "verify.md", names, {})
+
+@pytest.mark.slow
+def test_the_cell_of_the_verify_page_is_verified(hub: dict[str, str]) -> None:
+    """A program without a file, as a notebook is."""
+    name = "Qwen/Qwen3-0.6B"
+    samples = 'from tests.parallel.verify.test_verify import hf_samples\n\nsamples = hf_samples("qwen3")\n'
+    program = samples + blocks("verify.md", "python")[1].replace(name, hub[name])
+    ended = subprocess.run([sys.executable, "-"], input=program, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.stdout.count("equal") == 2 and not ended.returncode, ended.stderr
 
 
 RUN: dict[str, set[int]] = {
