@@ -179,6 +179,11 @@ def _damaged(checkpoint: Path, peers: Peers, unread: str | None) -> list[str]:
     ]
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def newest_checkpoint(path: str | Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest checkpoint of the run in it, without verifying it.
 

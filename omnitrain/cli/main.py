@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from omnitrain.cli.ctrl_c import raised_again_where_lost
 from omnitrain.cli.dashes import override_hint
+from omnitrain.cli.resume_hint import resume_hint
 from omnitrain.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -195,13 +196,15 @@ def run(
 ) -> None:
     """Train a recipe."""
     from omnitrain.recipe import Recipe
-    from omnitrain.train.launch.environment import end_with_launcher, is_first_process, world_size
+    from omnitrain.train.launch.environment import end_with_launcher, global_rank, is_first_process, world_size
 
     end_with_launcher()
     resolved = Recipe.load(recipe, overrides)
     if is_first_process():
         for advice in resolved.advice():
             typer.echo(f"omnitrain: {advice}", err=True)
+    if resume and _says_it_is_finished(resolved):
+        return
     if nproc > 1:
         from omnitrain.parallel.state import state_without_groups
         from omnitrain.train.launch.crowding import crowding
@@ -223,7 +226,20 @@ def run(
     summary = trainer.fit()
     leave_ranks()
     if summary.interrupted:
+        if global_rank() == 0:
+            typer.echo(resume_hint(recipe, overrides or []))
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _says_it_is_finished(recipe: Recipe) -> bool:
+    """Say on the first process that a run has nothing left to do, before ranks start and weights are loaded."""
+    from omnitrain.train.launch.environment import is_first_process
+    from omnitrain.train.run_state.run_folder import RunFolder
+
+    finished = RunFolder(recipe).finished()
+    if finished is not None and is_first_process():
+        typer.echo(finished)
+    return finished is not None
 
 
 @contextlib.contextmanager

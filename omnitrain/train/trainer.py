@@ -141,7 +141,7 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
 
-        Called again, it goes on where Ctrl-C ended it.
+        Called again, it goes on where Ctrl-C ended it. A resumed run that is finished is left as it is.
 
         Raises:
             NonFiniteError: a loss or gradient is not finite; the steps done are saved.
@@ -149,6 +149,11 @@ class Trainer:
             TrainingError: so they are where a data process was killed.
         """
         train = self.recipe.train
+        if self.resumed is not None and self.step >= train.steps:
+            finished = self.ranks.first(self.folder.finished)
+            if self.ranks.peers.any(finished is not None):
+                console.print(finished, soft_wrap=True)
+                return RunSummary(self.step, False, self.resumed, {})
         self._show()
         self.stopwatch = Stopwatch()
         self.save_times.restart(self.step)
@@ -195,7 +200,7 @@ class Trainer:
                     if metrics is not None and scores:
                         metrics.track(self.step, {"scores": scores})
                     return RunSummary(self.step, False, checkpoint, scores)
-        console.print(f"interrupted at step {self.step}; saved {checkpoint}; `omnitrain run ... --resume` continues")
+        console.print(f"interrupted at step {self.step} of {train.steps}; saved {checkpoint}", soft_wrap=True)
         return RunSummary(self.step, True, checkpoint, {})
 
     def _open_folder(self) -> MetricsFile:
@@ -414,7 +419,7 @@ class Trainer:
             result = evaluator.evaluate(notify, losses)
         scores = result.scores | {"seconds": time.perf_counter() - self._started}
         skipped = [*merge_states(self.ranks.peers.gather(self.data_state)).rejected, *result.rejected]
-        self.ranks.first(lambda: write_results(self.folder, result, scores, skipped, settings.saved_samples))
+        self.ranks.first(lambda: write_results(self.folder, self.step, result, scores, skipped, settings.saved_samples))
         return scores
 
 

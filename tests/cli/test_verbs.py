@@ -192,6 +192,7 @@ def test_run_ends_with_the_code_of_its_outcome(
     stand_in(monkeypatch, "omnitrain.train", Trainer=Trainer)
     ended = call("run", "small")
     assert (ended.exit_code, ended.stderr) == (code, message)
+    assert ended.stdout.endswith("omnitrain run small --resume\n") == isinstance(outcome, types.SimpleNamespace)
 
 
 def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +17,9 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.errors import RankError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
+from omnitrain.train.nonfinite import NonFiniteError
 from omnitrain.train.process_groups import leave_ranks
+from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import tiny_recipe, tiny_row, write_parquet
 
@@ -94,6 +98,31 @@ def test_a_run_on_ranks_is_the_run_of_one_process(
     assert got.keys() == scores.keys()
     assert got["losses"]["heads"]["text"] == pytest.approx(scores["losses"]["heads"]["text"], rel=1e-4)
     assert all(other.scores.keys() == first.scores.keys() and other.step == 4 for other in others)
+
+
+def nan_on_the_last_rank(recipe: Path, overrides: list[str]) -> str:
+    """Its third step is not finite there. A step takes 700 s on the clock of the first rank, and none on the other."""
+    trainer = Trainer(Recipe.load(str(recipe), overrides))
+    is_last, norm = trainer.ranks.peers.rank == trainer.ranks.peers.size - 1, trainer.model.foundation.model.norm
+    norm.register_forward_hook(lambda _, __, out: out * float("nan") if is_last and trainer.step == 2 else None)
+    save_times.time = SimpleNamespace(monotonic=lambda: 0.0 if is_last else 700.0 * trainer.step)
+    try:
+        trainer.fit()
+    except NonFiniteError as error:
+        return str(error)
+    finally:
+        save_times.time = time
+    return "no error"
+
+
+def test_ranks_save_at_the_same_steps_and_stop_at_the_nan_of_one_of_them(
+    ranks: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    first, other = ranks.run(nan_on_the_last_rank, recipe, [f"output_dir={run}", *TWO_SLOTS], timeout_s=120, world=2)
+    assert first == other and first.startswith("step 3: the loss is nan")
+    assert f"the steps before it are saved in {run / 'checkpoints' / 'step-00000002'}" in first
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:

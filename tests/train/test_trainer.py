@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from omnitrain.cli.main import app
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
@@ -31,6 +33,7 @@ from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.trackers import numbers_in
 from omnitrain.train.run_state import save_times
+from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from omnitrain.train.verbs.answer import answer
@@ -503,15 +506,33 @@ def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluate
     assert Trainer(recipe, resume=True).fit().scores["seconds"] > 0
 
 
+def test_resuming_a_finished_run_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    path = tiny_recipe(tmp_path, evaluated=True)
+    fast = ["evaluation={batch_size: 28, max_new_tokens: 1}", "train.steps=1"]
+    Trainer(load(path, *fast)).fit()
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
+    told = f"{tmp_path / 'run'} is finished: 1 of 1 steps are done; nothing was changed"
+    with console.capture() as printed:
+        assert Trainer(load(path, *fast), resume=True).fit().step == 1
+    assert printed.get().startswith(told)
+    resumed = CliRunner().invoke(app, ["run", str(path), *fast, "--resume"])
+    assert resumed.exit_code == 0 and told in resumed.output
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")} == files
+    for more in (["evaluation.batch_size=7"], ["train.steps=2"]):
+        assert RunFolder(load(path, *fast, *more)).finished() is None
+    with pytest.raises(UserError, match="was started with another recipe"):
+        RunFolder(load(path, *fast, "train.seed=9")).finished()
+
+
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, evaluated=True, steps=4)
     Trainer(load(recipe)).fit()
     free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "train.precision=fp32")
     free += ("data.heldout=[]", "evaluation=null")
-    for done, left in ((4, 1), (5, 0)):
+    for told in (": 4 steps are done, 1 are left", "is finished: 5 of 5 steps are done"):
         with console.capture() as printed:
             assert Trainer(load(recipe, *free), resume=True).fit().step == 5
-        assert f": {done} steps are done, {left} are left" in " ".join(printed.get().split())
+        assert told in " ".join(printed.get().split())
 
 
 def test_another_recipe_is_told_before_a_checkpoint_is_read(tmp_path: Path) -> None:

@@ -13,18 +13,24 @@ from omnitrain.train.run_state.run_folder import RunFolder
 
 
 def write_results(
-    run: RunFolder, result: Evaluation, scores: dict[str, float], skipped: Sequence[Rejected], per_source: int
+    run: RunFolder,
+    step: int,
+    result: Evaluation,
+    scores: dict[str, float],
+    skipped: Sequence[Rejected],
+    per_source: int,
 ) -> None:
     """Write and print the results. Only the first rank calls this.
 
     Args:
         run: folder of the run.
+        step: optimizer steps done.
         result: result of the evaluation.
         scores: scores of the answers, and other numbers to report with them.
         skipped: skipped rows of the whole run.
         per_source: maximum number of answers to write for each source.
     """
-    written = run.write_scores(scores | {"losses": result.losses})
+    written = run.write_scores({"step": step} | scores | {"losses": result.losses})
     page = save_samples(result.answers, run.path / "samples", per_source)
     show_scores(scores, title=f"{len(result.answers)} held-out answers")
     listed = run.list_rejected(skipped)

@@ -13,7 +13,7 @@ from typing import Any
 
 from omnitrain.checkpoint.disk import existing, free_bytes, size_text
 from omnitrain.checkpoint.shared_folder import require_seen
-from omnitrain.checkpoint.store import CheckpointStore
+from omnitrain.checkpoint.store import CheckpointStore, step_of
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.peers import Peers, all_or_raise
@@ -66,6 +66,38 @@ class RunFolder:
         begun = self.path / "recipe.yaml"
         if begun.is_file():  # otherwise no checkpoint exists either
             require_same_run(Recipe.load(str(begun)), self.recipe, self.path)
+
+    def finished(self) -> str | None:
+        """Return that the run in this folder has nothing left to do, or None.
+
+        It has all steps of the recipe, and the evaluation that the recipe asks for.
+
+        Raises:
+            UserError: the run was started with another recipe.
+        """
+        self._require_same_run()
+        steps, (done, evaluated) = self.recipe.train.steps, (self._steps_saved(), self._steps_evaluated())
+        if done < steps or (self.recipe.evaluation is not None and evaluated != done):
+            return None
+        return (
+            f"{self.path} is finished: {done} of {steps} steps are done; nothing was changed; a larger train.steps "
+            "trains on"
+        )
+
+    def _steps_saved(self) -> int:
+        try:
+            return step_of(self.store.newest())
+        except UserError:
+            return 0
+
+    def _steps_evaluated(self) -> int | None:
+        """Return the steps of the model in ``eval.json``. None: it is missing, or of an evaluation with other keys."""
+        begun, scores = self.path / "recipe.yaml", self.path / "eval.json"
+        if not (begun.is_file() and scores.is_file()):
+            return None
+        old = Recipe.load(str(begun))
+        is_same = (old.evaluation, old.data.heldout) == (self.recipe.evaluation, self.recipe.data.heldout)
+        return json.loads(scores.read_text()).get("step") if is_same else None
 
     def open(self, resumed: bool, checkpoint_bytes: int) -> None:
         """Create and lock the folder until :meth:`close`. A new run renames the folder of an older one.
