@@ -1,5 +1,6 @@
 """What README.md and docs/*.md tell people to type is true: verbs, recipes, files, overrides, make targets, links."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -107,3 +108,29 @@ def test_the_tests_that_the_verify_page_names_exist() -> None:
         text = (ROOT / "tests" / file).read_text()
         for name in re.findall(r"`(test_\w+)", names):
             assert f"def {name.removesuffix('_')}" in text, (file, name)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_last_runs() -> None:
+    def figure(name: str, key: str) -> float:
+        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"][key]
+
+    speeds = {
+        side: figure("padding", f"{side}_tokens_per_second") for side in ("omnitrain", "hf_padded", "hf_flattened")
+    }
+    table = (ROOT / "README.md").read_text().split("| benchmark | figure | target |")[1].split("\n\n")[0]
+    shown = [line.split(" | ")[1] for line in table.splitlines()[2:]]
+    assert shown == [
+        f"{100 * figure('step_overhead', 'overhead'):.1f} %",
+        f"{figure('padding', 'ratio'):.2f}x",
+        f"{speeds['omnitrain'] / speeds['hf_padded']:.2f}x",
+        f"{speeds['omnitrain'] / speeds['hf_flattened']:.2f}x",
+        f"{figure('attention', 'unpacked_ratio'):.3f}x",
+        f"{figure('attention', 'packed_speedup'):.1f}x",
+        f"{figure('loss', 'memory_ratio'):.2f}x",
+        f"{figure('loss', 'time_ratio'):.2f}x",
+        f"{figure('layouts', 'text_time_ratio'):.2f}x",
+        f"{figure('layouts', 'text_memory_ratio'):.2f}x",
+        f"{100 * figure('moe_overlap', 'hidden_1x'):.0f} %",
+        f"{100 * figure('moe_overlap', 'hidden_0.5x'):.0f} %, {100 * figure('moe_overlap', 'hidden_2x'):.0f} %",
+        f"{figure('moe_overlap', 'over_transformers_1x'):.1f}x",
+    ]
