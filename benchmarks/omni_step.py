@@ -13,7 +13,7 @@ from omnitrain.optim.adamw import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Ops, Optimizer, ParallelPlan
 from omnitrain.train.build_from_recipe import use_ops

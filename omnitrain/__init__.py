@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from omnitrain.parallel.fsdp.summon import gathered
     from omnitrain.parallel.layout import ComponentLayout, ModelLayout, layout_of
     from omnitrain.parallel.parallelize import build_parallelize_model
+    from omnitrain.parallel.schedule.accumulate import accumulate_gradients
     from omnitrain.parallel.sequence.head_exchange import gather_heads_scatter_seq, gather_seq_scatter_heads
     from omnitrain.parallel.state import ParallelState, get_parallel_state, init_parallel_state, loss_peers
-    from omnitrain.parallel.step.accumulate import accumulate_gradients
     from omnitrain.parallel.step.plan import step_planner
     from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
     from omnitrain.recipe import (
@@ -82,7 +82,7 @@ _HOMES = {
     "VerifyReport": "omnitrain.parallel.verify.verify",
     "VerifyRow": "omnitrain.parallel.verify.verify",
     "Waveform": "omnitrain.data.sources.media",
-    "accumulate_gradients": "omnitrain.parallel.step.accumulate",
+    "accumulate_gradients": "omnitrain.parallel.schedule.accumulate",
     "build_dataloader": "omnitrain.data.loading.loader",
     "build_foundation_model": "omnitrain.models.omni.build",
     "build_omni_model": "omnitrain.models.omni.build",

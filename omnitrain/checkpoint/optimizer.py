@@ -80,7 +80,11 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
     names = _names(parameters, optimizer)
     with _ranks_of(model) as peers:
         stored = all_or_raise(peers, lambda: _stored(reader, folder, {name: parameters[name] for name in names}))
-        values: dict[str, Any] = {key: _empty(parameters[_owner(key)], metadata) for key, metadata in stored.items()}
+        values: dict[str, Any] = {
+            key: _empty(parameters[_owner(key)], metadata)
+            for key, metadata in stored.items()
+            if not parameters[_owner(key)].is_meta  # another pipeline stage holds it
+        }
         dcp.load(values, storage_reader=reader, process_group=peers.group, no_dist=peers.group is None)
     states: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}

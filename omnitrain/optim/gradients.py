@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,22 @@ from omnitrain.errors import UserError
 _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
-def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline ranks over which the parameters of a model are spread.
+
+    Attributes:
+        group: the ranks of all stages.
+        counted_elsewhere: parameters of this rank that another one has, too, and counts.
+    """
+
+    group: dist.ProcessGroup
+    counted_elsewhere: Collection[torch.nn.Parameter] = ()
+
+
+def gradient_norm(
+    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, stages: Stages | None = None
+) -> torch.Tensor:
     """Return the Euclidean norm of all gradients together, each element counted once.
 
     The result is the same on every rank. All ranks must pass the same parameters in the same order; gradients may be
@@ -23,6 +39,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
 
     Args:
         parameters: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
+        stages: of a pipeline; None: this rank has a shard of all parameters.
 
     Returns:
         Scalar fp32 on the gradients' device; zero if no parameter has a gradient.
@@ -31,26 +48,31 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
         ValueError: a gradient is a partial sum, which must be reduced before its norm is known.
     """
     norms: dict[_Sharding, list[torch.Tensor]] = {}
+    elsewhere = set(stages.counted_elsewhere) if stages is not None else set()
     for parameter in _listed(parameters):
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter not in elsewhere:
             sharded = parameter if parameter.grad is None else parameter.grad
             local = [] if parameter.grad is None else [_local(parameter.grad)]
             norms.setdefault(_sharding(sharded), []).extend(local)
     squares = [_reduced(_sum_of_squares(locals_), sharding) for sharding, locals_ in norms.items()]
     if not squares:
-        return torch.zeros(())
-    device = squares[0].device
-    return torch.stack([square.to(device) for square in squares]).sum().sqrt().float()
+        squares = [torch.zeros((), dtype=torch.float64)]
+    device = next((square.device for square in squares if square.is_cuda), squares[0].device)
+    total = torch.stack([square.to(device) for square in squares]).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages.group)
+    return total.sqrt().float()
 
 
 def clip_gradients(
-    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None
+    parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None, stages: Stages | None = None
 ) -> torch.Tensor:
     """Scale all gradients in place so that their global norm is at most ``max_norm``.
 
     Args:
         parameters: parameters with the gradients; see :func:`gradient_norm`.
         max_norm: the largest norm. None: measure without scaling.
+        stages: see :func:`gradient_norm`.
 
     Returns:
         The norm before clipping, scalar fp32.
@@ -61,7 +83,7 @@ def clip_gradients(
     if max_norm is not None and not max_norm > 0:
         raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure without clipping")
     listed = _listed(parameters)
-    norm = gradient_norm(listed)
+    norm = gradient_norm(listed, stages)
     if max_norm is not None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in listed:

@@ -14,6 +14,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
 from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
+from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
@@ -70,10 +71,12 @@ class ModelLayout:
     Attributes:
         state: the factorisation of the ranks that the foundation uses.
         components: component -> its layout.
+        pipeline: the pipeline of the foundation; None: every rank has all blocks.
     """
 
     state: ParallelState
     components: Mapping[str, ComponentLayout]
+    pipeline: Pipeline | None = None
 
     def table(self, model: OmniModel) -> LayoutTable:
         """Return a printable table with one row per component."""
@@ -93,7 +96,8 @@ class ModelLayout:
         """Return the trained parameters whose optimizer state lives in host memory."""
         parameters = dict(model.named_parameters())
         names = [n for c in self.components.values() if c.plan.optimizer_offload for n in c.parameters]
-        return [parameters[name] for name in names if parameters[name].requires_grad]
+        trained = [parameters[name] for name in names if parameters[name].requires_grad]
+        return [parameter for parameter in trained if not parameter.is_meta]
 
 
 def planned_table(
@@ -174,7 +178,8 @@ def _mesh(plan: ComponentPlan) -> str:
     tp = f" x tp {plan.tp}" if (plan.tp or 1) > 1 else ""
     by = " by DeepEP" if plan.expert_dispatcher == "deepep" else ""
     ep = f", ep {plan.ep}{by}" if (plan.ep or 1) > 1 else ""
-    return f"{plan.dp_replicate or 1} x {plan.dp_shard or 1}{tp}{ep}"
+    stages = f"pp {plan.pp} x " if (plan.pp or 1) > 1 else ""
+    return f"{stages}{plan.dp_replicate or 1} x {plan.dp_shard or 1}{tp}{ep}"
 
 
 def _sequence(plan: ComponentPlan, *methods: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
@@ -36,6 +37,8 @@ from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_lay
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
+from omnitrain.parallel.pipeline.apply import cut_into_stages
+from omnitrain.parallel.pipeline.stages import drop_parameters
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
@@ -136,6 +139,12 @@ def build_parallelize_model(
     rest_frozen_statistics(omni)
     loader = BroadcastLoader(omni, device_of(state.fsdp_mesh)) if broadcasts else None
     _set_precision(omni, plans)  # the broadcast casts each tensor to the dtype set here
+    pipeline = cut_into_stages(omni, plans[FOUNDATION], state)
+    absent = frozenset() if pipeline is None else pipeline.absent
+    if loader is not None:
+        loader.absent = absent
+    else:
+        drop_parameters(omni, absent)
     ends = () if tokens is None else tokens.ends_in(tensors.styles)
     shard_matrices(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
@@ -148,10 +157,10 @@ def build_parallelize_model(
     compiled = compile_blocks(omni.foundation, device_of(state.fsdp_mesh)) if plans[FOUNDATION].compile else None
     meshes = _meshes(plans, state)
     sharding = {name: _sharding(plan, meshes[name], state, enable_full_shard) for name, plan in plans.items()}
-    shard(omni, units, sharding, fill=None if loader is None else loader.fill)
+    shard(omni, units, sharding, fill=None if loader is None else loader.fill, absent=absent)
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
     components = _layouts(omni, plans, meshes, units, activations, towers, of_foundation)
-    remember_layout(omni, ModelLayout(state, components))
+    remember_layout(omni, ModelLayout(state, components, pipeline))
     omni.takes_batches = False
     return omni
 
@@ -288,7 +297,7 @@ def _layouts(
             name=name,
             plan=plans[name],
             mesh=meshes[name],
-            units=names[name],
+            units=tuple(unit for unit in names[name] if isinstance(model.get_submodule(unit), FSDPModule)),
             parameters=tuple(parameters),
             is_trained=any(parameter.requires_grad for parameter in parameters.values()),
             activations=activations.get(name),

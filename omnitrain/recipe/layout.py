@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from omnitrain.errors import UserError
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule
 from omnitrain.recipe.suggest import nearest
 
 # Word -> field, in written order: some words come before the word of data parallelism, some after it.
-_BEFORE = {"pp": "pp", "tp": "tp"}
+_BEFORE = {"pp": "pp", "v": "chunks", "tp": "tp"}
 _AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation"}
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
-_FLAGS = ("recompute", "offload")
+_FLAGS = ("gpipe", "zbv", "recompute", "offload")
 _NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 
@@ -31,7 +31,10 @@ class Layout:
         ulysses: number of ranks that share a sequence by exchanging tokens for heads.
         cp: number of ranks that share a sequence in a ring.
         ep: number of expert parallel ranks, among the data-parallel and sequence ranks.
-        pp: number of pipeline stages.
+        pp: number of pipeline ranks.
+        chunks: number of pipeline stages per rank.
+        gpipe: the pipeline runs all forwards, then all backwards.
+        zbv: the pipeline runs the schedule ``zbv``.
         mode: how the parameters are distributed over the data-parallel ranks.
         accumulation: micro-batches per optimizer step.
         recompute: the backward recomputes activations.
@@ -45,6 +48,9 @@ class Layout:
     cp: int = 1
     ep: int = 1
     pp: int = 1
+    chunks: int = 1
+    gpipe: bool = False
+    zbv: bool = False
     mode: Literal["fsdp2", "hsdp", "replicate"] = "fsdp2"
     accumulation: int = 1
     recompute: bool = False
@@ -56,7 +62,7 @@ class Layout:
         Raises:
             UserError: a degree is not an integer of at least 1.
         """
-        for field in (*_DEGREES, "accumulation"):
+        for field in (*_DEGREES, "chunks", "accumulation"):
             degree = getattr(self, field)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise UserError(f"layout: {field} is {degree!r}; expected a whole number from 1")
@@ -70,10 +76,13 @@ class Layout:
         """Return the parallel plan with this layout for all components."""
         degrees = {axis: getattr(self, axis) for axis in _DEGREES}
         shards = self.mode != "replicate"
+        kind: Literal["gpipe", "zbv"] | None = "gpipe" if self.gpipe else "zbv" if self.zbv else None
+        chunks = self.chunks if self.chunks > 1 else None
         return ParallelPlan(
             default=ComponentPlan(
                 **degrees,
                 mode=self.mode,
+                schedule=PipelineSchedule(kind=kind, chunks=chunks) if kind or chunks else None,
                 recompute="full" if self.recompute else None,
                 activation_offload=self.offload or None,
                 parameter_offload=(self.offload and shards) or None,
@@ -99,7 +108,8 @@ def parse_layout(text: str) -> Layout:
     """Parse a layout: words joined by dots, in any order.
 
     ``dpN`` (FSDP over N ranks), ``hsdpAxB`` (A copies, each over B ranks), ``replicateN``, ``tpN``, ``spN`` (Ulysses),
-    ``cpN``, ``epN``, ``ppN``, ``accumN`` (micro-batches per step), ``recompute``, ``offload``.
+    ``cpN``, ``epN``, ``ppN`` (pipeline ranks), ``vN`` (pipeline stages per rank), ``gpipe``, ``zbv``, ``accumN``
+    (micro-batches per step), ``recompute``, ``offload``.
 
     Raises:
         UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.

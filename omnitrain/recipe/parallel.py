@@ -54,6 +54,53 @@ class Precision(Strict):
     reduce: DType | None = Field(None, description="Format in which gradients are summed over ranks.")
 
 
+class PipelineSchedule(Strict):
+    """The order in which a pipeline's stages run the micro-batches of a step, and the blocks of each stage."""
+
+    kind: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = Field(
+        None,
+        description="`gpipe`: all forwards, then all backwards; `1f1b`: one forward, one backward in turn; "
+        "`interleaved`: the same with several stages per rank; `zbv`: zero bubble, two stages per rank. Unset: `1f1b`, "
+        "or `interleaved` if `chunks` is above 1.",
+    )
+    chunks: Degree = Field(None, description="Number of stages per rank. Unset: 1; 2 for `zbv`.")
+    group_size: Degree = Field(
+        None,
+        description="`interleaved` only: number of micro-batches that a rank runs through one stage before its next "
+        "stage; at least `pp`. Unset: `pp`.",
+    )
+    split: list[int] | None = Field(
+        None, description="Number of blocks of each stage, the first stage first. Unset: stages of equal cost."
+    )
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> PipelineSchedule:
+        problems = [located(message, (field,), getattr(self, field)) for field, message in self._contradictions()]
+        if problems:
+            raise ValidationError.from_exception_data("PipelineSchedule", problems)
+        return self
+
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        if self.kind in ("gpipe", "1f1b") and (self.chunks or 1) > 1:
+            yield "chunks", f"found {self.chunks} with `kind: {self.kind}`, which has one stage per rank"
+        if self.kind == "zbv" and self.chunks not in (None, 2):
+            yield "chunks", f"found {self.chunks} with `kind: zbv`, which has two stages per rank"
+        if self.group_size is not None and self.resolved_kind != "interleaved":
+            yield "group_size", f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
+        if self.split is not None and min(self.split, default=0) < 1:
+            yield "split", f"found {self.split}; every stage needs at least one block"
+
+    @property
+    def resolved_kind(self) -> str:
+        """The kind, also where it is unset."""
+        return self.kind or ("interleaved" if (self.chunks or 1) > 1 else "1f1b")
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of stages per rank."""
+        return self.chunks or (2 if self.kind == "zbv" else 1)
+
+
 class ComponentPlan(Strict):
     """Distribution of one component over ranks. An unset field takes the default plan's value, then the state's."""
 
@@ -85,7 +132,8 @@ class ComponentPlan(Strict):
         None,
         description="Number of ranks over which experts are distributed, among the data-parallel and sequence ranks.",
     )
-    pp: Degree = Field(None, description="Number of pipeline stages.")
+    pp: Degree = Field(None, description="Foundation only. Number of pipeline ranks; each computes some of the blocks.")
+    schedule: PipelineSchedule | None = Field(None, description="Foundation only. How a pipeline (`pp`) runs a step.")
     mode: Literal["fsdp2", "hsdp", "replicate"] | None = Field(
         None,
         description="`fsdp2`: parameters sharded over the data-parallel ranks; `hsdp`: `dp_replicate` copies, each "

@@ -74,5 +74,5 @@ class ExpertsOfRun:
         """Return how replayed decisions differ from the routers' decisions."""
         if not self._replays:
             return {}
-        near_ties, others = (round(self._ranks.loss_peers.sum(count)) for count in self.routing.read())
+        near_ties, others = (round(self._ranks.meter_peers.sum(count)) for count in self.routing.read())
         return {"replay": {"near_ties": near_ties, "others": others}}

@@ -28,13 +28,15 @@ class Ranks:
         state: the parallel state. None: a single process that does not shard its model.
         peers: group of all ranks.
         loss_peers: group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the
-            same evaluation, each in its own group.
+            same evaluation, each in its own group; so do pipeline stages.
+        meter_peers: group of the ranks whose losses are those of all samples: ``loss_peers`` and their pipeline stages.
         rendezvous: rendezvous of the data processes.
     """
 
     state: ParallelState | None
     peers: Peers
     loss_peers: Peers
+    meter_peers: Peers
     rendezvous: Rendezvous
 
     @property
@@ -87,14 +89,16 @@ def join_ranks(plan: ParallelPlan, device: torch.device, *, lays_out: bool = Fal
     is_initialized = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_initialized else int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 and plan == ParallelPlan() and not lays_out:
-        return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
+        return Ranks(None, SINGLE_PROCESS, SINGLE_PROCESS, SINGLE_PROCESS, open_rendezvous())
     if device.type == "cpu" and num_ranks > 1 and not is_initialized:
         dist.init_process_group("gloo")
     state = init_state_of(plan)
-    peers = loss_peers = GlooGroup() if state.world_size > 1 else SINGLE_PROCESS
+    peers = loss_peers = meter_peers = GlooGroup() if state.world_size > 1 else SINGLE_PROCESS
     if len(state.loss_ranks) < state.world_size:
         loss_peers = GlooGroup(state.shape.groups("loss"))
-    return Ranks(state, peers, loss_peers, open_rendezvous())
+        if state.size("tp") > 1:
+            meter_peers = GlooGroup(state.shape.groups("pp", "loss")) if state.size("pp") > 1 else loss_peers
+    return Ranks(state, peers, loss_peers, meter_peers, open_rendezvous())
 
 
 def leave_ranks() -> None:

@@ -22,7 +22,7 @@ from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
-from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.recipe import Recipe
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, open_data
@@ -115,6 +115,8 @@ class Trainer:
         offloaded = self.layout.offloaded(self.model) if self.layout is not None else ()
         settings = recipe.train.optimizer
         self.optimizer = build_optimizer(self.model, settings, offloaded, peaks_of(self.model, settings))
+        pipeline = None if self.layout is None else self.layout.pipeline
+        self._stages = None if pipeline is None else pipeline.norm_over_stages(self.model)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         state = read_state(self.resumed, self.model, self.optimizer) if self.resumed else TrainingState()
         self.step, self.steps_without_targets = state.step, state.steps_without_targets
@@ -132,7 +134,7 @@ class Trainer:
         self.data_state = self.loader.state()
         self.meter, self.stopwatch = LossMeter(), Stopwatch()
         self.mean_loss = MeanLoss(state.mean_loss, state.loss_tokens)
-        if self.ranks.loss_peers.rank == 0:
+        if self.ranks.meter_peers.rank == 0:
             self.meter.continue_from(state.losses)
         self.save_times = SaveTimes(recipe.train.save_every, recipe.train.steps, self.step)
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
@@ -312,7 +314,7 @@ class Trainer:
         if self.compiled is not None:
             self.compiled.check()
         self.watch.at(phase="optimizer")
-        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm)
+        whole_norm = clip_gradients(self._parameters, settings.max_grad_norm, self._stages)
         # The one time in a step that the host waits for the device.
         local_loss, norm = torch.stack([part.double(), whole_norm.to(part.device, torch.float64)]).tolist()
         loss = self.ranks.peers.sum(local_loss)
@@ -345,7 +347,7 @@ class Trainer:
             "grad_norm": norm,
             "learning_rate": rate(settings.learning_rate),
             **({"learning_rates": own} if own else {}),
-            **self.meter.read(self.ranks.loss_peers),
+            **self.meter.read(self.ranks.meter_peers),
             **self.stopwatch.read(),
             "memory_mb": max(self.ranks.peers.gather(peak_memory_mb(self.device))),
             "rejected": len({row for rows in self.ranks.peers.gather(list(self.loader.rejected)) for row in rows}),
@@ -397,7 +399,7 @@ class Trainer:
                 self.loader.order.lengths,
                 self.experts.routers.expert_shares(),
                 self.experts.chunks.settled,
-                self.meter.totals(self.ranks.loss_peers),
+                self.meter.totals(self.ranks.meter_peers),
                 self.mean_loss.mean,
                 self.mean_loss.tokens,
             )

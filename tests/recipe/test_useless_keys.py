@@ -190,7 +190,13 @@ STANDS: dict[str, Always | Idle] = {
         "async_ulysses=true", "ulysses 1, where it does nothing", "foundation", base="text"
     ),
     "ComponentPlan.ep": plan("ep=2", "no component has experts", "foundation", base="text"),
-    "ComponentPlan.pp": plan("pp=2", "not available yet", "foundation", base="text"),
+    "ComponentPlan.pp": plan("pp=2", "only the foundation is cut into stages", "image_encoder"),
+    "PipelineSchedule.kind": Always("a pipeline runs in one order or another"),
+    "PipelineSchedule.chunks": plan(
+        "schedule.chunks=2", "which has one stage per rank", "foundation", "schedule.kind=1f1b"
+    ),
+    "PipelineSchedule.group_size": plan("schedule.group_size=2", "it is for `interleaved`", "foundation"),
+    "PipelineSchedule.split": Always("any split gives other stages"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
     "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),
     "ComponentPlan.recomputed_parts": plan(

@@ -18,7 +18,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import build_optimizer
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.expert.load_balance import RouterMonitor
-from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import ExpertsBalance, Ops, Optimizer, Recipe
 from omnitrain.train.build_from_recipe import use_ops
@@ -86,7 +86,7 @@ def test_with_a_tower_of_its_own_a_model_waits_only_where_its_own_code_does(monk
     waits = waits_of(device_after_a_step(*vision_language(), monkeypatch))
     assert {place for place in waits if place.startswith("omnitrain.")} == {
         "omnitrain.ops.attention.entry _read",  # of the tower's offsets, which its code makes on the device
-        "omnitrain.parallel.step.accumulate accumulate_gradients",  # backward of the model's own indexing with masks
+        "omnitrain.parallel.schedule.executor _backward",  # backward of the model's own indexing with masks
     }
     assert not any("masking_utils" in place for place in waits)
 

@@ -56,6 +56,7 @@ class StageContract:
             without an entry is needed on every stage.
         returns: number of entries that a block returns, and the index of the hidden states among them; None: it returns
             only the hidden states.
+        readers: parameter outside of blocks -> the stages that read it: ``first``, ``inner``, ``last``.
     """
 
     problem: str = ""
@@ -64,6 +65,7 @@ class StageContract:
     needs_embeddings: bool = False
     levels: dict[str, int] = field(default_factory=dict)
     returns: tuple[int, int] | None = None
+    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def require(self, model: str, cut: int) -> None:
         """Refuse a cut at which the model would not be exact.
@@ -104,6 +106,7 @@ class StageContract:
                 "cuts": tuple(values["cuts"]),
                 "refused": {int(cut): fact for cut, fact in values["refused"].items()},
                 "returns": None if returns is None else (returns[0], returns[1]),
+                "readers": {name: tuple(stages) for name, stages in values["readers"].items()},
             }
         )
 

@@ -23,7 +23,7 @@ from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.harness import Failure, attempt, largest
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.contract.tiny_model import build_tiny_model, layer_kinds, tiny_configs
-from omnitrain.models.discovery import MediaFeatures, discover
+from omnitrain.models.discovery import MediaFeatures, ParameterReads, discover
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.foundation.stage import BlockSpan, Stage, hidden_among
@@ -159,7 +159,9 @@ class StageTrial:
     def cut_everywhere(self, contract: StageContract) -> StageContract:
         """Measure all cuts together."""
         fact = self.fact(contract.cuts, contract) if len(contract.cuts) > 1 else ""
-        return replace(contract, problem=f"cut before blocks {contract.cuts}, {fact}") if fact else contract
+        if fact:
+            return replace(contract, problem=f"cut before blocks {contract.cuts}, {fact}")
+        return replace(contract, readers=self.readers(contract))
 
     def fact(self, cuts: Sequence[int], contract: StageContract) -> str:
         """Return how the loss or a gradient differs from that of the whole model; empty if they are equal."""
@@ -219,6 +221,28 @@ class StageTrial:
         while sent:
             sent.pop().backward(arrived.pop().grad)
         return loss.item()
+
+    @torch.no_grad()
+    def readers(self, contract: StageContract) -> dict[str, tuple[str, ...]]:
+        """Return parameter outside of blocks -> the stages that read it; see :class:`StageContract`."""
+        spans = [BlockSpan(start, stop, self.count) for start, stop in pairwise((0, *contract.cuts, self.count))]
+        inside = {id(parameter) for parameter in text_blocks(self.model).parameters()}
+        read: dict[str, set[str]] = {"first": set(), "inner": set(), "last": set()}
+        for pack in self.packs:
+            media, hidden = EncodedMedia(self.runner.encode(pack)), None
+            for span in spans:
+                stage = Stage(span, contract, hidden)
+                with ParameterReads(self.model) as reads:
+                    if span.is_last:
+                        self.runner.text_loss(pack, media, None, stage)
+                    else:
+                        hidden = self.runner.stage_output(pack, media, None, stage)
+                read["first" if span.is_first else "last" if span.is_last else "inner"] |= reads.names
+        if len(spans) == 2:  # no inner stage to measure
+            read["inner"] = read["first"] | read["last"]
+        outside = [name for name, parameter in self.model.named_parameters() if id(parameter) not in inside]
+        readers = {name: tuple(stage for stage, names in read.items() if name in names) for name in outside}
+        return {name: stages for name, stages in readers.items() if stages}
 
     @torch.no_grad()
     def returns(self) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ _SHARING = ("num_kv_shared_layers",)
 _FIRST_LAYERS = ("first_k_dense_replace", "decoder_sparse_step", "interleave_moe_layer_step", "num_dense_layers")
 _TINY_TOWER_DEPTH = 3  # so that an index from the end (feature layer -2) has a layer before it
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
 # Lengths above which a language model computes differently: windows, other scales or frequencies.
 _THRESHOLDS = (
     "sliding_window",
@@ -257,7 +257,7 @@ def _cut_thresholds(text: PreTrainedConfig) -> None:
 
 def _cut_experts(text: PreTrainedConfig) -> None:
     groups = int(config_value(text, "n_group") or 1)
-    for names, most in ((_EXPERTS, _TINY_EXPERTS * groups), (_CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)):
+    for names, most in ((_EXPERTS, _TINY_EXPERTS * groups), (CHOSEN_EXPERTS, _TINY_CHOSEN_EXPERTS)):
         for name in names:
             if isinstance(value := config_value(text, name), int) and value > most:
                 setattr(text, name, most)

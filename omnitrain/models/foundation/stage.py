@@ -9,7 +9,6 @@ its block directly.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -174,7 +173,8 @@ def hidden_among(args: Any, kwargs: dict[str, Any]) -> Tensor:
 def _standing_in(blocks: nn.ModuleList, index: int, forward: Callable[..., Any]) -> Iterator[None]:
     """Let a shallow copy with another forward, and without hooks, stand for a block in the list."""
     block = blocks[index]
-    stand_in = copy.copy(block)
+    stand_in = object.__new__(type(block))  # FSDP's classes make no copies
+    vars(stand_in).update(vars(block))
     vars(stand_in).update({name: OrderedDict() for name in _HOOKS})
     vars(stand_in).update(forward=forward, _compiled_call_impl=None)
     blocks._modules[str(index)] = stand_in

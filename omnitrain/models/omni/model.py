@@ -38,6 +38,7 @@ from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.save import save_whole
+from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.peers import is_spread, ranks_of
@@ -242,13 +243,14 @@ class OmniModel(ComponentModel):
         self,
         pack: Pack | None = None,
         work: MicroBatchWork | None = None,
+        stage: StageInput | None = None,
         *,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         **batch: Any,
-    ) -> OmniOutput | ModelOutput:
+    ) -> OmniOutput | ModelOutput | tuple[torch.Tensor, ...]:
         """Losses of one packed micro-batch: encode the media, run the foundation, run the heads.
 
         Instead of a pack, it takes a batch of transformers by keyword, for HF ``Trainer`` and scripts: that runs the
@@ -258,6 +260,7 @@ class OmniModel(ComponentModel):
             pack: samples end to end; see :class:`Pack` for shapes.
             work: of this rank in this micro-batch, so that all ranks call every component equally often; None: this
                 rank does what the pack needs.
+            stage: the input of a pipeline stage, which runs its part of these steps; None: the whole model.
             input_ids: ``[B, T]`` int64.
             attention_mask: ``[B, T]``, 0 for padding.
             position_ids: as the foundation takes them.
@@ -265,8 +268,9 @@ class OmniModel(ComponentModel):
             **batch: further arguments of the foundation: ``pixel_values``, ``num_items_in_batch``, ...
 
         Returns:
-            Of a pack, one :class:`LossTerm` per head with a target in it (``text`` always). Of a batch, the output of
-            the foundation: ``loss``, ``logits``, ...
+            Of a pack, one :class:`LossTerm` per head with a target in it (``text`` always); of a stage that is not
+            the last, the tensors for the next one (:func:`handed_on`). Of a batch, the output of the foundation:
+            ``loss``, ``logits``, ...
 
         Raises:
             UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads; both a
@@ -278,8 +282,22 @@ class OmniModel(ComponentModel):
             return forward_of_batch(self, batch, pack)
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
+        if stage is not None:
+            return self._forward_of_stage(pack, work or MicroBatchWork(), stage)
         encoded = self.encode_media(pack, work)
         return self.run_heads(encoded, self.run_foundation(encoded))
+
+    def _forward_of_stage(
+        self, pack: Pack, work: MicroBatchWork, stage: StageInput
+    ) -> OmniOutput | tuple[torch.Tensor, ...]:
+        if stage.span.is_first:
+            encoded = self.encode_media(pack, work)
+        else:
+            encoded = arrived_pack(self, self._filled_up(pack, work.sequence_slice), work, stage)
+        output = self.run_stage(encoded, stage.span, stage.arrived[0] if stage.arrived else None)
+        if isinstance(output, FoundationOutput):
+            return self.run_heads(encoded, output)
+        return handed_on(self, encoded, with_zero_gradients(output, encoded.idle), stage.span.stop)
 
     def encode_media(self, pack: Pack, work: MicroBatchWork | None = None) -> EncodedPack:
         """First step of :meth:`forward`: encode the media, and exchange features with other ranks.

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils import logging as hf_logging
 
 from omnitrain.checkpoint.disk import set_default_modes
-from omnitrain.checkpoint.whole import whole_tensors
+from omnitrain.checkpoint.whole import holders_of, whole_tensors
 from omnitrain.models.adapters.files import remove_adapters, save_adapters, split_weights
 from omnitrain.models.components.model import ComponentModel
 from omnitrain.peers import Peers, all_or_raise
@@ -42,25 +42,22 @@ def save_whole(model: ComponentModel, folder: Path, peers: Peers, file_bytes: in
         Exception: writing failed on one rank; all ranks raise its exception.
     """
     values = model.state_dict(keep_vars=True)
+    whole = partial(whole_tensors, holders=holders_of(values, peers), peers=peers)
     adapter_names = model.adapter_names
-    _save_all_but_base(model, folder, {name: v for name, v in values.items() if name in adapter_names}, peers)
+    adapters = whole({name: v for name, v in values.items() if name in adapter_names}, keep=peers.rank == 0)
+    # Without the base's weights, which come last, nobody takes the folder for a complete model.
+    all_or_raise(peers, lambda: _begin(model, folder, adapters) if peers.rank == 0 else None)
     files = _names_by_file({name: value for name, value in values.items() if name not in adapter_names}, file_bytes)
     file_of: dict[str, str] = {}
     for begin in range(0, len(files), peers.size):
         weights: dict[str, Tensor] = {}
         for rank, names in enumerate(files[begin : begin + peers.size]):
-            weights |= whole_tensors({name: values[name] for name in names}, keep=rank == peers.rank)
+            weights |= whole({name: values[name] for name in names}, keep=rank == peers.rank)
         file_name = _file_name(begin + peers.rank, len(files))
         written = all_or_raise(peers, partial(_write, model, weights, folder / file_name))
         for names, file in peers.gather((written, file_name)):
             file_of |= dict.fromkeys(names, file)
     all_or_raise(peers, lambda: _write_index(folder, file_of) if peers.rank == 0 else None)
-
-
-def _save_all_but_base(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor], peers: Peers) -> None:
-    """Without the base's weights, which come last, nobody takes the folder for a complete model."""
-    whole = whole_tensors(adapters, keep=peers.rank == 0)
-    all_or_raise(peers, lambda: _begin(model, folder, whole) if peers.rank == 0 else None)
 
 
 def _begin(model: ComponentModel, folder: Path, adapters: Mapping[str, Tensor]) -> None:

@@ -95,6 +95,7 @@ class RouterMonitor:
         layout = layout_of(model)
         state = layout.state if layout is not None else None
         self._group = state.loss_group if state is not None else None
+        self._stages = state.pp_mesh.get_group() if state is not None and state.size("pp") > 1 else None
         self._sequence = state.sequence_group if state is not None else None
         self._counts_tokens = state is None or state.rank_in("sequence") == 0  # ranks of a sequence have the same packs
         layers = expert_layers(model)[FOUNDATION]  # the inputs of other components are not tokens of samples
@@ -111,6 +112,11 @@ class RouterMonitor:
         if (balance.loss != "none" or balance.z_weight or balance.bias_rate) and not self._layers:
             raise UserError(
                 f"train.experts: {type(self._model.foundation).__name__} has no experts to balance; remove it"
+            )
+        if balance.loss == "micro_batch" and self._stages is not None:
+            raise UserError(
+                "train.experts.loss: found micro_batch, which needs the scores of all layers together, but each "
+                "pipeline stage has some of them; use sample or previous_step"
             )
         if balance.bias_rate:
             for layer in self._layers:
@@ -171,10 +177,12 @@ class RouterMonitor:
     def loss(self) -> Tensor | None:
         """Return the balance loss of a micro-batch, between its forward and its backward; None: no such loss."""
         balance, rows = self._balance, self._watched_rows
-        if rows is None or (balance.loss == "none" and not balance.z_weight):
+        # A pipeline stage has some of the layers, or none.
+        layers = [layer for layer in self._layers if self._stages is None or layer.scores is not None]
+        if rows is None or not layers or (balance.loss == "none" and not balance.z_weight):
             return None
-        scores, index = self._taken(rows)
-        per_token = [balance.weight * of_layer for of_layer in self._balance_of(scores, index, rows)]
+        scores, index = self._taken(layers, rows)
+        per_token = [balance.weight * of_layer for of_layer in self._balance_of(layers, scores, index, rows)]
         if balance.z_weight:
             per_token += [balance.z_weight * z_loss(of_layer) for of_layer in scores]
         terms = [torch.stack(per_token).sum() / (self._num_tokens * len(self._layers))] if per_token else []
@@ -182,10 +190,10 @@ class RouterMonitor:
             terms.append(balance.weight * micro_batch_balance(scores, index) / self._num_micro_batches)
         return torch.stack(terms).sum() if terms else None
 
-    def _taken(self, rows: _SampleTokens) -> tuple[list[Tensor], list[Tensor]]:
+    def _taken(self, layers: Sequence[_Layer], rows: _SampleTokens) -> tuple[list[Tensor], list[Tensor]]:
         """Return and clear, per layer, scores ``[v, E]`` and choices ``[v, k]`` of the tokens of samples."""
         scores, index = [], []
-        for layer in self._layers:
+        for layer in layers:
             if layer.scores is None or layer.index is None:
                 raise UserError(
                     f"train.experts: {layer.name} did not get every token of a pack, which balance losses need; use "
@@ -196,15 +204,17 @@ class RouterMonitor:
             layer.scores = layer.index = None
         return scores, index
 
-    def _balance_of(self, scores: list[Tensor], index: list[Tensor], rows: _SampleTokens) -> Iterator[Tensor]:
+    def _balance_of(
+        self, layers: Sequence[_Layer], scores: list[Tensor], index: list[Tensor], rows: _SampleTokens
+    ) -> Iterator[Tensor]:
         """Yield each layer's balance loss, summed over tokens, for the losses that are per token."""
         if self._balance.loss == "previous_step":
-            for layer, of_layer in zip(self._layers, scores, strict=True):
+            for layer, of_layer in zip(layers, scores, strict=True):
                 yield fraction_balance(of_layer, layer.fractions.to(of_layer.device))
         elif self._balance.loss == "sample":
             per_layer = [
                 counts_per_sample(of_layer, rows.sample, rows.num_samples, layer.num_experts)
-                for layer, of_layer in zip(self._layers, index, strict=True)
+                for layer, of_layer in zip(layers, index, strict=True)
             ]
             counts = torch.cat(per_layer, dim=1)
             if rows.is_slice:
@@ -219,13 +229,16 @@ class RouterMonitor:
             return
         zeros = partial(torch.zeros, device=self._model.device)
         local = [zeros(layer.num_experts) if layer.counts is None else layer.counts for layer in self._layers]
-        every_layer = self._summed(torch.cat(local)).split([layer.num_experts for layer in self._layers])
+        together = self._summed(torch.cat(local))
+        if self._stages is not None:
+            dist.all_reduce(together, group=self._stages)
+        every_layer = together.split([layer.num_experts for layer in self._layers])
         for layer, counts in zip(self._layers, every_layer, strict=True):
             layer.counts = None
             self._load[layer.name] = counts
             fractions = counts / counts.sum().clamp(min=1)
             layer.fractions = fractions.where(counts.sum() > 0, layer.fractions.to(fractions))
-            if layer.bias is not None and self._balance.bias_rate:
+            if layer.bias is not None and not layer.bias.is_meta and self._balance.bias_rate:
                 layer.bias += _sharded_like(layer.bias, self._balance.bias_rate * (counts.mean() - counts).sign())
 
     def expert_shares(self) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ a unit, each rank keeps its shard, and the unit is sharded before the next one i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 
 import torch
@@ -27,10 +27,14 @@ class BroadcastLoader:
         model: the same on all ranks; rank 0 has its weights. Afterwards its parameters are on the meta device, and
             every rank has the buffers of rank 0. Until :meth:`fill`, parameters can be cast to other dtypes.
         device: device for the broadcasts.
+
+    Attributes:
+        absent: names of the parameters that other pipeline stages hold: they stay on the meta device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
+        self.absent: Collection[str] = ()
         self._whole: dict[str, Tensor] = {}
         # Rank 0 knows the dtypes of the checkpoint; a model built without weights does not.
         dtypes = gathered_objects({name: parameter.dtype for name, parameter in model.named_parameters()})[SOURCE]
@@ -43,22 +47,29 @@ class BroadcastLoader:
                 self._whole[name] = swapped.detach()
 
     @cached_property
-    def _names(self) -> dict[nn.Parameter, str]:
-        """Computed at the first use, when tensor parallelism has replaced some parameters under the same names."""
+    def _left(self) -> dict[nn.Parameter, str]:
+        """The parameters to broadcast, and their names.
+
+        Computed at the first use, when tensor parallelism has replaced some parameters under the same names.
+        """
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def fill(self, module: nn.Module) -> None:
         """Broadcast the weights of a module; each rank keeps its shard. All ranks must call it."""
         for parameter in module.parameters():
-            if parameter.is_meta:
-                swap_tensors(parameter, nn.Parameter(self._broadcast(parameter), parameter.requires_grad))
+            if parameter in self._left:
+                # No reference stays, which would keep the whole tensor alive after it is sharded.
+                name = self._left.pop(parameter)
+                if name in self.absent:
+                    self._broadcast(parameter, name)
+                else:
+                    swap_tensors(parameter, nn.Parameter(self._broadcast(parameter, name), parameter.requires_grad))
 
     @torch.no_grad()
-    def _broadcast(self, parameter: nn.Parameter) -> Tensor:
+    def _broadcast(self, parameter: nn.Parameter, name: str) -> Tensor:
         whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self._device)
         if dist.get_rank() == SOURCE:
-            # Pop both: a remaining reference would keep the whole tensor alive after it is sharded.
-            whole.copy_(self._whole.pop(self._names.pop(parameter)))  # casts to the planned dtype
+            whole.copy_(self._whole.pop(name))  # casts to the planned dtype
         sent = whole.contiguous()
         dist.broadcast(sent.view(-1).view(torch.uint8), SOURCE)
         whole.copy_(sent)

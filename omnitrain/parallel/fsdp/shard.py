@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -61,6 +61,7 @@ def shard(
     units: Mapping[str, ComponentUnits],
     how: Mapping[str, Sharding],
     fill: Callable[[nn.Module], None] | None,
+    absent: Collection[str] = (),
 ) -> None:
     """Shard every component's units over its mesh, in place; the model is the only root.
 
@@ -74,10 +75,14 @@ def shard(
         how: component -> its sharding; parameters of the root itself are sharded like the foundation's.
         fill: called with each unit before it is sharded, and with the model at the end, to replace parameters on the
             meta device by their weights. None: no parameter is on the meta device.
+        absent: names of the parameters that other pipeline stages hold. They stay on the meta device, and a unit that
+            has no others is not sharded.
     """
     # No caller writes to the foundation's output, a view in most models.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    ignored = ignored_params(model)
+    elsewhere = {parameter for name, parameter in model.named_parameters() if name in absent}
+    fixed = ignored_params(model) - elsewhere
+    ignored = fixed | elsewhere
     for component, of_component in sorted(units.items(), key=lambda item: item[0] == FOUNDATION):  # inner units first
         for name in of_component.all:
             inner = how[component]
@@ -90,6 +95,8 @@ def shard(
             is_other = name in of_component.rest and name != FOUNDATION and not is_attached
             if fill is not None:
                 fill(module)
+            if elsewhere.issuperset(module.parameters()):
+                continue
             _shard_unit(
                 module,
                 inner,
@@ -104,7 +111,7 @@ def shard(
         fill(model)
     root = _shard_unit(model, how[FOUNDATION], ignored, casts_inputs=False, keeps_unsharded=True)
     model.compute_device = device_of(how[FOUNDATION].mesh)
-    for parameter in ignored:
+    for parameter in fixed:
         parameter.data = parameter.data.to(model.compute_device)
     _require_embedding_grad(model)
     initialise_root(root)

@@ -5,35 +5,53 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from omnitrain.errors import ScheduleError
 from omnitrain.models.contract.checks_sequence import SequenceContract, sequence_contract_of
 from omnitrain.models.contract.checks_tower import attached_tower_contract, native_tower_contract
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.expert.apply import ExpertLayer, own_plan_problems
+from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.sequence.ulysses import head_problem
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan, PipelineSchedule
 
 
 def model_problems(
     model: OmniModel, layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan, state: ParallelState
 ) -> Iterator[str]:
     """Yield all problems; ``layers``: component -> its MoE layers."""
-    yield from _pipeline_problems(plan, state)
+    yield from _pipeline_problems(model, plan, state)
     yield from _sequence_problems(model, plan, state)
     yield from _skipped_module_problems(model, state)
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
 
 
-def _pipeline_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    degrees = {"default.pp": plan.default.pp or 1}
-    degrees |= {f"components.{name}.pp": component.pp or 1 for name, component in plan.components.items()}
-    if max(degrees.values()) == 1:
-        degrees["parallel state"] = state.size("pp")
-    for path, degree in degrees.items():
-        if degree > 1:
-            yield f"{path}: found pp {degree}, but pipeline parallelism is not available yet; use 1"
+def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """Only the foundation is cut into stages, where its contract allows a cut."""
+    for name, component in plan.components.items():
+        if name != FOUNDATION and (component.pp or 1) > 1:
+            yield f"components.{name}.pp: found {component.pp}, but only the foundation is cut into stages; remove it"
+        if name != FOUNDATION and component.schedule is not None:
+            yield f"components.{name}.schedule: only the foundation is cut into stages; remove it"
+    foundation, ranks = plan.of(FOUNDATION), state.size("pp")
+    if ranks == 1:
+        if foundation.schedule is not None:
+            path = plan.path_of(FOUNDATION, "schedule")
+            yield f"{path}.schedule: found with pp 1, where it does nothing; set pp above 1, or remove it"
+        return
+    path, kind = plan.path_of(FOUNDATION, "pp"), type(model.foundation).__name__
+    if problem := model.stage_contract.problem:
+        yield f"{path}.pp: found {ranks}, but {kind} cannot be cut into stages: {problem}; use 1"
+    else:
+        try:
+            stages_of(model, foundation.schedule or PipelineSchedule(), state)
+        except ScheduleError as error:
+            yield f"{path}.pp: found {ranks}: {error}"
+    if foundation.sequence_parallel:
+        path = plan.path_of(FOUNDATION, "sequence_parallel")
+        yield f"{path}.sequence_parallel: found true with pp {ranks}; stages exchange all tokens; remove one of the two"
 
 
 def _spread_problems(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.packing.fill_pack import pack_all
@@ -24,7 +23,9 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts import Recording, Replayed, experts_in
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.pipeline.apply import Pipeline
+from omnitrain.parallel.pipeline.whole import whole_over_stages
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 
 STEPS = 3
@@ -87,7 +88,9 @@ def train(
     """
     batch = step_planner(model)(table[rank])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    before = {name: _full(parameter.detach()) for name, parameter in trained.items()}
+    layout = layout_of(model)
+    whole = partial(_whole, pipeline=None if layout is None else layout.pipeline)
+    before = whole(trained)
     optimizer = _optimizer(model, list(trained.values()))
     gradients: dict[str, Tensor] = {}
     first_loss, collectives = 0.0, 0
@@ -97,10 +100,10 @@ def train(
             loss = accumulate_gradients(model, batch, forward_context=partial(routed.forward_context, step)).item()
         if step == 0:
             first_loss, collectives = _summed(loss), communication.count
-            gradients = {name: _full(p.grad) for name, p in trained.items() if p.grad is not None}
+            gradients = whole({name: parameter.grad for name, parameter in trained.items()})
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    weights = {name: _full(parameter.detach()) for name, parameter in trained.items()}
+    weights = whole(trained)
     moved = {name: weight - before[name] for name, weight in weights.items()}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Outcome(first_loss, gradients, weights, moved, peak, collectives, routed.recordings, routed.everywhere())
@@ -134,8 +137,8 @@ class _Routing:
         """Return the number of changed decisions, summed over the ranks of the loss group."""
         totals = [sum(int(getattr(changed, name)) for changed in self._changed) for name in ("near_ties", "others")]
         layout = layout_of(self._model)
-        group = None if layout is None else layout.state.loss_group
-        return Replayed(*(round(_summed(total, group)) for total in totals))
+        tp = 1 if layout is None else layout.state.size("tp")  # tensor parallel ranks make the same decisions
+        return Replayed(*(round(_summed(total) / tp) for total in totals))
 
 
 def _optimizer(model: OmniModel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -158,15 +161,15 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _summed(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """Sum over the ranks of ``group``; None: over all ranks."""
+def _summed(value: float) -> float:
+    """Sum over all ranks."""
     if not dist.is_initialized():
         return value
     total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total)
     return total.item()
 
 
-def _full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu().clone()
+def _whole(values: Mapping[str, Tensor | None], pipeline: Pipeline | None) -> dict[str, Tensor]:
+    """Return the whole tensors, on all ranks; without those that are None."""
+    return {name: value for name, value in whole_over_stages(values, pipeline).items() if value is not None}

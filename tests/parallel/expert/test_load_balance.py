@@ -20,9 +20,9 @@ from omnitrain.ops.experts.balance_loss import counts_per_sample, micro_batch_ba
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.expert.routing_record import RoutingFiles, RoutingOfRun
 from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
-from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.run import micro_batches
 from omnitrain.recipe import ExpertsBalance, parse_layout

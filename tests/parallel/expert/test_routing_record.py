@@ -15,9 +15,9 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts import Recording
 from omnitrain.parallel.expert.routing_record import RoutingFiles, RoutingOfRun, write_routing
 from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
-from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.verify.run import micro_batches
 from omnitrain.recipe import parse_layout

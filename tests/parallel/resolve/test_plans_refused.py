@@ -269,9 +269,25 @@ def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
     ].optimizer_offload
 
 
-def test_a_state_with_an_axis_that_is_not_there_yet_is_refused(model: ot.OmniModel) -> None:
-    with pytest.raises(UserError, match="parallel state: found pp 2, but pipeline parallelism is not available yet"):
-        resolve(model, ot.ParallelPlan(), pp=2)
+def foundation_plan(**fields: Any) -> ot.ParallelPlan:
+    return ot.ParallelPlan(components={"foundation": ot.ComponentPlan(**fields)})
+
+
+@pytest.mark.parametrize(
+    ("pp", "parallel_plan", "told"),
+    [
+        (4, ot.ParallelPlan(), "pp: found 4: "),
+        (2, foundation_plan(schedule={"split": [1, 2]}), r"split \[1, 2\] adds up to 3 blocks, but the model has 2"),
+        (2, foundation_plan(schedule={"split": [2]}), r"split \[2\] has 1 numbers, but the pipeline has 2 stages"),
+        (2, ot.ParallelPlan(components={"image_encoder": ot.ComponentPlan(pp=2)}), "only the foundation is cut"),
+        (1, foundation_plan(schedule={"kind": "gpipe"}), "schedule: found with pp 1, where it does nothing"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(
+    model: ot.OmniModel, pp: int, parallel_plan: ot.ParallelPlan, told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        resolve(model, parallel_plan, pp=pp)
 
 
 def test_all_problems_are_listed_at_once(model: ot.OmniModel) -> None:

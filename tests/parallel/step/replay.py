@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import omnitrain as ot
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.step.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.plan import StepPlan
 from omnitrain.recipe.parallel import FOUNDATION

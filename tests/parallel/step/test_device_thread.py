@@ -28,14 +28,14 @@ class RanksWithDeviceThreads:
 
 
 def with_device_thread(function: Callable[..., Any], *args: Any) -> Any:
-    backward, threads = torch.Tensor.backward, list[int]()
+    backward, threads = torch.autograd.backward, list[int]()
 
-    def in_its_thread(loss: torch.Tensor) -> None:
+    def in_its_thread(*arguments: Any, **options: Any) -> None:
         with ThreadPoolExecutor(1) as device:
-            device.submit(backward, loss).result()
+            device.submit(backward, *arguments, **options).result()
         threads.append(1)
 
-    with patch.object(torch.Tensor, "backward", in_its_thread):
+    with patch.object(torch.autograd, "backward", in_its_thread):
         result = function(*args)
     assert threads, "no backward was run"
     return result

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import StepPlanner, step_planner
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import gradients, laid_out

@@ -14,8 +14,8 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.schedule import executor as step
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.step import accumulate as step
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import step_planner
 from tests.parallel.factories import any_to_any, qwen3_vl

@@ -15,8 +15,8 @@ from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.omni.encode import MicroBatchWork, num_calls
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.step.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.step.rendezvous import Rendezvous
 from omnitrain.plan.topology import Place

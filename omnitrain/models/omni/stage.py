@@ -1,0 +1,118 @@
+"""A pipeline stage of an omni model: which features it gets and hands on, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.models.discovery import MediaFeatures
+from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.sequence_slice import local_positions
+from omnitrain.models.foundation.stage import BlockSpan
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, own_calls
+from omnitrain.ops.attention import SequenceSlice
+
+Across = tuple[str, str]  # modality, name of the tensor in the layout of its features
+
+
+@dataclass(frozen=True)
+class StageInput:
+    """The input of a stage besides its pack.
+
+    Attributes:
+        span: the blocks of the stage.
+        arrived: hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for
+            the first stage.
+    """
+
+    span: BlockSpan
+    arrived: tuple[Tensor, ...] = ()
+
+
+def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> dict[str, int]:
+    """Return modality that the foundation reads by itself -> number of its features for this rank's tokens.
+
+    Modalities that share a placeholder count as the first of them, as in :class:`EncodedMedia`.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        pack: a micro-batch.
+        sequence_slice: the slice of the sequence on this rank; None: all tokens.
+    """
+    numbers: dict[str, int] = {}
+    first: dict[int, str] = {}
+    for name in (name for names in model.media_names.values() for name in names):
+        if name.startswith(NATIVE_PREFIX) and name in pack.inputs:
+            modality = name.removeprefix(NATIVE_PREFIX)
+            if number := len(local_positions(sequence_slice, pack.inputs[name].positions)[0]):
+                key = first.setdefault(model.runner.native.interfaces[modality].token_id, modality)
+                numbers[key] = numbers.get(key, 0) + number
+    return numbers
+
+
+def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None, cut: int) -> dict[Across, int]:
+    """Return the features that cross a cut, with their number, in the order in which they are sent.
+
+    Args:
+        model: as of :func:`features_in`.
+        pack: likewise.
+        sequence_slice: likewise.
+        cut: index of the block after the cut.
+    """
+    contract = model.stage_contract
+    across: dict[Across, int] = {}
+    for modality, number in features_in(model, pack, sequence_slice).items():
+        main, *side = model.runner.native.interfaces[modality].layout.names
+        names = [main] if contract.needs_embeddings else []
+        names += [name for name in side if contract.levels.get(name, cut) >= cut]
+        across |= {(modality, name): number for name in names}
+    return across
+
+
+def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput) -> EncodedPack:
+    """Return the input of a stage after the first: features that arrived, and on the last stage the decoders' labels.
+
+    Args:
+        model: as of :func:`features_in`.
+        pack: the micro-batch.
+        work: of this rank.
+        stage: the input of the stage.
+    """
+    hidden, *features = stage.arrived
+    here = dict(zip(features_across(model, pack, work.sequence_slice, stage.span.start), features, strict=True))
+    native = {}
+    for modality, number in features_in(model, pack, work.sequence_slice).items():
+        layout = model.runner.native.interfaces[modality].layout
+        absent = hidden.detach().new_zeros(()).expand(number, hidden.size(-1))
+        main, *side = (here.get((modality, name), absent) for name in layout.names)
+        native[modality] = MediaFeatures(main, dict(zip(layout.names[1:], side, strict=True)), {}, (number,), layout)
+    labels = {name: _labels(model, pack, name) for name in pack.targets} if stage.span.is_last else {}
+    return EncodedPack(pack, work, EncodedMedia(native), labels, [])
+
+
+@torch.no_grad()
+def _labels(model: Any, pack: Pack, name: str) -> Tensor:
+    decoder = model.get_submodule(name)
+    calls = own_calls(model, pack, name)
+    return torch.cat([decoder.lm_encode(call.items.features, call.items.num_tokens)[1] for call in calls])
+
+
+def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:
+    """Return what a stage sends to the next one: hidden states, then features in the order of :func:`features_across`.
+
+    Args:
+        model: as of :func:`features_in`.
+        encoded: the input of this stage.
+        hidden: its output.
+        cut: index of the block after the stage.
+    """
+    sent = [hidden]
+    for modality, name in features_across(model, encoded.pack, encoded.work.sequence_slice, cut):
+        features = encoded.media.native[modality]
+        sent.append(dict(zip(features.layout.names, features.tensors(), strict=True))[name])
+    return tuple(sent)

@@ -1,0 +1,91 @@
+"""Hold FSDP units: a schedule gathers their weights, frees them, and reduces their gradients.
+
+FSDP's own hooks gather the weights of a unit before each forward and reduce its gradients after each backward. With
+several micro-batches between their forward and their backward, that is too often, and a backward would free weights
+that another micro-batch still needs. Held units keep their weights, and add up gradients, until the schedule says so.
+
+torch (2.13) has public functions for all but the reduction; :meth:`HeldUnits.reduce` does what
+``torch.distributed.pipelining`` does for its own stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+class HeldUnits:
+    """The FSDP units of a model while a schedule controls them.
+
+    Args:
+        model: the root unit.
+
+    Attributes:
+        names: names of all units, the root (``""``) included, in the order of modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
+        self.names = tuple(self._units)
+        assert isinstance(model, FSDPModule)
+        self._root = model
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Control the units while the context is open. On exit, also after an error, every unit is sharded again."""
+        groups = [group for unit in self._units.values() for group in _groups(unit)]
+        before = [group.post_forward_mesh_info for group in groups]
+        try:
+            for unit in self._units.values():
+                unit.set_reshard_after_forward(False, recurse=False)
+                unit.set_reshard_after_backward(False, recurse=False)
+                unit.set_requires_gradient_sync(False, recurse=False)
+            self._root.set_is_last_backward(False)
+            yield
+        except BaseException:
+            self._root.reset_iter_state()
+            raise
+        finally:
+            for group, info in zip(groups, before, strict=True):
+                group.post_forward_mesh_info = info
+            for unit in self._units.values():
+                unit.set_reshard_after_backward(True, recurse=False)
+                unit.set_requires_gradient_sync(True, recurse=False)
+                unit.reshard()
+            self._root.set_is_last_backward(True)
+
+    def unshard(self, names: Sequence[str]) -> None:
+        """Gather the weights of units. All ranks of their meshes must call it with the same units."""
+        for name in names:
+            self._units[name].unshard()
+
+    def reshard(self, names: Sequence[str]) -> None:
+        """Free the gathered weights of units."""
+        for name in names:
+            self._units[name].reshard()
+
+    def reduce(self, names: Sequence[str]) -> None:
+        """Reduce the gradients that units have added up, and free their weights.
+
+        All ranks of their meshes must call it with the same units, after the last backward that runs them.
+        """
+        for name in reversed(names):
+            unit = self._units[name]
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            for group in _groups(unit):
+                group.post_backward()
+
+    def finish(self) -> None:
+        """Wait for all reductions, at the end of a step."""
+        self._root.set_is_last_backward(True)
+        state: Any = self._root._get_fsdp_state()
+        state._root_post_backward_final_callback()
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    return list(unit._get_fsdp_state()._fsdp_param_groups)

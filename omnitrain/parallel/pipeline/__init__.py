@@ -1,0 +1,1 @@
+"""Pipeline parallelism: which stage holds what, how stages send tensors to each other, and shared gradients."""

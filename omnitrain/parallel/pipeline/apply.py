@@ -1,0 +1,150 @@
+"""Cut a model into pipeline stages: what each rank keeps, and the groups in which stages communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.optim.gradients import Stages
+from omnitrain.parallel.pipeline.channel import Direction, StageChannel
+from omnitrain.parallel.pipeline.stages import PipelineStages, holders, stages_of
+from omnitrain.parallel.state import ParallelState
+from omnitrain.plan.schedule.actions import Schedule
+from omnitrain.plan.schedule.generators import generate
+from omnitrain.plan.schedule.lower import lower
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PipelineSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The pipeline of a parallelized model.
+
+    Attributes:
+        stages: the cut, and the stages of this rank.
+        schedule: how a step runs through the stages.
+        group: this rank's column of the mesh: one rank of each pipeline rank, with the same samples.
+        channel: messages between stages.
+        held_by: parameter -> the pipeline ranks that hold it.
+        shared: set of pipeline ranks that hold the same parameters -> their group, if this rank is one of them.
+    """
+
+    stages: PipelineStages
+    schedule: PipelineSchedule
+    group: dist.ProcessGroup
+    channel: StageChannel
+    held_by: Mapping[str, tuple[int, ...]]
+    shared: Mapping[tuple[int, ...], dist.ProcessGroup]
+
+    def __str__(self) -> str:
+        return f"pp {max(self.stages.ranks) + 1}"
+
+    def schedule_of(self, num_micro_batches: int) -> Schedule:
+        """Return the schedule of a step with this number of micro-batches, with all sends, receives and gathers."""
+        made = self.schedule
+        ranks = max(self.stages.ranks) + 1
+        return _lowered(made.resolved_kind, ranks, made.stages_per_rank, made.group_size, num_micro_batches)
+
+    def norm_over_stages(self, model: OmniModel) -> Stages:
+        """Return what :func:`~omnitrain.optim.gradients.gradient_norm` needs to count each parameter once."""
+        counted_elsewhere = {
+            parameter for name, parameter in model.named_parameters() if self.stages.rank in self.held_by[name][1:]
+        }
+        return Stages(self.group, counted_elsewhere)
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """The parameters that only other pipeline ranks hold."""
+        return frozenset(name for name, ranks in self.held_by.items() if self.stages.rank not in ranks)
+
+
+def cut_into_stages(model: OmniModel, plan: ComponentPlan, state: ParallelState) -> Pipeline | None:
+    """Cut a model as its plan says, and make the groups of the pipeline. All ranks must call it.
+
+    Args:
+        model: before tensors are sharded.
+        plan: the complete plan of the foundation.
+        state: the parallel state.
+
+    Returns:
+        The pipeline; None without one.
+    """
+    if state.size("pp") == 1:
+        return None
+    schedule = plan.schedule or PipelineSchedule()
+    stages = stages_of(model, schedule, state)
+    held_by = holders(model, stages, model.stage_contract.readers)
+    group = state.pp_mesh.get_group()
+    columns = state.shape.groups("pp")
+    directions: list[Direction] = [(kind, is_up) for kind in "FB" for is_up in (True, False)]
+    if dist.get_backend(group) == "gloo" or state.device_type == "cpu":
+        groups = dict.fromkeys(directions, group)
+    else:
+        groups = {direction: _new_group(columns) for direction in directions}
+    shared = {}
+    for ranks in sorted({ranks for ranks in held_by.values() if len(ranks) > 1}):
+        is_whole = len(ranks) == state.size("pp")
+        made = group if is_whole else _new_group(columns[:, list(ranks)])
+        if stages.rank in ranks:
+            shared[ranks] = made
+    return Pipeline(stages, schedule, group, StageChannel(groups, stages.rank), held_by, shared)
+
+
+@lru_cache(maxsize=8)
+def _lowered(kind: str, ranks: int, chunks: int, group_size: int | None, num_micro_batches: int) -> Schedule:
+    return lower(generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size))
+
+
+def _new_group(columns: np.ndarray) -> dist.ProcessGroup:
+    """Create a group for each row of ranks; return the one of this rank, else any."""
+    made = [dist.new_group(ranks.tolist(), group_desc="pp") for ranks in columns]
+    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), made[0])
+
+
+def units_by_stage(model: OmniModel, stages: PipelineStages) -> dict[int, tuple[str, ...]]:
+    """Return stage of this rank -> its FSDP units, in the order of modules.
+
+    What is not part of a block belongs to this rank's first stage, if it is the model's first, else to its last.
+    """
+    blocks = text_blocks(model.foundation)
+    (path,) = {name for name, module in model.foundation.named_modules() if module is blocks}
+    stage_of_block = {
+        f"{FOUNDATION}.{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])
+    }
+    home = 0 if 0 in stages.local else stages.local[-1]
+    units: dict[int, list[str]] = {stage: [] for stage in stages.local}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            inside = next((s for block, s in stage_of_block.items() if f"{name}.".startswith(f"{block}.")), home)
+            units[inside].append(name)
+    return {stage: tuple(names) for stage, names in units.items()}
+
+
+def add_up_over_stages(model: nn.Module, pipeline: Pipeline, active: Sequence[str]) -> None:
+    """Sum the gradients of parameters that several stages hold, such as tied embeddings.
+
+    Call it once per optimizer step, after the gradients are reduced. Each of these ranks then has the whole gradient
+    and makes the same update.
+
+    Args:
+        model: parallelized.
+        pipeline: its pipeline.
+        active: names of the parameters that got a gradient on some stage in this step; the same on all ranks.
+    """
+    wanted = set(active)
+    for name, parameter in model.named_parameters():
+        group = pipeline.shared.get(pipeline.held_by[name])
+        if group is None or name not in wanted or not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+        dist.all_reduce(local, group=group)

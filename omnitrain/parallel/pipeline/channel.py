@@ -1,0 +1,85 @@
+"""Send tensors between the stages of a pipeline. Both sides know all shapes, so nothing else is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+Direction = tuple[str, bool]  # "F" (hidden states) or "B" (their gradients); whether to a higher rank
+
+
+@dataclass
+class Arrival:
+    """Tensors that are on their way to this rank.
+
+    Attributes:
+        tensors: buffers; valid after :meth:`wait`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    _works: Sequence[dist.Work] = field(repr=False)
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait until the tensors are here, and return them."""
+        for work in self._works:
+            work.wait()
+        return self.tensors
+
+
+class StageChannel:
+    """Point-to-point messages between this rank and the other pipeline ranks of its column of the mesh.
+
+    With NCCL, the messages of two ranks in one group run in the order in which they were posted, so each direction and
+    kind has a group of its own. Gloo tells messages apart by tags.
+
+    Args:
+        groups: (kind, whether to a higher rank) -> group over the pipeline ranks.
+        rank: pipeline rank of this process.
+    """
+
+    def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], rank: int) -> None:
+        self._groups, self._rank = groups, rank
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Send tensors to a rank, without waiting.
+
+        Args:
+            kind: ``F`` or ``B``.
+            tensors: any shapes; they must not change before :meth:`finish`.
+            peer: pipeline rank of the receiver.
+            tag: number of the message, equal on both sides, and below 2**20.
+        """
+        group = self._groups[kind, peer > self._rank]
+        self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
+        for index, tensor in enumerate(tensors):
+            whole = tensor.detach().contiguous()
+            work = dist.isend(whole, group=group, group_dst=peer, tag=tag << 8 | index)
+            assert work is not None
+            self._sent.append((work, whole))
+
+    def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Arrival:
+        """Post the receives of a message, without waiting.
+
+        Args:
+            kind: ``F`` or ``B``.
+            like: tensors with the shapes, dtypes and device of those that will come; may be on the meta device.
+            peer: pipeline rank of the sender.
+            tag: see :meth:`send`.
+        """
+        group = self._groups[kind, peer < self._rank]
+        works = []
+        for index, buffer in enumerate(like):
+            work = dist.irecv(buffer, group=group, group_src=peer, tag=tag << 8 | index)
+            assert work is not None
+            works.append(work)
+        return Arrival(tuple(like), works)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left, and free it."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()

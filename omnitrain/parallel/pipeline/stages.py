@@ -1,0 +1,153 @@
+"""The stages of a pipeline: which blocks of the foundation each rank computes, and which parameters it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.utils import swap_tensors
+
+from omnitrain.models.adapters.lora import names_without_adapters
+from omnitrain.models.contract.tiny_model import CHOSEN_EXPERTS
+from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.config_value import config_value
+from omnitrain.ops.experts import experts_in
+from omnitrain.ops.experts.weights import num_experts_of
+from omnitrain.parallel.state import ParallelState
+from omnitrain.plan.schedule.generators import Placement, stage_ranks
+from omnitrain.plan.schedule.split import split_by_cost, split_by_numbers
+from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+
+
+@dataclass(frozen=True)
+class PipelineStages:
+    """The cut of a foundation into stages.
+
+    Attributes:
+        spans: for each stage, its first block and the block after its last one.
+        ranks: for each stage, the pipeline rank that computes it.
+        rank: pipeline rank of this process.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, over all ranks."""
+        return len(self.spans)
+
+    @property
+    def first_rank(self) -> int:
+        """The pipeline rank with the embeddings and the encoders."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        """The pipeline rank with the heads."""
+        return self.ranks[-1]
+
+    @cached_property
+    def local(self) -> tuple[int, ...]:
+        """The stages of this rank, ascending."""
+        return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.rank)
+
+    def is_last(self, stage: int) -> bool:
+        """Whether the stage computes the losses."""
+        return stage == self.num_stages - 1
+
+
+def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState) -> PipelineStages:
+    """Return the stages of a model: as many blocks as the schedule says, else stages of equal cost.
+
+    The cost of a block is the number of parameters that a token meets in it; the last stage has that of the head, too.
+
+    Args:
+        model: before tensors are sharded.
+        schedule: its schedule.
+        state: the parallel state.
+
+    Raises:
+        ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
+    """
+    placement = Placement.V if schedule.kind == "zbv" else Placement.LOOP
+    ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, placement)
+    blocks, cuts = text_blocks(model.foundation), model.stage_contract.cuts
+    if schedule.split is not None:
+        spans = split_by_numbers(schedule.split, len(blocks), len(ranks), legal_cuts=cuts)
+    else:
+        head = model.foundation.get_output_embeddings()
+        last = float(sum(weight.numel() for weight in head.parameters()))
+        text = model.foundation.config.get_text_config(decoder=True)
+        chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
+        spans = split_by_cost([_cost(block, chosen) for block in blocks], ranks, last=last, legal_cuts=cuts)
+    return PipelineStages(spans, ranks, state.pp_rank)
+
+
+def _cost(block: nn.Module, chosen: int | None) -> float:
+    """The number of parameters that a token meets in a block. ``chosen``: experts per token; None: all of them."""
+    cost = float(sum(weight.numel() for weight in block.parameters()))
+    for _, experts in experts_in(block):
+        weights, number = sum(weight.numel() for weight in experts.parameters(recurse=False)), num_experts_of(experts)
+        cost -= weights * (1 - min(chosen or number, number) / number)
+    return cost
+
+
+def holders(
+    model: OmniModel, stages: PipelineStages, read_by: Mapping[str, Collection[str]]
+) -> dict[str, tuple[int, ...]]:
+    """Return parameter -> the pipeline ranks that hold it, ascending.
+
+    A block is on the rank of its stage. Encoders are on the first stage; decoders, which embed targets and predict
+    them, on the first and the last.
+
+    Args:
+        model: before tensors are sharded.
+        stages: the cut.
+        read_by: parameter of the foundation outside of blocks -> the stages that read it: ``first``, ``inner``,
+            ``last``.
+    """
+    at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
+    foundation = model.foundation
+    blocks = text_blocks(foundation)
+    (path,) = {name for name, module in foundation.named_modules() if module is blocks}
+    rank_of_block = {
+        f"{FOUNDATION}.{path}.{block}.": stages.ranks[stage]
+        for stage, (start, stop) in enumerate(stages.spans)
+        for block in range(start, stop)
+    }
+    ranks: dict[str, tuple[int, ...]] = {}
+    components = {name: component for component, names in model.components.items() for name in names}
+    bases = {name: base for base, name in names_without_adapters(model, components).items()}
+    bases |= {adapter: base for base, names in model.renamed.items() for adapter in names[1:]}
+    for name, component in components.items():
+        base = bases[name].removeprefix(f"{FOUNDATION}.")
+        inside = next((rank for prefix, rank in rank_of_block.items() if name.startswith(prefix)), None)
+        if component in model.decoder_names:
+            held = at["first"] | at["last"]
+        elif component != FOUNDATION:
+            held = at["first"]
+        elif inside is not None:
+            held = {inside}
+        else:
+            held = {rank for position in read_by.get(base, ("first",)) for rank in at[position]}
+        ranks[name] = tuple(sorted(held))
+    return ranks
+
+
+def drop_parameters(model: nn.Module, names: Collection[str]) -> None:
+    """Move parameters to the meta device, where they keep their shapes and take no memory.
+
+    Args:
+        model: every reference to such a parameter changes, too.
+        names: parameters that other stages hold.
+    """
+    parameters = dict(model.named_parameters())
+    for name in names:
+        on_meta = nn.Parameter(torch.empty_like(parameters[name], device="meta"), parameters[name].requires_grad)
+        swap_tensors(parameters[name], on_meta)

@@ -1,0 +1,1 @@
+"""Run the schedule of a step: gradient accumulation, and pipelines."""

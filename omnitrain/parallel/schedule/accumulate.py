@@ -1,0 +1,83 @@
+"""The gradients of one optimizer step, the same for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.expert.load_balance import RouterMonitor
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.pipeline.apply import add_up_over_stages
+from omnitrain.parallel.schedule.executor import Executor, ForwardContext, OnOutput, OnPhase
+from omnitrain.parallel.schedule.table import schedule_of
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
+from omnitrain.recipe.suggest import hint
+
+
+def accumulate_gradients(
+    model: OmniModel,
+    batch: StepBatch,
+    *,
+    loss_weights: Mapping[str, float] | None = None,
+    on_output: OnOutput | None = None,
+    on_phase: OnPhase | None = None,
+    forward_context: ForwardContext | None = None,
+    routers: RouterMonitor | None = None,
+) -> torch.Tensor:
+    """Run forward and backward of this rank's micro-batches, in the order of its schedule.
+
+    Every head's loss is its sum over the whole global batch, divided once by that batch's number of predicted tokens:
+    how samples are spread over packs and ranks does not show.
+
+    Args:
+        model: parallelized, or on one process; its gradients are added to.
+        batch: this rank's packs, planned by :class:`StepPlanner`.
+        loss_weights: head -> weight in the total; 1 where it is not given.
+        on_output: called after each forward that computes losses, with the pack and its output.
+        on_phase: called when a micro-batch begins its forward or its backward.
+        forward_context: a context for every forward, such as a record of the experts' routing.
+        routers: whose losses belong to the total.
+
+    Returns:
+        This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.
+
+    Raises:
+        UserError: packs that were not planned; the weight of a loss that the model does not have.
+    """
+    if not isinstance(batch, StepBatch):
+        raise UserError(
+            f"batch: found a {type(batch).__name__}; expected what the model's step_planner makes of this rank's "
+            "packs: accumulate_gradients(model, plan_step(packs))"
+        )
+    weights, counts = loss_weights or {}, batch.plan.loss_counts
+    for name in weights.keys() - counts.keys():
+        raise UserError(f"loss_weights: the model has no loss {name!r}; {hint(name, counts)}")
+    if routers is not None:
+        routers.begin(batch.packs)
+    executor = Executor(
+        model,
+        batch,
+        weights,
+        on_output=on_output,
+        on_phase=on_phase,
+        forward_context=forward_context,
+        routers=routers,
+    )
+    total = executor.run(schedule_of(model, batch.plan.num_micro_batches))
+    layout = layout_of(model)
+    if layout is not None:
+        add_up_over_tp(model.parameters(), layout.state)
+        if layout.pipeline is not None:
+            add_up_over_stages(model, layout.pipeline, _active(model, batch))
+    return total
+
+
+def _active(model: OmniModel, batch: StepBatch) -> list[str]:
+    """The parameters of components that run in this step on some rank."""
+    plan = batch.plan
+    components = {c.name for c in plan.topology.components if plan.last_active(c.name) is not None}
+    return [name for component in components for name in model.components[component]]

@@ -1,0 +1,258 @@
+"""Run this rank's actions of an optimizer step: one loop for gradient accumulation and for pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from omnitrain.data.packing.pack import Pack
+from omnitrain.models.components.outputs import OmniOutput
+from omnitrain.models.omni.encode import MicroBatchWork
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.expert.load_balance import RouterMonitor
+from omnitrain.parallel.fsdp.hold import HeldUnits
+from omnitrain.parallel.layout import layout_of, reduce_replicas
+from omnitrain.parallel.pipeline.apply import units_by_stage
+from omnitrain.parallel.pipeline.channel import Arrival
+from omnitrain.parallel.pipeline.messages import StageMessages
+from omnitrain.parallel.resolve import dtype_of
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.parallel.step.work import work_of
+from omnitrain.parallel.watch.report import Phase
+from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule
+from omnitrain.recipe.parallel import FOUNDATION
+
+OnOutput = Callable[[Pack, OmniOutput], Any]
+ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
+
+_Key = tuple[int, int]  # stage, micro-batch
+
+
+class OnPhase(Protocol):
+    """Called with a rank's position in a step."""
+
+    def __call__(
+        self, *, micro_batch: int | None = None, phase: Phase | None = None, samples: Sequence[str] | None = None
+    ) -> object:
+        """Arguments that are not given keep their last value."""
+        ...
+
+
+@dataclass
+class _InFlight:
+    """A micro-batch in a stage, between its forward and its backward.
+
+    Attributes:
+        arrived: the tensors that the stage before sent; their gradients go back to it.
+        sent: the tensors that the next stage got; their gradients come back from it.
+        losses: scalars whose gradient is 1.
+    """
+
+    arrived: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+    losses: tuple[Tensor, ...]
+
+
+class Executor:
+    """Runs the actions of a rank in one optimizer step.
+
+    Args:
+        model: parallelized, or on one process.
+        batch: this rank's packs, and the step plan.
+        weights: head -> weight of its loss; 1 where it is not given.
+        on_output: see :func:`~omnitrain.parallel.schedule.accumulate.accumulate_gradients`.
+        on_phase: likewise.
+        forward_context: likewise.
+        routers: likewise.
+    """
+
+    def __init__(
+        self,
+        model: OmniModel,
+        batch: StepBatch,
+        weights: Mapping[str, float],
+        *,
+        on_output: OnOutput | None = None,
+        on_phase: OnPhase | None = None,
+        forward_context: ForwardContext | None = None,
+        routers: RouterMonitor | None = None,
+    ) -> None:
+        self._model, self._batch, self._weights = model, batch, weights
+        self._on_output, self._on_phase = on_output, on_phase
+        self._contexts = [c for c in (forward_context, routers.watched if routers is not None else None) if c]
+        self._routers = routers
+        layout = layout_of(model)
+        self._pipeline = None if layout is None else layout.pipeline
+        self._last = 0 if self._pipeline is None else self._pipeline.stages.num_stages - 1
+        # Tensor parallel ranks compute the same loss, which counts once.
+        self._share = 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
+        self._trains = any(batch.plan.loss_counts.values())  # the same on all ranks, since counts are global
+        self._total = torch.zeros((), device=model.device)
+        self._live: dict[_Key, _InFlight] = {}
+        self._forward_in: dict[_Key, Arrival] = {}
+        self._backward_in: dict[_Key, Arrival] = {}
+        self._forward_out: dict[_Key, tuple[Tensor, ...]] = {}
+        self._backward_out: dict[_Key, tuple[Tensor, ...]] = {}
+        self._messages: StageMessages | None = None
+        self._held: HeldUnits | None = None
+        self._units: dict[int, tuple[str, ...]] = {}
+
+    def run(self, schedule: Schedule) -> Tensor:
+        """Run the actions of this rank.
+
+        Returns:
+            This rank's part of the total loss, a scalar without gradient.
+        """
+        rank = 0 if self._pipeline is None else self._pipeline.stages.rank
+        actions = schedule.actions[rank]
+        with ExitStack() as stack:
+            if self._pipeline is not None:
+                for pack in self._batch.packs:  # before any stage waits for another
+                    self._model.runner.in_forward.require_whole_model(pack)
+                self._messages = self._open_messages()
+            if any(action.kind in WEIGHTS for action in actions):
+                self._held = HeldUnits(self._model)
+                stack.enter_context(self._held.held())
+                assert self._pipeline is not None
+                self._units = units_by_stage(self._model, self._pipeline.stages)
+            for action in actions:
+                self._RUN[action.kind](self, action)
+            if self._held is not None:
+                self._held.finish()
+            if self._pipeline is not None:
+                self._pipeline.channel.finish()
+        assert not self._live, f"no backward of {sorted(self._live)}"
+        return self._total
+
+    def _open_messages(self) -> StageMessages:
+        layout = layout_of(self._model)
+        assert layout is not None and self._pipeline is not None
+        precision = layout.components[FOUNDATION].plan.precision
+        assert precision is not None
+        dtype = dtype_of(precision.compute) or self._model.dtype
+        return StageMessages(self._model, self._pipeline, layout.state, self._batch.packs, dtype)
+
+    def _forward(self, action: Action) -> None:
+        stage, micro_batch = _key(action)
+        pack = self._batch.packs[micro_batch].to(self._model.device)
+        self._note(micro_batch, "forward")
+        if self._pipeline is None:
+            reduce_on_last(self._model, self._batch, micro_batch)
+        work = work_of(self._model, self._batch, micro_batch)
+        arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=True)
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context(pack, work))
+            if self._messages is None:
+                output: Any = self._model(pack, work)
+            else:
+                output = self._model(pack, work, self._messages.input_of(stage, arrived))
+        sent: tuple[Tensor, ...] = ()
+        losses = []
+        if stage == self._last:
+            losses += self._losses(output) if self._trains else []
+        else:
+            sent = output
+            self._forward_out[stage, micro_batch] = sent
+            self._hand_over(self._forward_in, (stage + 1, micro_batch), sent)
+        balance = self._routers.loss() if self._routers is not None and self._trains else None
+        if balance is not None:
+            losses.append(balance)
+        if losses:
+            loss = torch.stack(losses).sum() * self._share
+            self._total += loss.detach()
+            losses = [loss]
+        if stage == self._last and self._on_output is not None:
+            self._on_output(pack, output)
+        self._live[stage, micro_batch] = _InFlight(arrived, sent, tuple(losses))
+
+    def _losses(self, output: OmniOutput) -> list[Tensor]:
+        # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
+        counts = self._batch.plan.loss_counts
+        return [self._weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
+
+    def _backward(self, action: Action) -> None:
+        key = _key(action)
+        live = self._live.pop(key)
+        if not self._trains:
+            return
+        self._note(key[1], "backward")
+        gradients: list[Tensor | None] = [None] * len(live.losses)
+        gradients += self._arrived(self._backward_in, key) if live.sent else ()
+        roots = (*live.losses, *live.sent)
+        pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:  # none if only a tower trains and no rank has media for it
+            torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if live.arrived:
+            back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
+            self._backward_out[key] = back
+            self._hand_over(self._backward_in, (key[0] - 1, key[1]), back)
+
+    def _send(self, action: Action) -> None:
+        assert self._messages is not None and action.peer is not None
+        is_forward = action.kind is Kind.SEND_F
+        if is_forward or self._trains:
+            out = (self._forward_out if is_forward else self._backward_out).pop(_key(action))
+            self._messages.send(action, out)
+
+    def _receive(self, action: Action) -> None:
+        assert self._messages is not None and action.peer is not None
+        is_forward = action.kind is Kind.RECV_F
+        if is_forward or self._trains:
+            (self._forward_in if is_forward else self._backward_in)[_key(action)] = self._messages.receive(action)
+
+    def _unshard(self, action: Action) -> None:
+        assert self._held is not None and action.stage is not None
+        self._held.unshard(self._units[action.stage])
+
+    def _reshard(self, action: Action) -> None:
+        assert self._held is not None and action.stage is not None
+        self._held.reshard(self._units[action.stage])
+
+    def _reduce(self, action: Action) -> None:
+        assert self._held is not None and action.stage is not None
+        self._held.reduce(self._units[action.stage])
+
+    _RUN: Mapping[Kind, Callable[[Executor, Action], None]] = {
+        Kind.F: _forward,
+        Kind.B: _backward,
+        Kind.SEND_F: _send,
+        Kind.SEND_B: _send,
+        Kind.RECV_F: _receive,
+        Kind.RECV_B: _receive,
+        Kind.UNSHARD: _unshard,
+        Kind.RESHARD: _reshard,
+        Kind.REDUCE: _reduce,
+    }
+
+    def _arrived(self, inbox: dict[_Key, Arrival], key: _Key, *, requires_grad: bool = False) -> tuple[Tensor, ...]:
+        if key not in inbox:
+            return ()
+        return tuple(tensor.requires_grad_(requires_grad) for tensor in inbox.pop(key).wait())
+
+    def _hand_over(self, inbox: dict[_Key, Arrival], key: _Key, tensors: Sequence[Tensor]) -> None:
+        """Give tensors to another stage of this rank; other ranks get them by a message."""
+        if self._pipeline is not None and self._pipeline.stages.ranks[key[0]] == self._pipeline.stages.rank:
+            inbox[key] = Arrival(tuple(tensor.detach() for tensor in tensors), ())
+
+    def _note(self, micro_batch: int, phase: Phase) -> None:
+        if self._on_phase is not None:
+            samples = self._batch.packs[micro_batch].info.ids
+            self._on_phase(micro_batch=micro_batch, phase=phase, samples=samples)
+
+
+def _key(action: Action) -> _Key:
+    assert action.stage is not None and action.micro_batch is not None
+    return action.stage, action.micro_batch
+
+
+def reduce_on_last(model: OmniModel, batch: StepBatch, micro_batch: int) -> None:
+    """Make each component reduce over its replicas only in the last micro-batch in which it runs."""
+    if layout_of(model) is not None:
+        plan = batch.plan
+        reduce_replicas(model, {c.name: plan.last_active(c.name) == micro_batch for c in plan.topology.components})
