@@ -29,10 +29,12 @@ from tests.families import FAMILIES
 from tests.models.acceptance import differences, staying_in_fp64, step_errors
 from tests.models.plain import Pair, doubling, exact_step, paired
 from tests.models.shrunk import small_configs
+from tests.models.staged import staged_step, unequal, whole_step
 
 MOST_PARAMETERS = 30_000_000
 LAYOUTS = ("dp2", "tp2")
 _SECONDS_ON_RANKS = 120.0
+ROUNDED = 1e-5  # gradients of parameters that several stages read are summed in another order
 PACKED, PARTLY, UNPACKED, REFUSED, NO_REFERENCE = VERDICTS = (
     "exact",
     "exact, a modality read in its own forward or refused",
@@ -70,6 +72,28 @@ class Ranked:
     wrong: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Staged:
+    """What became of a family in pipeline stages.
+
+    Attributes:
+        refusal: why it is refused everywhere; empty: it is not.
+        refused: cut -> why it is refused.
+        wrong: what differs from the whole model by a bit, at a cut that is not refused.
+    """
+
+    refusal: str
+    refused: dict[int, str] = field(default_factory=dict)
+    wrong: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """One word for reports."""
+        if self.refusal:
+            return "refused"
+        return "bitwise" if not self.wrong else "rounded" if max(self.wrong.values()) <= ROUNDED else "wrong"
+
+
 def every_family() -> list[str]:
     """Names of the suite's own families, then all model types that generate text."""
     names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
@@ -92,6 +116,26 @@ def outcome(family: str) -> Outcome:
     native = both.ours.runner.native
     verdict = UNPACKED if not contract.packs else PARTLY if native.in_forward or native.refused else PACKED
     return Outcome(verdict, facts, differences(both))
+
+
+@cache
+def in_stages(family: str) -> Staged | None:
+    """The same step in pipeline stages, against the whole model; None: the family does not train in one process."""
+    both = _pair(family)
+    if both is None:
+        return None
+    model, contract = both.ours, both.ours.stage_contract
+    if contract.problem:
+        return Staged(contract.problem)
+    wrong: dict[str, float] = {}
+    for pack in [both.pack()] if model.runner.contract.packs else both.packs_of_one():
+        whole_loss, whole = whole_step(model, [pack])
+        for cuts in {*((cut,) for cut in contract.cuts), contract.cuts}:
+            loss, gradients = staged_step(model, [pack], cuts)
+            wrong |= {f"{name}, cuts {cuts}": error for name, error in unequal(whole, gradients).items()}
+            if loss != whole_loss:
+                wrong[f"loss, cuts {cuts}"] = abs(loss - whole_loss) / abs(whole_loss)
+    return Staged("", contract.refused, wrong)
 
 
 def on_ranks(family: str, layout: str, pool: RankPool) -> Ranked | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from omnitrain.parallel.spawn.pool import RankPool
-from tests.models.every_family import LAYOUTS, PACKED, VERDICTS, Outcome, every_family, on_ranks, outcome
+from tests.models.every_family import LAYOUTS, PACKED, VERDICTS, Outcome, every_family, in_stages, on_ranks, outcome
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,8 @@ EQUAL_BEFORE = {"dp2": 217, "tp2": 140}  # layout -> families that were equal wh
 
 @cache
 def unnamed_families() -> list[str]:
-    text = "\n".join(path.read_text(errors="ignore").lower() for path in _files() if path.is_file())
+    contents = [path.read_bytes() for path in _files() if path.is_file()]
+    text = "\n".join(content.decode(errors="ignore").lower() for content in contents if b"\0" not in content)
     return [family for family in every_family() if family not in text]
 
 
@@ -58,6 +59,22 @@ def test_as_many_families_as_before_are_equal_on_two_ranks(capsys: pytest.Captur
     with capsys.disabled():
         print(f"\non two ranks: {dict(ON_TWO_RANKS)}")
     assert all(ON_TWO_RANKS[layout, "equal"] >= number for layout, number in EQUAL_BEFORE.items())
+
+
+@pytest.mark.parametrize("family", every_family())
+def test_a_family_is_exact_in_stages_or_refused(family: str) -> None:
+    found = in_stages(family)
+    assert found is None or found.verdict != "wrong", found
+
+
+def test_150_unnamed_families_are_bitwise_at_every_legal_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = {family: found for family in unnamed_families() if (found := in_stages(family)) is not None}
+    with capsys.disabled():
+        print(f"\nin stages: {dict(Counter(found.verdict for found in outcomes.values()))}")
+        for family, found in outcomes.items():
+            if found.verdict != "bitwise" or found.refused:
+                print(f"  {family}: {found.verdict} {found.refusal or found.refused or found.wrong}"[:300])
+    assert sum(found.verdict == "bitwise" for found in outcomes.values()) >= 150
 
 
 def test_twenty_unnamed_families_are_exact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,12 +22,13 @@ from omnitrain.models.components.contract import Contract, StageContract
 from omnitrain.models.contract.cache import contract_path, keep, kept
 from omnitrain.models.contract.harness import Failure, attempt, largest
 from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.contract.tiny_model import build_tiny_model, layer_kinds, tiny_configs
+from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, tiny_configs
 from omnitrain.models.discovery import MediaFeatures, ParameterReads, discover
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.foundation.stage import BlockSpan, Stage, hidden_among
 from omnitrain.models.hf.hub_kernels import torch_kernels
+from omnitrain.recipe.globs import any_layer
 
 # Relative to the largest gradient of a parameter. The gradients of a parameter that two stages read are summed in
 # another order than in the whole model; all other gradients are equal bit for bit.
@@ -36,6 +37,8 @@ TOLERANCE = 1e-5
 _FLOOR = 1e-3
 # So that there is a stage that is neither the first nor the last, and has more than one block.
 _LAYERS = 4
+# A model with all layers is built only up to this size.
+_MOST_PARAMETERS = 300_000_000
 
 
 def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContract:
@@ -54,7 +57,9 @@ def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContra
 def check_stages(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract, num_blocks: int
 ) -> StageContract:
-    """Check a tiny model of ``config``; if a cut is refused, check one with all layers of towers and full MLPs.
+    """Check a tiny model of ``config``; if it cannot be cut everywhere, also one with all layers, if that is small.
+
+    A model whose tiny model can be cut everywhere can be cut everywhere, too. Otherwise each of its cuts is measured.
 
     Args:
         model_class: class of the foundation.
@@ -64,50 +69,30 @@ def check_stages(
     """
     if num_blocks < 2:
         return StageContract(f"it has {num_blocks} block")
-    found = StageContract()
     small, _, whole = tiny_configs(config, least_layers=_LAYERS)
-    for tiny in (small, whole):
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            measured = attempt(partial(measure_stages, model_class, tiny, contract))
-        found = StageContract(str(measured)) if isinstance(measured, Failure) else measured
-        if not found.problem and not found.refused:
-            break
-    return of_all_blocks(found, layer_kinds(tiny), layer_kinds(config), num_blocks)
+    found = _checked(model_class, small, contract)
+    if found.problem:  # sizes that are cut may belong together
+        found = _checked(model_class, whole, contract)
+    if not found.problem and not found.refused:
+        return replace(found, cuts=tuple(range(1, num_blocks)))
+    deep = tiny_config(config, least_layers=num_blocks)
+    if not found.problem and _num_parameters(model_class, deep) <= _MOST_PARAMETERS:
+        found = _checked(model_class, deep, contract)
+    if len(found.cuts) + len(found.refused) < num_blocks - 1:
+        fact = found.problem or "; ".join(f"cut before block {cut}, {fact}" for cut, fact in found.refused.items())
+        return replace(found, cuts=(), refused={}, problem=fact)
+    return found
 
 
-def of_all_blocks(
-    tiny: StageContract, tiny_kinds: Sequence[Any], kinds: Sequence[Any], num_blocks: int
-) -> StageContract:
-    """Return the contract of a model with more blocks than the tiny one.
-
-    If the tiny model can be cut everywhere, so can the model. Otherwise a cut is legal if it lies between blocks of the
-    same kinds as a legal cut of the tiny model, and no refused cut lies between blocks of these kinds.
-
-    Args:
-        tiny: contract of the tiny model.
-        tiny_kinds: kind of each of its blocks.
-        kinds: kind of each block of the model.
-        num_blocks: number of blocks of the model.
-    """
-    every = range(1, num_blocks)
-    if tiny.problem:
-        return tiny
-    if not tiny.refused:
-        return replace(tiny, cuts=tuple(every))
-    refused = {_around(cut, tiny_kinds): fact for cut, fact in tiny.refused.items()}
-    legal = {_around(cut, tiny_kinds) for cut in tiny.cuts} - refused.keys()
-    facts = {
-        cut: refused.get(_around(cut, kinds), "the tiny model has no such cut")
-        for cut in every
-        if _around(cut, kinds) not in legal
-    }
-    cuts = tuple(cut for cut in every if cut not in facts)
-    return replace(tiny, cuts=cuts, refused=facts, problem="" if cuts else next(iter(facts.values())))
+def _checked(model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract) -> StageContract:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        found = attempt(partial(measure_stages, model_class, config, contract))
+    return StageContract(str(found)) if isinstance(found, Failure) else found
 
 
-def _around(cut: int, kinds: Sequence[Any]) -> str:
-    """The kinds of the blocks before and after a cut."""
-    return str(kinds[cut - 1 : cut + 1])
+def _num_parameters(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model_class(config).parameters())
 
 
 @dataclass
@@ -135,6 +120,8 @@ class StageTrial:
 
     def measured(self) -> StageContract:
         """Measure all cuts, with the fewest inputs of a stage that make most cuts exact."""
+        if skipped := self.skipped_blocks():
+            return StageContract(f"some samples skip whole blocks: {', '.join(skipped)}")
         plain = StageContract(returns=self.returns())
         levels = self.levels()
         found = None
@@ -149,6 +136,14 @@ class StageTrial:
         if not found.cuts:
             return replace(found, problem=next(iter(found.refused.values())))
         return self.cut_everywhere(found)
+
+    def skipped_blocks(self) -> list[str]:
+        """Return the modules with blocks that a forward skips for some samples; ranks call them on empty tensors."""
+        blocks = set(text_blocks(self.model))
+        names = tuple({f"{any_layer(name)}." for name, module in self.model.named_modules() if module in blocks})
+        skipped = self.runner.contract.skipped_modules
+        called = [each for each in skipped if not each.problem]
+        return [s.module for s in called if f"{s.module}.".startswith(names) and not f"{s.parent}.".startswith(names)]
 
     def tried(self, contract: StageContract) -> StageContract:
         """Measure each cut by itself."""
@@ -252,6 +247,8 @@ class StageTrial:
             for block in text_blocks(self.model):
                 hooks.enter_context(block.register_forward_hook(lambda _, __, output: found.append(output)))
             self.runner.text_loss(self.packs[0], EncodedMedia(self.runner.encode(self.packs[0])))
+        if not found:
+            raise RuntimeError("the forward does not call the list of layers that was found")
         output = found[0]
         if isinstance(output, Tensor):
             return None

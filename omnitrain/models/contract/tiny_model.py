@@ -176,7 +176,10 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     if name is None:
         return
     depth: int = getattr(text, name)
-    lists, per_layer = _lists_by_layer(text, depth), _per_layer_values(text, depth)
+    if least >= depth:
+        return
+    lists = {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
+    per_layer = _per_layer_values(text, depth)
     kinds = list(zip(*lists.values(), per_layer, strict=True))
     least = max(least, *(int(config_value(text, key) or 0) + 1 for key in _FIRST_LAYERS))
     sharing = _first(text, _SHARING)
@@ -194,20 +197,6 @@ def _cut_depth(text: PreTrainedConfig, least: int) -> None:
     setattr(text, name, len(kept))
     if any(per_layer):
         text.per_layer_config = {new: per_layer[index] for new, index in enumerate(kept)}
-
-
-def layer_kinds(config: PreTrainedConfig) -> list[Any]:
-    """Return the kind of each layer of the language model, as the config tells them apart; empty without a depth."""
-    text = config.get_text_config(decoder=True)
-    name = _first(text, _DEPTHS)
-    if name is None:
-        return []
-    depth: int = getattr(text, name)
-    return list(zip(*_lists_by_layer(text, depth).values(), _per_layer_values(text, depth), strict=True))
-
-
-def _lists_by_layer(text: PreTrainedConfig, depth: int) -> dict[str, Any]:
-    return {k: v for k, v in vars(text).items() if isinstance(v, (list, tuple)) and len(v) == depth}
 
 
 def _up_to_last_kind(kinds: Sequence[Any]) -> int:

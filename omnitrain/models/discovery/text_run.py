@@ -31,8 +31,8 @@ def feature_hosts(model: nn.Module, modality: str) -> list[str]:
 def separate_decoder(model: PreTrainedModel) -> nn.Module | None:
     """Return the text decoder; None if it is the model itself or a module that also contains the towers."""
     decoder = model.get_decoder()
-    if not isinstance(decoder, nn.Module) or decoder is model:
-        return None
+    if not isinstance(decoder, nn.Module) or decoder is model or next(_stacks(decoder), None) is None:
+        return None  # an attribute `decoder` may be the head
     return None if any(feature_hosts(decoder, modality) for modality in MODALITIES) else decoder
 
 
