@@ -30,7 +30,7 @@ from omnitrain.packages import require_fitting_torchvision
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
 
-_WITH_RECIPE = ("check", "run", "verify")  # the verbs that take overrides
+_WITH_RECIPE = ("check", "run", "verify", "schedule")  # the verbs that take overrides
 
 
 class _Verbs(TyperGroup):
@@ -84,7 +84,14 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-_MODEL_VERBS = ("check", "run", "verify", "generate", "export")  # the others work without torch or transformers
+_MODEL_VERBS = (
+    "check",
+    "run",
+    "verify",
+    "schedule",
+    "generate",
+    "export",
+)  # the others work without torch or transformers
 
 
 @app.callback()
@@ -209,9 +216,11 @@ def run(
         from omnitrain.parallel.state import state_without_groups
         from omnitrain.train.launch.crowding import crowding
         from omnitrain.train.launch.launch import launch
+        from omnitrain.train.micro_batches import require_enough_micro_batches
 
         with _all_problems(resolved, recipe, nproc):
-            state_without_groups(resolved.parallel, nproc)  # before 64 processes find that
+            # before 64 processes find that
+            require_enough_micro_batches(resolved, state_without_groups(resolved.parallel, nproc))
         if (warning := crowding(resolved.train.device, nproc)) is not None:
             typer.echo(f"omnitrain: {warning}", err=True)
         command = ["-m", "omnitrain", "run", recipe, *(overrides or []), *["--resume"] * resume]
@@ -281,6 +290,41 @@ def verify(
         for row in report.refused:
             typer.echo(f"omnitrain: {row.layout} was not verified: {row.reason}", err=True)
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def schedule(
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of ranks of the run. Default: a number that the plan fits.", min=1)
+    ] = None,
+    forward: Annotated[
+        float | None, typer.Option(help="Seconds of the forward of a micro-batch through all stages.")
+    ] = None,
+    backward: Annotated[
+        float | None, typer.Option(help="Seconds of its backward. Default: twice as long as the forward.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the stages and the simulated step.")
+    ] = None,
+) -> None:
+    """Show the stages and the schedule of a recipe's pipeline, and simulate a step, without ranks."""
+    import json
+
+    from omnitrain.recipe import Recipe
+
+    for option, seconds in (("--forward", forward), ("--backward", backward)):
+        if seconds is not None and seconds <= 0:
+            raise UserError(f"{option}: found {seconds:g}; expected a number of seconds above 0")
+    resolved = Recipe.load(recipe, overrides)
+
+    from omnitrain.train.verbs.schedule import show_schedule
+
+    shown = show_schedule(resolved, nproc, forward=forward, backward=backward)
+    if json_file is not None:
+        json_file.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"wrote {json_file}")
 
 
 @app.command()

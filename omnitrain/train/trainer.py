@@ -44,6 +44,7 @@ from omnitrain.train.metrics.memory_estimate import kept_by_source
 from omnitrain.train.metrics.meter import LossMeter, MeanLoss, MetricsFile, PackLosses, Stopwatch, peak_memory_mb
 from omnitrain.train.metrics.progress import Activity, StepProgress
 from omnitrain.train.metrics.trackers import open_trackers, require_trackers
+from omnitrain.train.micro_batches import require_enough_micro_batches
 from omnitrain.train.nonfinite import NonFiniteError, not_finite_error, unsound_parameters
 from omnitrain.train.precision import mixed_precision
 from omnitrain.train.prepare import prepare_model
@@ -105,6 +106,7 @@ class Trainer:
         is_mixed = mixed_precision(recipe.train, self.device.type) is True
         self.ranks = join_ranks(recipe.parallel, self.device, lays_out=is_mixed)
         self.folder = RunFolder(recipe)
+        self._advice = require_enough_micro_batches(recipe, self.ranks.state)
         self.ranks.first(self.folder.require_free)
         load_scorer(recipe.evaluation.scorer if recipe.evaluation else None)  # fails before the expensive steps
         require_trackers(recipe)
@@ -217,6 +219,8 @@ class Trainer:
         show_contract(self.model.runner.contract, in_full=False)
         if self.layout is not None:
             console.print(self.layout.table(self.model))
+            if self._advice is not None:
+                console.print(f"advice: {self._advice}", soft_wrap=True)
         else:
             console.print("every component computes in float32 (train.precision)")
         if self.compiled is not None:

@@ -21,7 +21,7 @@ from tests.tiny import FOUNDATION, tiny_recipe, tiny_row, write_parquet
 ROOT = Path(__file__).parents[2]
 
 # A mistake per paragraph: the command, its exit code, and words of its message (`...` stands for anything). `R` is a
-# recipe of a small language model over text.
+# recipe of a small language model over text; `deep.yaml` has more of its blocks.
 MISTAKES = """
 run nowhere.yaml
     2  no recipe `nowhere.yaml`: looked for the file
@@ -76,7 +76,27 @@ run R parallel.default.dp_shard=4
 check R --nproc 2 train.micro_batches=3
     2  train.micro_batches is 3, and 2 ranks draw data; set it to 1, 2 or a multiple of 2
 check R parallel.default.pp=2
-    2  parallel.default.pp: found pp 2, but pipeline parallelism is not available yet
+    2  parallel.default.pp: found 2, but Qwen3ForCausalLM cannot be cut into stages: it has 1 block; use 1
+check deep.yaml --nproc 4 parallel.components.foundation.pp=4 parallel.components.foundation.schedule.chunks=2
+    2  parallel.components.foundation.pp: found 4: 8 stages need at least 8 blocks, but the model has 4; use fewer
+check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.split=[1,2]
+    2  parallel.default.pp: found 2: split [1, 2] adds up to 3 blocks, but the model has 4; change the numbers
+check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.split=[4]
+    2  split [4] has 1 numbers, but the pipeline has 2 stages
+check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv train.micro_batches=2
+    2  parallel.default.schedule: zbv on 2 pipeline ranks needs 3 micro-batches per rank and step...2 gives 2; set
+run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2 train.micro_batches=2
+    2  interleaved on 2 pipeline ranks needs 2...2 gives 1 on 2 data-parallel ranks; set train.micro_batches to 4 or
+check deep.yaml --nproc 2 parallel.default.pp=2 parallel.components.image_encoder.pp=2
+    2  parallel.components.image_encoder.pp: found 2, but only the foundation is cut into stages; remove it
+check R --nproc 2 parallel.default.schedule.kind=gpipe
+    2  parallel.default.schedule: found with pp 1, where it does nothing; set pp above 1, or remove it
+schedule R
+    2  this recipe has no pipeline (pp is 1)...set parallel.components.foundation.pp=2
+schedule deep.yaml --nproc 3 parallel.default.pp=2
+    2  pp=2 needs a multiple of 2 ranks, but the run has 3
+schedule deep.yaml parallel.default.pp=2 --forward=-1
+    2  --forward: found -1; expected a number of seconds above 0
 check R parallel.default.precision.param=bfloat16
     2  trainable tensors are not float32...leave precision.param of the plan unset, or set optimizer_offload
 check R parallel.components.fundation.mode=replicate
@@ -153,6 +173,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     recipe["model"] = {"foundation": {"config": config}, "tokenizer": recipe["model"]["tokenizer"]}
     write_parquet(folder / "train.parquet", [tiny_row("text", seed) for seed in range(8)])
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    recipe["model"]["foundation"] = {"config": config | {"num_hidden_layers": 4}}
+    (folder / "deep.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     write_parquet(folder / "image.parquet", [tiny_row("image_to_text", 0)])
     asked = [tiny_row("text", seed) for seed in range(3)]
     for row in asked:

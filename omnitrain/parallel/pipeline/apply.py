@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.gradients import Stages
 from omnitrain.parallel.pipeline.channel import Direction, StageChannel
-from omnitrain.parallel.pipeline.stages import PipelineStages, holders, stages_of
+from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.schedule.lower import lower
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PipelineSchedule
+from omnitrain.plan.schedule.validate import validate
+from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,7 @@ class Pipeline:
 
     def schedule_of(self, num_micro_batches: int) -> Schedule:
         """Return the schedule of a step with this number of micro-batches, with all sends, receives and gathers."""
-        made = self.schedule
-        ranks = max(self.stages.ranks) + 1
-        return _lowered(made.resolved_kind, ranks, made.stages_per_rank, made.group_size, num_micro_batches)
+        return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches)
 
     def norm_over_stages(self, model: OmniModel) -> Stages:
         """Return what :func:`~omnitrain.optim.gradients.gradient_norm` needs to count each parameter once."""
@@ -98,9 +96,26 @@ def cut_into_stages(model: OmniModel, plan: ComponentPlan, state: ParallelState)
     return Pipeline(stages, schedule, group, StageChannel(groups, stages.rank), held_by, shared)
 
 
+def complete_schedule(settings: PipelineSchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Return a schedule with all sends, receives and gathers, after it was validated.
+
+    Args:
+        settings: how a step runs through the stages.
+        num_ranks: number of pipeline ranks.
+        num_micro_batches: number of micro-batches of the step on each rank.
+
+    Raises:
+        ScheduleError: it cannot run.
+    """
+    kind, chunks = settings.resolved_kind, settings.stages_per_rank
+    return _lowered(kind, num_ranks, chunks, settings.group_size, num_micro_batches)
+
+
 @lru_cache(maxsize=8)
 def _lowered(kind: str, ranks: int, chunks: int, group_size: int | None, num_micro_batches: int) -> Schedule:
-    return lower(generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size))
+    schedule = lower(generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size))
+    validate(schedule)
+    return schedule
 
 
 def _new_group(columns: np.ndarray) -> dist.ProcessGroup:
@@ -114,11 +129,8 @@ def units_by_stage(model: OmniModel, stages: PipelineStages) -> dict[int, tuple[
 
     What is not part of a block belongs to this rank's first stage, if it is the model's first, else to its last.
     """
-    blocks = text_blocks(model.foundation)
-    (path,) = {name for name, module in model.foundation.named_modules() if module is blocks}
-    stage_of_block = {
-        f"{FOUNDATION}.{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])
-    }
+    path = path_of_blocks(model)
+    stage_of_block = {f"{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])}
     home = 0 if 0 in stages.local else stages.local[-1]
     units: dict[int, list[str]] = {stage: [] for stage in stages.local}
     for name, module in model.named_modules():

@@ -29,11 +29,13 @@ class PipelineStages:
 
     Attributes:
         spans: for each stage, its first block and the block after its last one.
+        costs: for each stage, the number of parameters that a token meets in its blocks, and on the last in the head.
         ranks: for each stage, the pipeline rank that computes it.
         rank: pipeline rank of this process.
     """
 
     spans: tuple[tuple[int, int], ...]
+    costs: tuple[float, ...]
     ranks: tuple[int, ...]
     rank: int
 
@@ -77,16 +79,18 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
     """
     placement = Placement.V if schedule.kind == "zbv" else Placement.LOOP
     ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, placement)
-    blocks, cuts = text_blocks(model.foundation), model.stage_contract.cuts
+    cuts = model.stage_contract.cuts
+    text = model.foundation.config.get_text_config(decoder=True)
+    chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
+    blocks = [_cost(block, chosen) for block in text_blocks(model.foundation)]
+    head = float(sum(weight.numel() for weight in model.foundation.get_output_embeddings().parameters()))
     if schedule.split is not None:
         spans = split_by_numbers(schedule.split, len(blocks), len(ranks), legal_cuts=cuts)
     else:
-        head = model.foundation.get_output_embeddings()
-        last = float(sum(weight.numel() for weight in head.parameters()))
-        text = model.foundation.config.get_text_config(decoder=True)
-        chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
-        spans = split_by_cost([_cost(block, chosen) for block in blocks], ranks, last=last, legal_cuts=cuts)
-    return PipelineStages(spans, ranks, state.pp_rank)
+        spans = split_by_cost(blocks, ranks, last=head, legal_cuts=cuts)
+    costs = [sum(blocks[start:stop]) for start, stop in spans]
+    costs[-1] += head
+    return PipelineStages(spans, tuple(costs), ranks, state.pp_rank)
 
 
 def _cost(block: nn.Module, chosen: int | None) -> float:
@@ -96,6 +100,13 @@ def _cost(block: nn.Module, chosen: int | None) -> float:
         weights, number = sum(weight.numel() for weight in experts.parameters(recurse=False)), num_experts_of(experts)
         cost -= weights * (1 - min(chosen or number, number) / number)
     return cost
+
+
+def path_of_blocks(model: OmniModel) -> str:
+    """Return the name of the module list that has the foundation's blocks."""
+    blocks = text_blocks(model.foundation)
+    (path,) = {name for name, module in model.foundation.named_modules() if module is blocks}
+    return f"{FOUNDATION}.{path}"
 
 
 def holders(
@@ -113,11 +124,9 @@ def holders(
             ``last``.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
-    foundation = model.foundation
-    blocks = text_blocks(foundation)
-    (path,) = {name for name, module in foundation.named_modules() if module is blocks}
+    path = path_of_blocks(model)
     rank_of_block = {
-        f"{FOUNDATION}.{path}.{block}.": stages.ranks[stage]
+        f"{path}.{block}.": stages.ranks[stage]
         for stage, (start, stop) in enumerate(stages.spans)
         for block in range(start, stop)
     }

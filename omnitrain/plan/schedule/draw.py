@@ -11,18 +11,31 @@ _FILL = {Kind.F: ">", Kind.B: "<", Kind.I: "<", Kind.W: "-", Kind.OVERLAP_F_B: "
 _IDLE = "."
 
 
-def grid(schedule: Schedule) -> str:
+def grid(schedule: Schedule, *, width: int | None = None) -> str:
     """Return a line for each rank and a column for each step, in which a rank runs at most one forward or backward.
 
-    Steps in which a rank waits are empty: the grid is the schedule in time, if all actions take equally long.
+    Steps in which a rank waits are empty: the grid is the schedule in time, if all actions take equally long. Lines go
+    on below after ``width`` characters.
     """
     timeline = simulate(schedule, lambda action: int(bool(action.passes)))
     rows = [
         {event.start: _cell(event.action) for event in row if event.stream is Stream.COMPUTE} for row in timeline.events
     ]
-    width = max((len(cell) for row in rows for cell in row.values()), default=0)
-    lines = (" ".join(row.get(step, "").ljust(width) for step in range(timeline.makespan)).rstrip() for row in rows)
-    return "".join(f"rank {rank:>2} | {line}\n" for rank, line in enumerate(lines))
+    cell = max((len(cell) for row in rows for cell in row.values()), default=0)
+    columns = timeline.makespan
+    if width is not None:
+        columns = max(1, (width - len(_row_head(0)) + 1) // (cell + 1))
+    parts = (range(start, min(start + columns, timeline.makespan)) for start in range(0, timeline.makespan, columns))
+    return "\n".join(_grid_part(rows, part, cell) for part in parts)
+
+
+def _grid_part(rows: list[dict[Any, str]], steps: range, cell: int) -> str:
+    lines = (" ".join(row.get(step, "").ljust(cell) for step in steps).rstrip() for row in rows)
+    return "".join(f"{_row_head(rank)}{line}".rstrip() + "\n" for rank, line in enumerate(lines))
+
+
+def _row_head(rank: int) -> str:
+    return f"rank {rank:>2} | "
 
 
 def gantt(timeline: Timeline, *, width: int = 100) -> str:

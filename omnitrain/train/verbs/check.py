@@ -12,7 +12,6 @@ import torch
 
 from omnitrain.checkpoint.store import newest_checkpoint
 from omnitrain.data.loading.loader import StepLoader, first_samples, require_usable
-from omnitrain.data.loading.slots import share_of_rank
 from omnitrain.data.packing.sample import Rejected, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread_media import require_shown
@@ -42,6 +41,7 @@ from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_unused
 from omnitrain.train.metrics.trackers import require_trackers
+from omnitrain.train.micro_batches import require_enough_micro_batches
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.useless_keys import require_effect
@@ -184,11 +184,13 @@ def _require_plan(recipe: Recipe, model: OmniModel, mixed: bool | None, num_rank
         state, plans = resolve_without_ranks(model, plan, mixed, num_ranks)
     except PlanError as error:
         raise error.under("parallel") from None
-    share_of_rank(0, state.dp_size, recipe.train.micro_batches)
+    advice = require_enough_micro_batches(recipe, state)
     if plan == ParallelPlan() and state.world_size == 1:
         return
     console.print(f"layout on {state.world_size} rank{'s' * (state.world_size > 1)} (--nproc {state.world_size}):")
     console.print(planned_table(model, plans, unit_names(find_units(model))))
+    if advice is not None:
+        console.print(f"advice: {advice}", soft_wrap=True)
     require_fp32(_trained_dtypes(model, plans))
 
 

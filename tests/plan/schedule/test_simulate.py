@@ -95,6 +95,9 @@ def test_the_grid_shows_a_step_in_each_column() -> None:
         "rank  0 | 0F0 0F1     0B0 0F2 0B1     0B2\nrank  1 |     1F0 1B0 1F1 1B1 1F2 1B2\n"
     )
     assert "0F1|0B0" in grid(one_f_one_b(1, 2, overlap=True))
+    assert grid(one_f_one_b(2, 3), width=30) == (
+        "rank  0 | 0F0 0F1     0B0 0F2\nrank  1 |     1F0 1B0 1F1 1B1\n\nrank  0 | 0B1     0B2\nrank  1 | 1F2 1B2\n"
+    )
 
 
 def test_the_gantt_chart_shows_time_and_idle_shares() -> None:

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from omnitrain.errors import ScheduleError
+from omnitrain.parallel.pipeline import apply
+from omnitrain.parallel.pipeline.apply import complete_schedule
+from omnitrain.plan.schedule import Kind, Schedule, lower
+from omnitrain.recipe.parallel import PipelineSchedule
+
+
+@pytest.fixture(autouse=True)
+def _nothing_cached() -> Iterator[None]:
+    apply._lowered.cache_clear()
+    yield
+    apply._lowered.cache_clear()
+
+
+@pytest.mark.parametrize("settings", [PipelineSchedule(), PipelineSchedule(chunks=2), PipelineSchedule(kind="gpipe")])
+def test_a_schedule_without_any_one_of_its_actions_is_refused_before_it_runs(
+    settings: PipelineSchedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = complete_schedule(settings, 2, 2)
+    for rank, row in enumerate(whole.actions):
+        for index, action in enumerate(row):
+            rows = [list(actions) for actions in whole.actions]
+            del rows[rank][index]
+            monkeypatch.setattr(apply, "lower", lambda _, rows=rows: whole.with_actions(rows))
+            apply._lowered.cache_clear()
+            with pytest.raises(ScheduleError) as caught:
+                complete_schedule(settings, 2, 2)
+            assert str(action) in str(caught.value), (action, str(caught.value))
+
+
+def test_a_schedule_is_made_and_validated_once_for_each_number_of_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def counted(schedule: Schedule) -> Schedule:
+        made.append(schedule.num_micro_batches)
+        return lower(schedule)
+
+    monkeypatch.setattr(apply, "lower", counted)
+    schedules = [complete_schedule(PipelineSchedule(), 2, m) for m in (3, 4, 3, 4, 3)]
+    assert made == [3, 4] and schedules[0] is schedules[2]
+    assert any(action.kind is Kind.RECV_F for action in schedules[0].actions[1])

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from omnitrain.cli.main import app
+from omnitrain.errors import UserError
+from omnitrain.recipe import Recipe
+from omnitrain.train.verbs.check import check_without_tokenizer
+from omnitrain.train.verbs.schedule import show_schedule
+from tests.tiny import FOUNDATION, tiny_model, tiny_recipe
+
+PP = "parallel.components.foundation.pp=2"
+
+
+def load(folder: Path, *overrides: str) -> Recipe:
+    config = {**FOUNDATION, "num_hidden_layers": 5}
+    return Recipe.load(tiny_recipe(folder), [f"model.foundation.config={json.dumps(config)}", PP, *overrides])
+
+
+def test_the_verb_prints_stages_and_times_and_writes_the_simulated_step(tmp_path: Path) -> None:
+    tiny_recipe(tmp_path)
+    layers = "model.foundation.config.num_hidden_layers=5"
+    command = ["schedule", str(tmp_path / "recipe.yaml"), PP, layers, "train.micro_batches=8", "--nproc", "4"]
+    done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "step.json")])
+    assert done.exit_code == 0, done.output
+    assert (
+        "1f1b on 4 ranks (--nproc 4): 2 pipeline ranks, 2 times (data-parallel), 1 stage on each, 4 micro-b"
+        in done.output
+    )
+    assert "peak of live activations, in micro-batches of a stage: 2 on rank 0, 1 on rank 1" in done.output
+    assert "rank  1 |     1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3\n" in done.output and "% if stages took" in done.output
+    written = json.loads((tmp_path / "step.json").read_text())
+    assert written["bubble_of_equal_stages"] == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1)
+    assert [len(rank["events"]) for rank in written["ranks"]] == [8, 8]
+    assert f"bubble: {written['bubble']:.1%}" in done.output
+
+
+def test_stages_hold_every_parameter_and_what_two_of_them_hold_counts_twice(tmp_path: Path) -> None:
+    recipe = load(tmp_path, "train.micro_batches=4", "parallel.components.foundation.schedule.split=[2, 3]")
+    first, last = show_schedule(recipe)["stages"]
+    assert (first["blocks"], last["blocks"], first["rank"], last["rank"]) == ((0, 2), (2, 5), 0, 1)
+    assert "model.embed_tokens" in first["others"] and {"image_encoder", "audio_encoder"} <= {*first["others"]}
+    assert "model.norm" in last["others"] and "image_encoder" not in last["others"]
+    assert first["share"] + last["share"] == pytest.approx(1) and last["share"] > first["share"]
+    model = tiny_model()
+    decoders = {*model.decoder_names}
+    assert decoders <= {*first["others"]} and decoders <= {*last["others"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks", "m", "makespan"),
+    [("gpipe", None, 3, 3 * 6 + 6), ("1f1b", None, 4, 4 * 6 + 6), ("interleaved", 2, 4, 4 * 6 + 3)],
+)
+def test_equal_stages_take_as_long_as_the_formula_says(
+    tmp_path: Path, kind: str, chunks: int | None, m: int, makespan: int
+) -> None:
+    """A rank's forward takes 2 s and its backward 4 s, so ``m (F + B) + (p - 1) (F + B) / v``."""
+    schedule = f"parallel.components.foundation.schedule={{kind: {kind}, chunks: {chunks or 'null'}}}"
+    shown = show_schedule(load(tmp_path, schedule, f"train.micro_batches={m}"), forward=4.0)
+    assert shown["bubble_of_equal_stages"] == pytest.approx(1 - m * 6 / makespan)
+    assert sum(e["end"] - e["start"] for rank in shown["ranks"] for e in rank["events"]) == pytest.approx(m * 12)
+
+
+def test_the_default_schedule_runs_with_too_few_micro_batches_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_without_tokenizer(load(tmp_path), 2) == []
+    told = capsys.readouterr().out
+    assert "advice: 1f1b on 2 pipeline ranks needs 2 micro-batches per rank and step, but train.micro_bat" in told
+    with pytest.raises(
+        UserError, match=r"1f1b on 2 pipeline ranks needs 2 .* gives 1; set train.micro_batches to 2 or"
+    ):
+        show_schedule(load(tmp_path, "parallel.components.foundation.schedule.kind=1f1b"))
+    show_schedule(load(tmp_path, "parallel.components.foundation.schedule.kind=gpipe"))
