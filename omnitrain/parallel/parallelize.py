@@ -38,6 +38,7 @@ from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
 from omnitrain.parallel.pipeline.apply import cut_into_stages
+from omnitrain.parallel.pipeline.relay import PipelineRelay
 from omnitrain.parallel.pipeline.stages import drop_parameters
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.sequence.apply import slice_of_call
@@ -48,7 +49,7 @@ from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel
-from omnitrain.peers import is_spread
+from omnitrain.peers import GlooGroup, is_spread
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 
 
@@ -161,6 +162,8 @@ def build_parallelize_model(
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
     components = _layouts(omni, plans, meshes, units, activations, towers, of_foundation)
     remember_layout(omni, ModelLayout(state, components, pipeline))
+    if pipeline is not None:
+        omni.relay = PipelineRelay(pipeline, GlooGroup(state.shape.groups("pp")), device_of(state.fsdp_mesh))
     omni.takes_batches = False
     return omni
 

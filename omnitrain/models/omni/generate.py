@@ -17,6 +17,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from omnitrain.data.packing.fill_pack import pack_all
 from omnitrain.data.packing.pack import Pack
@@ -24,9 +25,11 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings
+from omnitrain.models.foundation.runner import EncodedMedia, Head, InsertedEmbeddings
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.lockstep import idle_prompt, in_step
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.stage import StageInput
 from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.recipe import Sampling
 
@@ -123,8 +126,10 @@ def generate(
             sequences |= zip(batch, made, strict=True)
     finally:
         model.train(was_training)
-    for sequence in sequences.values():
-        sequence.answer.parts = _parts(model, processor, sequence.answer.tokens)
+    tokens = [sequence.answer.tokens for sequence in sequences.values()]
+    parts = model.relay.from_first(lambda: [_parts(model, processor, drawn) for drawn in tokens])
+    for sequence, made in zip(sequences.values(), parts, strict=True):
+        sequence.answer.parts = made
         sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
     return [sequences[place].answer for place in range(len(prompts))]
 
@@ -151,30 +156,56 @@ def _decode(
     writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
     sequences = [_Sequence(writers) for _ in prompts]
     decoders = model.decoders
-    samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *decoders)}
+    heads = _Heads(model, sampling, uniform)
     step = _Foundation(model, prompts, processor.end_token, use_cache, peers)
-    text_embedding = model.foundation.get_input_embeddings()
     for _ in range(max_new_tokens):
-        hidden, text_logits = step.last()
-        size = (len(hidden), text_embedding.weight.size(1))
-        next_embeds = hidden.new_zeros(size, dtype=text_embedding.weight.dtype)
-        next_tokens = [processor.end_token] * len(hidden)
-        for mode, rows in _rows_by_mode(sequences):
-            index = torch.tensor(rows, device=hidden.device)
-            sample = partial(samplers[mode], partial(uniform.next, rows))
-            if mode == "text":
-                tokens = sample(text_logits[index].float())
-                rows_embeds = text_embedding(tokens)
-            else:
-                rows_embeds, tokens = decoders[mode].lm_embed(hidden[index], sample)
-            next_embeds[index] = rows_embeds.to(next_embeds.dtype)
-            for row, token in zip(rows, tokens.tolist(), strict=True):
-                next_tokens[row] = token if mode == "text" else processor.end_token
-                sequences[row].take(token, processor.end_token, lambda name, item: decoders[name].is_complete(item))
+        by_mode = _rows_by_mode(sequences)
+        tokens, embeds = model.relay.from_first(partial(heads.draw, by_mode, *step.last()))
+        next_tokens = [processor.end_token] * len(embeds)
+        for mode, rows in by_mode:
+            for row in rows:
+                next_tokens[row] = tokens[row] if mode == "text" else processor.end_token
+                sequences[row].take(
+                    tokens[row], processor.end_token, lambda name, item: decoders[name].is_complete(item)
+                )
         if not peers.any(any(not sequence.answer.is_finished for sequence in sequences)):
             break
-        step.append(next_tokens, next_embeds)
+        step.append(next_tokens, embeds)
     return sequences
+
+
+class _Heads:
+    """Draws the next tokens of a batch, and embeds them."""
+
+    def __init__(self, model: OmniModel, sampling: dict[str, Sampling], uniform: _UniformStreams) -> None:
+        self._decoders, self._text_embedding = model.decoders, model.foundation.get_input_embeddings()
+        self._samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *self._decoders)}
+        self._uniform = uniform
+
+    def draw(
+        self, by_mode: Sequence[tuple[str, list[int]]], hidden: torch.Tensor, text_logits: torch.Tensor
+    ) -> tuple[dict[int, int], torch.Tensor]:
+        """Return row -> its next token, and embeddings ``[batch, hidden]``; zeros for finished rows.
+
+        Args:
+            by_mode: result of :func:`_rows_by_mode`.
+            hidden: ``[batch, hidden]``.
+            text_logits: ``[batch, vocabulary]``.
+        """
+        drawn: dict[int, int] = {}
+        size = (len(hidden), self._text_embedding.weight.size(1))
+        embeds = hidden.new_zeros(size, dtype=self._text_embedding.weight.dtype)
+        for mode, rows in by_mode:
+            index = torch.tensor(rows, device=hidden.device)
+            sample = partial(self._samplers[mode], partial(self._uniform.next, rows))
+            if mode == "text":
+                tokens = sample(text_logits[index].float())
+                rows_embeds = self._text_embedding(tokens)
+            else:
+                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[index], sample)
+            embeds[index] = rows_embeds.to(embeds.dtype)
+            drawn |= zip(rows, tokens.tolist(), strict=True)
+        return drawn, embeds
 
 
 def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
@@ -234,8 +265,9 @@ class _Foundation:
         _require_no_rows(self.given, longest)
         self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
         self.native = self._encoded(prompts, torch.tensor(pads), peers)
-        self.cache = DynamicCache(config=model.foundation.config) if use_cache else None
-        self.seen = 0  # columns that the cache holds
+        self.uses_cache = use_cache and (not model.relay.is_cut or _can_fill_up(self._new_cache()))
+        self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
+        self.seen = 0  # columns that the caches hold
 
     def _encoded(self, prompts: Sequence[Sample], pads: torch.Tensor, peers: Peers) -> dict[str, MediaFeatures]:
         """Return features for the foundation's own placeholders; insert those of encoders and decoders."""
@@ -243,7 +275,7 @@ class _Foundation:
         native: list[dict[str, MediaFeatures]] = []
         first = 0  # prompt of the pack
         for number, (pack, work) in enumerate(in_step(self.model, packs, peers)):
-            media = self.model.encode_media(pack.to(self.model.device), work).media
+            media = self.model.relay.from_first(partial(self._media, pack, work))
             if number < len(packs):
                 native.append(media.native)
                 lengths = torch.tensor(pack.info.lengths)
@@ -255,6 +287,9 @@ class _Foundation:
                 first += len(lengths)
         return self.runner.one_batch(native)
 
+    def _media(self, pack: Pack, work: MicroBatchWork) -> EncodedMedia:
+        return self.model.encode_media(pack.to(self.model.device), work).media
+
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` of the last position.
 
@@ -264,12 +299,28 @@ class _Foundation:
         states: list[torch.Tensor] = []
 
         def head(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-            states.append(hidden[:, -1])
+            states.append(hidden[:, -1].clone())  # of one position alone, where other ranks get it
             return lm_head.forward(hidden[:, -1:])
 
+        def result() -> tuple[torch.Tensor, torch.Tensor]:
+            if not states:
+                raise UserError(
+                    f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here"
+                )
+            return states[0], output.logits[:, -1]
+
+        output = self.model.relay.run(partial(self._run, head))
+        if self.uses_cache:
+            self.seen = self.input_ids.size(1)
+            self.inserted.clear()
+        return self.model.relay.from_last(result)
+
+    def _run(self, head: Head, stage: StageInput | None) -> Any:
+        """Run a stage, or the whole model, over the columns that its cache does not hold."""
         columns = slice(self.seen, None)
         width = self.input_ids.size(1) - self.seen
         inserted = [InsertedEmbeddings(c.prompts * width + c.columns - self.seen, c.embeds) for c in self.inserted]
+        cache = self._cache_of(stage)
         output = self.runner.run(
             self.input_ids[:, columns],
             head=head,
@@ -277,19 +328,28 @@ class _Foundation:
             arguments={
                 **self._places(columns),
                 "attention_mask": self.mask,
-                "past_key_values": self.cache,
-                "use_cache": self.cache is not None,
+                "past_key_values": cache,
+                "use_cache": cache is not None,
                 **{name: values[:, columns] for name, values in self.token_inputs.items()},
             },
+            stage=None if stage is None else self.model.stage_of(stage),
         )
-        if self.cache is not None:
-            self.seen = self.input_ids.size(1)
-            self.inserted.clear()
-        if not states:
-            raise UserError(
-                f"{type(self.model.foundation).__name__} hides its last hidden states; it cannot generate here"
-            )
-        return states[0], output.logits[:, -1]
+        if stage is None:
+            return output
+        if cache is not None:
+            _fill_up(cache, self.input_ids)
+        return output if stage.span.is_last else (output,)
+
+    def _new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.foundation.config)
+
+    def _cache_of(self, stage: StageInput | None) -> DynamicCache | None:
+        if not self.uses_cache:
+            return None
+        first = 0 if stage is None else stage.span.start
+        if first not in self.caches:
+            self.caches[first] = self._new_cache()
+        return self.caches[first]
 
     def _places(self, columns: slice) -> dict[str, torch.Tensor]:
         """Return position ids; if the model's own forward reads the prompt, its inputs instead."""
@@ -314,6 +374,22 @@ class _Foundation:
             name: torch.cat([values, values.new_full((len(values), 1), kind)], dim=1)
             for name, values in self.token_inputs.items()
         }
+
+
+def _can_fill_up(cache: DynamicCache) -> bool:
+    """Whether :func:`_fill_up` can do what it says: layers with a state other than keys and values have no length."""
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+def _fill_up(cache: DynamicCache, input_ids: torch.Tensor) -> None:
+    """Give the layers of other stages the length of ``input_ids`` ``[batch, T]``: masks are made by it.
+
+    Nothing reads their keys and values, which have one number per token.
+    """
+    for layer in cache.layers:
+        if missing := input_ids.size(1) - layer.get_seq_length():
+            empty = input_ids.new_zeros(1, 1, missing, 1)
+            layer.update(empty, empty)
 
 
 def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:

@@ -12,7 +12,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import special_ids
 from omnitrain.models.omni.encode import MicroBatchWork, num_calls
-from omnitrain.peers import Peers
+from omnitrain.peers import Peers, all_or_raise
 
 _IDLE = "idle"  # source and id of samples for ranks without data; real data may use the same name
 
@@ -27,7 +27,12 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
 
     Yields:
         A pack, and this rank's work for it.
+
+    Raises:
+        UserError: raised on all ranks if the foundation's own forward reads a pack, and the model is a pipeline.
     """
+    if model.relay.is_cut:  # before any stage waits for another
+        all_or_raise(peers, lambda: [model.runner.in_forward.require_whole_model(pack) for pack in packs])
     rounds = peers.most({"packs": len(packs)})["packs"]
     calls = {(i, name): calls for i, pack in enumerate(packs) for name, calls in num_calls(model, pack).items()}
     most = peers.most(calls)

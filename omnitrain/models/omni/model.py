@@ -37,6 +37,7 @@ from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, id
 from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.lockstep import idle_prompt
+from omnitrain.models.omni.relay import ONE_STAGE, StageRelay
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
@@ -59,6 +60,7 @@ class OmniModel(ComponentModel):
     Attributes:
         compute_device: where it computes, if that is not where its parameters are.
         takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
+        relay: runs its pipeline stages in turn, for evaluation and generation.
     """
 
     config_class = OmniConfig
@@ -72,6 +74,7 @@ class OmniModel(ComponentModel):
         ready = components or {}
         self.compute_device: torch.device | None = None
         self.takes_batches = True
+        self.relay: StageRelay = ONE_STAGE
         self._minimal_inputs: dict[str, tuple[TensorFeatures, tuple[int, ...]]] = {}
         self.foundation = ready.get("foundation") or _fresh(config.foundation or {}, foundation_class)
         # Sorted, as a saved config is: a loaded model must have its parameters in the order of the built one.
@@ -336,13 +339,24 @@ class OmniModel(ComponentModel):
         Raises:
             UserError: the foundation cannot be cut there.
         """
-        for cut in (span.start, span.stop):
-            self.stage_contract.require(type(self.foundation).__name__, cut)
-        stage = Stage(span, self.stage_contract, arrived)
+        stage = self.stage_of(StageInput(span, () if arrived is None else (arrived,)))
         pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice
         if span.is_last:
             return self.runner.text_loss(pack, media, sequence_slice, stage)
         return self.runner.stage_output(pack, media, sequence_slice, stage)
+
+    def stage_of(self, stage: StageInput) -> Stage:
+        """Return a call of a pipeline stage, for :meth:`FoundationRunner.run`.
+
+        Args:
+            stage: the input of the stage.
+
+        Raises:
+            UserError: the foundation cannot be cut there.
+        """
+        for cut in (stage.span.start, stage.span.stop):
+            self.stage_contract.require(type(self.foundation).__name__, cut)
+        return Stage(stage.span, self.stage_contract, *stage.arrived[:1])
 
     def run_heads(self, encoded: EncodedPack, output: FoundationOutput) -> OmniOutput:
         """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states.

@@ -234,15 +234,22 @@ def _by_source(indices: Iterable[int], places: Sequence[_Place]) -> list[int]:
 def heldout_loss(
     model: OmniModel, packs: Sequence[Pack], peers: Peers = SINGLE_PROCESS, notify: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Return the mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`)."""
+    """Return the mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`).
+
+    Args:
+        model: sharded or not; of a pipeline, the ranks of all stages have the same packs.
+        packs: of this rank; may be none.
+        peers: ranks with other packs, which all call this.
+        notify: called with the progress before every pack.
+    """
     meter = LossMeter()
     for index, (pack, work) in enumerate(in_step(model, packs, peers)):
         notify(f"held-out loss, pack {index + 1}")
         on_device = pack.to(model.device)
-        output = model(on_device, work)
-        if index < len(packs):
+        output = model.relay.run(partial(model.__call__, on_device, work))
+        if output is not None and index < len(packs):
             meter.add(on_device, output)
-    return meter.read(peers)
+    return model.relay.from_last(lambda: meter.read(peers))
 
 
 def exact_match(answers: Sequence[Answered]) -> dict[str, float]:

@@ -1,0 +1,105 @@
+"""Run the stages of a pipeline in turn, for evaluation and generation, which have no schedule."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnitrain.errors import TrainingError, UserError
+from omnitrain.models.foundation.stage import BlockSpan
+from omnitrain.models.omni.stage import StageInput
+from omnitrain.parallel.pipeline.apply import Pipeline
+from omnitrain.peers import Peers
+
+T = TypeVar("T")
+
+
+class PipelineRelay:
+    """:class:`~omnitrain.models.omni.relay.StageRelay` of a pipeline.
+
+    Unlike :class:`~omnitrain.parallel.pipeline.messages.StageMessages`, it has no plan that tells the shapes of what a
+    stage sends, so they are sent first.
+
+    Args:
+        pipeline: the pipeline.
+        column: the ranks of :attr:`Pipeline.group`, in a group of the host.
+        device: of this rank.
+    """
+
+    is_cut = True
+
+    def __init__(self, pipeline: Pipeline, column: Peers, device: torch.device) -> None:
+        self._stages, self._channel = pipeline.stages, pipeline.channel
+        self._column, self._device = column, device
+
+    def run(self, forward: Callable[[StageInput | None], Any]) -> Any:
+        """Run the stages of this rank; see :class:`StageRelay`."""
+        stages = self._stages
+        count = stages.spans[-1][1]
+        output: Any = ()
+        for stage in stages.local:
+            if stage and stages.ranks[stage - 1] != stages.rank:
+                output = self._received(stage)
+            output = forward(StageInput(BlockSpan(*stages.spans[stage], count), output))
+            if not stages.is_last(stage) and stages.ranks[stage + 1] != stages.rank:
+                self._send(stage + 1, output)
+        self._channel.finish()
+        return output if stages.rank == stages.last_rank else None
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Return on all ranks what ``make`` returns on the rank with the first stage."""
+        return self._told(self._stages.first_rank, make)
+
+    def from_last(self, make: Callable[[], T]) -> T:
+        """Return on all ranks what ``make`` returns on the rank with the last stage."""
+        return self._told(self._stages.last_rank, make)
+
+    def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:
+        peer = self._stages.ranks[stage]
+        dist.send_object_list([_layout_of(tensors)], group=self._column.group, group_dst=peer)
+        self._channel.send("F", tensors, peer, stage)
+
+    def _received(self, stage: int) -> tuple[Tensor, ...]:
+        peer = self._stages.ranks[stage - 1]
+        layout: list[Any] = [None]
+        dist.recv_object_list(layout, group=self._column.group, group_src=peer)
+        buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layout[0]]
+        return self._channel.receive("F", buffers, peer, stage).wait()
+
+    def _told(self, teller: int, make: Callable[[], T]) -> T:
+        told: list[Any] = [None]
+        if self._stages.rank != teller:
+            dist.broadcast_object_list(told, group=self._column.group, group_src=teller)
+            return self._loaded(told[0])
+        try:
+            made = make()
+            told[0] = _saved(made, self._device)
+            return made
+        except Exception as error:  # raised again here; the other ranks raise what they are told
+            is_users = isinstance(error, UserError)
+            told[0] = UserError(str(error)) if is_users else TrainingError(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            dist.broadcast_object_list(told, group=self._column.group, group_src=teller)
+
+    def _loaded(self, told: Any) -> Any:
+        if isinstance(told, Exception):
+            raise told
+        device, saved = told
+        return torch.load(io.BytesIO(saved), map_location={device: str(self._device)}, weights_only=False)
+
+
+def _layout_of(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _saved(value: object, device: torch.device) -> tuple[str, bytes]:
+    """Return the device of the tensors of a value that are not on the host, and the value as bytes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return str(device), stream.getvalue()
