@@ -145,7 +145,7 @@ def check(
         int | None, typer.Option(help="Number of ranks of the run. Default: a number that the plan fits.", min=1)
     ] = None,
     no_tokenizer: Annotated[
-        bool, typer.Option("--no-tokenizer", help="Check only the model and its layout, without tokenizer and data.")
+        bool, typer.Option("--no-tokenizer", help="Check what needs neither tokenizer nor data.")
     ] = False,
 ) -> None:
     """Validate a recipe (or a model) without loading weights, and list problems."""

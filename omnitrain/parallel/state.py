@@ -371,7 +371,7 @@ def _shape_of(plan: ParallelPlan, world_size: int) -> tuple[MeshShape, DpMode]:
     except UserError as error:
         _, *problems = str(error).splitlines()
         fitting = _fitting_world_size(degrees, world_size)
-        advice = "" if fitting is None else f"; start it with --nproc {fitting}"
+        advice = "" if fitting is None else f"; or start it with --nproc {fitting}"
         raise UserError(f"parallel: {'; '.join(problems)}{advice}") from None
 
 

@@ -61,43 +61,24 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
         One message per problem; empty if the recipe would run.
     """
     quiet_libraries()
-    problems: list[str] = []
-
-    def attempt(action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except UserError as error:
-            problems.extend(error.problems)
-            return None
-
-    built = attempt(lambda: build_from_recipe(recipe, init_device="meta"))
-    problems += weights_problems(recipe.model)
-    runs = built and attempt(lambda: built[0].runner)
-    device = attempt(lambda: use_device(recipe.train))
-    if runs:
-        _show_model(built[0])
-        for check in _model_checks(recipe, built[0], built[1], device, num_ranks):
-            attempt(check)
-        broken = forward_problems(built[0])
-        problems += broken
-        runs = not broken
+    problems = _Problems()
+    built = problems.attempt(lambda: build_from_recipe(recipe, init_device="meta"))
+    runs = _check_model(recipe, built and built[0], built and built[1], num_ranks, problems)
     opened: dict[str, list[RowSource]] = {}
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
-        opened[kind] = attempt(functools.partial(open_sources, sources)) or []
+        opened[kind] = problems.attempt(functools.partial(open_sources, sources)) or []
         if runs:
             cut = kind == "train" and built[0].runner.contract.without_tails
             problems += _check_rows(kind, opened[kind], built[1], recipe.data.pack_tokens, cut)
     if runs and opened["train"]:
-        attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
-        attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0].runner.contract))
-    attempt(lambda: RunFolder(recipe))
-    attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
-    attempt(lambda: require_trackers(recipe))
+        problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
+        problems.attempt(lambda: _require_targets(recipe, opened["train"], built[1], built[0].runner.contract))
+    _check_surroundings(recipe, problems)
     return _without_repetitions(problems)
 
 
 def check_without_tokenizer(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
-    """Check the model and the layout of a recipe whose tokenizer and data do not exist yet; say what is not checked.
+    """Check a recipe whose tokenizer and data do not exist yet, and print what is not checked.
 
     Args:
         recipe: the recipe.
@@ -107,27 +88,51 @@ def check_without_tokenizer(recipe: Recipe, num_ranks: int | None = None) -> lis
         One message per problem.
     """
     quiet_libraries()
-    problems: list[str] = []
-    try:
-        model = build_without_tokenizer(recipe)
-        model.runner  # noqa: B018 (raises if the foundation cannot be run)
-    except UserError as error:
-        return _without_repetitions([*error.problems, *weights_problems(recipe.model)])
-    _show_model(model)
-    problems += weights_problems(recipe.model)
-    mixed = mixed_precision(recipe.train, "cpu")
-    for action in (
-        lambda: require_heads(recipe, model.decoders),
-        lambda: _require_plan(recipe, model, mixed, num_ranks),
-        lambda: _require_rates(model, recipe),
-    ):
-        try:
-            action()
-        except UserError as error:
-            problems += error.problems
-    problems += forward_problems(model)
-    console.print("not checked without a tokenizer: the vocabulary, the chat format, rows of the data, the trackers")
+    problems = _Problems()
+    _check_model(recipe, problems.attempt(lambda: build_without_tokenizer(recipe)), None, num_ranks, problems)
+    _check_surroundings(recipe, problems)
+    console.print("not checked: the tokenizer, the chat format, the data, and whether every key has an effect")
     return _without_repetitions(problems)
+
+
+class _Problems(list[str]):
+    """The problems found so far, one text each."""
+
+    def attempt(self, action: Callable[[], Any]) -> Any:
+        """Return what ``action`` returns; a user's mistake in it is a problem, and the result None."""
+        try:
+            return action()
+        except UserError as error:
+            self.extend(error.problems)
+            return None
+
+
+def _check_model(
+    recipe: Recipe,
+    model: OmniModel | None,
+    processor: OmniProcessor | None,
+    num_ranks: int | None,
+    problems: _Problems,
+) -> bool:
+    """Show and check a model without weights, and return whether it runs. ``model`` is None if it cannot be built."""
+    problems += weights_problems(recipe.model)
+    runs = model is not None and problems.attempt(lambda: model.runner) is not None
+    device = problems.attempt(lambda: use_device(recipe.train))
+    if model is None or not runs:
+        return False
+    _show_model(model)
+    for check in _model_checks(recipe, model, processor, device, num_ranks):
+        problems.attempt(check)
+    broken = forward_problems(model)
+    problems += broken
+    return not broken
+
+
+def _check_surroundings(recipe: Recipe, problems: _Problems) -> None:
+    """Check what a run needs besides its model and data."""
+    problems.attempt(lambda: RunFolder(recipe))
+    problems.attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
+    problems.attempt(lambda: require_trackers(recipe))
 
 
 def problems_of_start(recipe: Recipe, error: UserError, num_ranks: int) -> list[str]:
@@ -146,9 +151,13 @@ def _without_repetitions(problems: list[str]) -> list[str]:
 
 
 def _model_checks(
-    recipe: Recipe, model: OmniModel, processor: OmniProcessor, device: torch.device | None, num_ranks: int | None
+    recipe: Recipe,
+    model: OmniModel,
+    processor: OmniProcessor | None,
+    device: torch.device | None,
+    num_ranks: int | None,
 ) -> Iterator[Callable[[], None]]:
-    """Yield the checks of a run's model; without a device, those that need none."""
+    """Yield the checks of a run's model; without a device or a processor, those that need none."""
     mixed = mixed_precision(recipe.train, device.type if device is not None else "cpu")
     yield lambda: require_heads(recipe, model.decoders)
     if device is not None:
@@ -156,7 +165,8 @@ def _model_checks(
         yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     yield lambda: _require_plan(recipe, model, mixed, num_ranks)
     yield lambda: _require_rates(model, recipe)
-    yield lambda: require_effect(recipe, model, processor)
+    if processor is not None:
+        yield lambda: require_effect(recipe, model, processor)
     yield lambda: _require_experts(model, recipe.train.experts)
 
 

@@ -193,6 +193,11 @@ def test_without_a_tokenizer_the_model_and_its_layout_are_checked_and_the_rest_i
     assert check_without_tokenizer(load(path, *bare), num_ranks=2) == []
     said = " ".join(capsys.readouterr().out.split())
     assert "Qwen3ForCausalLM" in said and "layout on 2 ranks" in said
-    assert "not checked without a tokenizer: the vocabulary, the chat format, rows of the data, the trackers" in said
-    (problem,) = check_without_tokenizer(load(path, *bare, "parallel.components.foundation.ulysses=3"), num_ranks=3)
-    assert "ulysses" in problem and "found 3" in problem
+    assert "not checked: the tokenizer, the chat format, the data, and whether every key has an effect" in said
+    wrong = ("parallel.components.foundation.ulysses=3", "train.device=tpu", f"output_dir={path}")
+    found = check_without_tokenizer(load(path, *bare, *wrong), num_ranks=3)
+    assert [problem.split(":")[0] for problem in found] == [
+        "train.device",
+        "parallel.components.foundation.ulysses",
+        "output_dir",
+    ]
