@@ -97,6 +97,23 @@ def block_between(queries: Run, keys: Run, *, causal: bool, window: int | None) 
     return Block((first, end), (first_key, end_key), kind)
 
 
+def seen_before_and_after(block: Block, window: int | None) -> tuple[int, int]:
+    """Return how many keys before and after its own position a query of a block by distance sees; -1: all of them.
+
+    Flash kernels count positions from the end: the last query and the last key of a block have the same position.
+
+    Args:
+        block: a result of :func:`block_between`.
+        window: as in :func:`block_between`.
+    """
+    if block.kind == FULL:
+        return -1, -1
+    if block.kind == CAUSAL:
+        return -1, 0
+    after = block.queries[1] - block.keys[1]
+    return -1 if window is None else window - 1 - after, after
+
+
 def _merged(runs: Sequence[Run]) -> list[Run]:
     """Drop empty runs and merge adjacent ones."""
     merged: list[Run] = []

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from omnitrain.plan.ring import CAUSAL, FULL, Section, block_between, sections_of
+from omnitrain.plan.ring import CAUSAL, FULL, Block, Section, block_between, sections_of, seen_before_and_after
 from omnitrain.plan.sequence import split_sequence
 
 
@@ -50,3 +50,11 @@ def test_a_block_is_what_two_runs_see_of_each_other(causal: bool, window: int | 
         if block.kind == CAUSAL:
             assert block.queries == block.keys
             assert (seen[rows, columns] == (inside >= 0)).all()
+        assert (_seen_by_a_kernel(block, window) == seen[rows, columns]).all()
+
+
+def _seen_by_a_kernel(block: Block, window: int | None) -> np.ndarray:
+    """The last query and the last key have the same position."""
+    distance = np.arange(*block.queries)[:, None] - block.queries[1] - (np.arange(*block.keys) - block.keys[1])
+    before, after = seen_before_and_after(block, window)
+    return ((distance <= before) | (before < 0)) & ((distance >= -after) | (after < 0))

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention.spec import MaskSpec, repeat_heads
-from omnitrain.plan.ring import CAUSAL, FULL, MASKED, Block, Run, block_between
+from omnitrain.ops.attention.block_kernels import kernel_for
+from omnitrain.ops.attention.spec import MaskSpec
+from omnitrain.plan.ring import FULL, MASKED, Block, Run, block_between, seen_before_and_after
 
 # The most scores in memory at once; queries are processed in runs that fit.
 SCORES_AT_ONCE = 2**22
@@ -76,7 +77,7 @@ def blocks_between(mask: MaskSpec, queries: Run, keys: Run, device: torch.device
 
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Compute one block.
+    """Compute one block: by a kernel that returns the lse where there is one, else by the formula with fp32 scores.
 
     Args:
         query: ``[H, N, D]``, the queries of ``block.queries``.
@@ -88,12 +89,9 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, block: Block, scorin
     Returns:
         Output ``[H, N, E]``, and lse ``[H, N]``, -inf if a query sees no key.
     """
-    if _has_kernel(query, value, block, scoring):
-        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x[None] for x in states), 0.0, block.kind == CAUSAL, scale=scoring.scale
-        )
-        return out[0], lse[0]
+    if (kernel := kernel_for(query, value, block, scoring.mask, scoring.softcap)) is not None:
+        seen = seen_before_and_after(block, scoring.mask.window)
+        return kernel.attend(query, key, value, seen, scoring.scale)
     state = RunningSoftmax(query, value.size(-1))
     for rows, columns, part in _parts(len(query), block, scoring):
         scores = _scores(query[:, rows], key[:, columns], part, scoring)[0]
@@ -128,12 +126,9 @@ def attend_block_backward(
     Returns:
         Gradients of ``query``, ``key`` and ``value``.
     """
-    if _has_kernel(query, value, block, scoring):
-        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x[None] for x in (grad, *states, out, lse)), 0.0, block.kind == CAUSAL, scale=scoring.scale
-        )
-        return dq[0], _of_key_heads(dk[0], len(key)), _of_key_heads(dv[0], len(value))
+    if (kernel := kernel_for(query, value, block, scoring.mask, scoring.softcap)) is not None:
+        seen = seen_before_and_after(block, scoring.mask.window)
+        return kernel.attend_backward(grad, query, key, value, out, lse, seen, scoring.scale)
     dq, dk, dv = (torch.zeros_like(x, dtype=_wide(x)) for x in (query, key, value))
     delta = row_products(out, grad)
     for rows, columns, part in _parts(len(query), block, scoring):
@@ -153,12 +148,6 @@ def attend_block_backward(
 def row_products(out: Tensor, grad: Tensor) -> Tensor:
     """Sum the products of output and gradient ``[H, N, E]`` to ``[H, N]``, fp32 or wider; rounded once."""
     return (out.to(_wide(out)) * grad).sum(-1)
-
-
-def _has_kernel(query: Tensor, value: Tensor, block: Block, scoring: Scoring) -> bool:
-    """Whether torch's CPU kernel, which also returns the lse, computes the block."""
-    is_plain = block.kind in (FULL, CAUSAL) and scoring.softcap is None and query.size(-1) == value.size(-1)
-    return is_plain and query.device.type == "cpu" and query.dtype == value.dtype
 
 
 def _parts(num_heads: int, block: Block, scoring: Scoring) -> Iterator[tuple[slice, slice, Block]]:
@@ -209,10 +198,6 @@ def _share(part: Tensor, total: Tensor) -> Tensor:
 
 def _grouped(x_HNX: Tensor, key_heads: int) -> Tensor:
     return x_HNX.unflatten(0, (key_heads, -1))
-
-
-def _of_key_heads(grad_HMX: Tensor, key_heads: int) -> Tensor:
-    return grad_HMX if len(grad_HMX) == key_heads else _grouped(grad_HMX, key_heads).sum(1)
 
 
 def _wide(x: Tensor) -> torch.dtype:

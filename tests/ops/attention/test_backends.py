@@ -380,8 +380,16 @@ def gpu_call(**changes: Any) -> Any:
         ({"needs": frozenset({FULL, DROPOUT})}, "sdpa"),
     ],
 )
-def test_on_cuda_auto_prefers_ragged_kernels(changes: dict[str, Any], expected: str) -> None:
+def test_on_cuda_auto_prefers_ragged_kernels(
+    changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert choose(TinyLayer(), gpu_call(**changes), "auto").name == expected
+
+
+def test_flash_kernels_refuse_gpus_before_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert VARLEN.obstacle(gpu_call()) == "it needs compute capability 8.0 or later, and this GPU has 7.5"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from omnitrain.ops.attention.spec import Call
 
 MAX_HEAD_DIM = 256
 _ALIGNED = 8  # the head dimension of these kernels is a multiple of this
+_FIRST_CAPABILITY = (8, 0)  # Ampere
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ def attend_ragged(call: Call, kernel: Callable[[Ragged], torch.Tensor]) -> torch
     """Run ``kernel``, which returns ``[T, heads, D]``; the values of ``call`` must not be wider than its keys."""
     mask, width = call.mask, call.value.size(-1)
     device = call.query.device
-    head_dim = -(-call.query.size(-1) // _ALIGNED) * _ALIGNED
+    head_dim = aligned(call.query.size(-1))
     offsets = mask.remember(device, lambda: torch.tensor(mask.offsets, dtype=torch.int32).to(device, non_blocking=True))
     left = -1 if mask.window is None else mask.window - 1
     output = kernel(
         Ragged(
-            query=_padded(call.query[0].transpose(0, 1), head_dim),
-            key=_padded(call.key[0].transpose(0, 1), head_dim),
-            value=_padded(call.value[0].transpose(0, 1), head_dim),
+            query=padded(call.query[0].transpose(0, 1), head_dim),
+            key=padded(call.key[0].transpose(0, 1), head_dim),
+            value=padded(call.value[0].transpose(0, 1), head_dim),
             offsets=offsets,
             max_length=mask.max_length,
             window=(left, 0 if mask.causal else -1),
@@ -56,18 +57,30 @@ def attend_ragged(call: Call, kernel: Callable[[Ragged], torch.Tensor]) -> torch
     return output[None, ..., :width]
 
 
-def _padded(states: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Pad only if needed: ``F.pad`` copies even if there is nothing to pad."""
-    missing = head_dim - states.size(-1)
+def aligned(head_dim: int) -> int:
+    """Return the head dimension to which these kernels need queries, keys and values padded."""
+    return -(-head_dim // _ALIGNED) * _ALIGNED
+
+
+def padded(states: torch.Tensor, width: int) -> torch.Tensor:
+    """Pad the last dimension to ``width`` with zeros; the same tensor if it has this width already."""
+    missing = width - states.size(-1)
     return F.pad(states, (0, missing)) if missing else states
 
 
 def obstacle(call: Call) -> str | None:
     """Return why a flash kernel cannot run ``call``; None: it can."""
-    if call.query.device.type != "cuda":
-        return f"it runs only on CUDA, not on {call.query.device.type}"
-    if call.query.dtype not in (torch.float16, torch.bfloat16):
-        return f"it takes only float16 and bfloat16, not {call.query.dtype}"
-    if call.query.size(-1) > MAX_HEAD_DIM or call.value.size(-1) > call.query.size(-1):
-        return f"its kernel does not take head dimension {call.query.size(-1)} with values of {call.value.size(-1)}"
+    return obstacle_of(call.query, call.value)
+
+
+def obstacle_of(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Return why a flash kernel cannot run queries ``[..., D]`` and values ``[..., E]``; None: it can."""
+    if query.device.type != "cuda":
+        return f"it runs only on CUDA, not on {query.device.type}"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes only float16 and bfloat16, not {query.dtype}"
+    if query.size(-1) > MAX_HEAD_DIM or value.size(-1) > query.size(-1):
+        return f"its kernel does not take head dimension {query.size(-1)} with values of {value.size(-1)}"
+    if (capability := torch.cuda.get_device_capability(query.device)) < _FIRST_CAPABILITY:
+        return f"it needs compute capability 8.0 or later, and this GPU has {'.'.join(map(str, capability))}"
     return None

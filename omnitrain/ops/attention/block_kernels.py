@@ -1,0 +1,171 @@
+"""Kernels that compute attention of one block and return its log-sum-exp (lse), and gradients from the lse of all keys.
+
+Shapes: ``H`` heads, ``K`` key heads, ``N`` queries, ``M`` keys, ``D`` head dimension, ``E`` width of a value.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from omnitrain.ops.attention.backends.ragged import aligned, obstacle_of, padded
+from omnitrain.ops.attention.spec import MaskSpec, repeat_heads
+from omnitrain.plan.ring import MASKED, Block
+
+Seen = tuple[int, int]  # keys before and after a query's own position, see seen_before_and_after
+CAUSAL_SEEN = (-1, 0)
+
+
+class BlockKernel(Protocol):
+    """A kernel for blocks that are masked by distance only, without a soft cap."""
+
+    def takes(self, query: Tensor, value: Tensor, block: Block) -> bool:
+        """Whether it takes this device, dtype, width and kind of block."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        """Compute output ``[H, N, E]`` and lse ``[H, N]`` from ``[H, N, D]``, ``[K, M, D]`` and ``[K, M, E]``."""
+        ...
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Seen,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the block's contribution to the gradients of queries, keys and values.
+
+        ``grad`` and ``out`` ``[H, N, E]`` and ``lse`` ``[H, N]`` are over all keys, not only those of the block: the
+        kernel computes the weights from ``lse``, and the row sums of the softmax gradient from ``out`` and ``grad``.
+        """
+        ...
+
+
+def kernel_for(query: Tensor, value: Tensor, block: Block, mask: MaskSpec, softcap: float | None) -> BlockKernel | None:
+    """Return the kernel that computes a block; None: no kernel computes it.
+
+    A window needs at least as many keys as queries: FlashAttention-2 shortens a window that is longer than the keys.
+    """
+    if softcap is not None or query.dtype != value.dtype:
+        return None
+    if block.kind == MASKED and (mask.general is not None or query.size(1) > value.size(1)):
+        return None
+    kernel = KERNELS.get(query.device.type)
+    return kernel if kernel is not None and kernel.takes(query, value, block) else None
+
+
+class CpuFlash:
+    """torch's flash attention on CPU. See :class:`BlockKernel`."""
+
+    def takes(self, query: Tensor, value: Tensor, block: Block) -> bool:  # noqa: D102
+        return block.kind != MASKED and query.size(-1) == value.size(-1)
+
+    def attend(  # noqa: D102
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(x[None] for x in states), 0.0, seen == CAUSAL_SEEN, scale=scale
+        )
+        return out[0], lse[0]
+
+    def attend_backward(  # noqa: D102
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Seen,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(x[None] for x in (grad, *states, out, lse)), 0.0, seen == CAUSAL_SEEN, scale=scale
+        )
+        return dq[0], _of_key_heads(dk[0], len(key)), _of_key_heads(dv[0], len(value))
+
+
+class CudaFlash:
+    """torch's flash attention on CUDA. See :class:`BlockKernel`.
+
+    This was not run on a GPU yet. Tests check the arguments against torch's schema, and the results with a model of
+    the operation in place of the kernel.
+    """
+
+    def takes(self, query: Tensor, value: Tensor, block: Block) -> bool:  # noqa: D102
+        return obstacle_of(query, value) is None
+
+    def attend(  # noqa: D102
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        width = aligned(query.size(-1))
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(_rows(x, width) for x in (query, key, value)),
+            None,
+            None,
+            query.size(1),
+            key.size(1),
+            0.0,
+            seen == CAUSAL_SEEN,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=seen[0],
+            window_size_right=seen[1],
+        )
+        return _heads(out, value.size(-1)), lse[0]
+
+    def attend_backward(  # noqa: D102
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Seen,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        width = aligned(query.size(-1))
+        no_dropout = query.new_empty(0)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            *(_rows(x, width) for x in (grad, query, key, value, out)),
+            lse[None].contiguous(),  # the kernel reads no strides of the lse
+            None,
+            None,
+            query.size(1),
+            key.size(1),
+            0.0,
+            seen == CAUSAL_SEEN,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+            window_size_left=seen[0],
+            window_size_right=seen[1],
+        )
+        return _heads(dq, query.size(-1)), _heads(dk, key.size(-1)), _heads(dv, value.size(-1))
+
+
+KERNELS: dict[str, BlockKernel] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
+
+
+def _rows(states_HNX: Tensor, width: int) -> Tensor:
+    """``[1, N, H, width]``, padded with zeros."""
+    return padded(states_HNX.transpose(0, 1)[None], width)
+
+
+def _heads(rows_1NHX: Tensor, width: int) -> Tensor:
+    """``[H, N, width]``, without the padding."""
+    return rows_1NHX[0, ..., :width].transpose(0, 1)
+
+
+def _of_key_heads(grad_HMX: Tensor, key_heads: int) -> Tensor:
+    return grad_HMX if len(grad_HMX) == key_heads else grad_HMX.unflatten(0, (key_heads, -1)).sum(1)
