@@ -34,7 +34,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window": 30},
 }
 FEATURES: dict[str, tuple[int, int, int]] = {  # key heads, widths of a key and a value
-    "plain": (4, 16, 16),
     "grouped heads": (2, 16, 16),
     "odd widths": (4, 12, 6),
 }
