@@ -82,9 +82,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"]),
         (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
         (4, ["parallel.default.ulysses=2"]),
+        (2, ["parallel.components.foundation.pp=2"]),
         pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
     ],
-    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "tp2.dp2"],
+    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "pp2", "tp2.dp2"],
 )
 def test_a_run_on_ranks_is_the_run_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]
@@ -135,6 +136,16 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
+def test_a_run_goes_on_with_any_other_stages(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+    """One step on a pipeline, one on data parallel ranks, two in one process."""
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
+    ranks.run(fit, recipe, [*arguments, "parallel.components.foundation.pp=2"], False, 1, timeout_s=120, world=2)
+    ranks.run(fit, recipe, arguments, True, 2, timeout_s=120, world=2)
+    fit(recipe, arguments, resume=True)
+    leave_ranks()
+    assert_same_run(tmp_path / "run", recipe.parent / "one")
+
+
 def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     summaries = ranks.run(
         fit, recipe, [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS], False, 2, 2, timeout_s=60, world=2
@@ -144,17 +155,21 @@ def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_of_adapters_goes_on_without_the_tensor_parallel_ranks_that_began_it(
+def test_a_run_of_adapters_goes_on_without_the_ranks_that_cut_its_matrices_or_its_blocks(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
+    """The adapters of all stages are in one folder, from which a pipeline goes on, and then one process."""
     lora = "parallel.components.foundation.lora={targets: ['*_proj'], rank: 4}"
     fit(recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS, lora])
     leave_ranks()
-    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, lora]
-    ranks.run(fit, recipe, [*arguments, "parallel.components.foundation.tp=2"], False, 2, timeout_s=120, world=2)
-    fit(recipe, arguments, resume=True)
-    leave_ranks()
-    assert_same_run(tmp_path / "run", tmp_path / "one")
+    for axis, stops in (("tp", [2]), ("pp", [1, 3])):
+        arguments = [f"output_dir={tmp_path / axis}", *TWO_SLOTS, lora]
+        for stop in stops:
+            cut = [*arguments, f"parallel.components.foundation.{axis}=2"]
+            ranks.run(fit, recipe, cut, stop > stops[0], stop, timeout_s=120, world=2)
+        fit(recipe, arguments, resume=True)
+        leave_ranks()
+        assert_same_run(tmp_path / axis, tmp_path / "one")
 
 
 def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
