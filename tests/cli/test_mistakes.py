@@ -133,8 +133,8 @@ verify R --layouts dpp2
     2  `dpp2`: not understood; did you mean a word like `dp2`?
 generate nowhere --prompt hi
     2  nowhere is neither a saved omni model (config.json) nor a run folder with checkpoints
-generate . --prompt hi --image none.png
-    2  is neither a saved omni model
+generate nowhere --prompt hi --image none.png --audio none.wav
+    2  no image at 'none.png'...no audio at 'none.wav'
 export nowhere out
     2  nowhere is neither a saved omni model
 export nowhere taken

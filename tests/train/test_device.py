@@ -14,6 +14,7 @@ from omnitrain.train.metrics.console import console
 from omnitrain.train.precision import compute_dtype, mixed_precision
 from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.trainer import Trainer
+from omnitrain.train.verbs.check import check_recipe
 from tests.parallel.factories import any_to_any
 from tests.tiny import tiny_recipe
 
@@ -45,6 +46,17 @@ def test_more_ranks_than_devices_are_refused_unless_on_cpu(
     with pytest.raises(UserError, match="this machine runs 3 ranks but has 2 CUDA devices"):
         use_device(Train())
     assert use_device(Train(device="cpu")) == torch.device("cpu")
+
+
+def test_a_check_counts_the_ranks_of_this_machine_where_a_run_has_several(
+    _two_devices: list[torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.micro_batches=4"])
+    told = "this machine runs 4 ranks but has 2 CUDA devices"
+    assert any(problem.startswith(told) for problem in check_recipe(recipe, 4))
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert check_recipe(recipe, 4) == []
 
 
 def test_one_device_for_several_ranks_is_refused(

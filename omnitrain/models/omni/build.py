@@ -27,6 +27,7 @@ from omnitrain.models.hf.load import (
     config_at,
     foundation_class,
     foundation_config,
+    require_folder,
     require_sub_configs,
     resolve,
 )
@@ -167,11 +168,7 @@ def _require_new_names(saved: OmniModel, encoders: dict[str, Any], decoders: dic
     crossed = [(name, "encoders", "decoder") for name in encoders if name in saved.decoder_names]
     crossed += [(name, "decoders", "encoder") for name in decoders if name in saved.encoder_names]
     if crossed:
-        raise UserError(
-            "\n".join(
-                f"{kind}: {name!r} is the name of a saved {of}; choose another name" for name, kind, of in crossed
-            )
-        )
+        raise UserError(*(f"{kind}: {name!r} is the name of a saved {of}; use another" for name, kind, of in crossed))
 
 
 def _require_hidden_size(
@@ -193,7 +190,7 @@ def _require_hidden_size(
                     f"settings in {kind}={{{name!r}: ...}}"
                 )
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
 
 def _from_checkpoint(
@@ -223,6 +220,7 @@ def omni_config_at(folder: str | Path) -> OmniConfig:
     Raises:
         UserError: ``folder`` holds no config, or the config of another kind of model.
     """
+    require_folder(str(folder), "omni model")
     try:
         model_type = OmniConfig.get_config_dict(folder)[0].get("model_type")
         config = OmniConfig.from_pretrained(folder) if model_type == OmniConfig.model_type else None

@@ -51,8 +51,10 @@ def answer(
         UserError: the checkpoint or a file does not exist, or the model cannot read a modality.
     """
     quiet_libraries()
-    model, processor = load_checkpoint(checkpoint)
     media = {"image": images, "audio": audios, "video": videos}
+    if missing := [f"no {m} at {str(f)!r}" for m, files in media.items() for f in files if not Path(f).is_file()]:
+        raise UserError(*missing)
+    model, processor = load_checkpoint(checkpoint)
     content: list[dict[str, Any]] = [{"type": m, "text": None} for m, files in media.items() for _ in files]
     message = {"role": "user", "content": [*content, {"type": "text", "text": prompt}]}
     row = Row(id="prompt", source="prompt", messages=[message], media={m: list(f) for m, f in media.items()}, extra={})

@@ -37,6 +37,7 @@ from omnitrain.train.build_from_recipe import build_from_recipe, build_without_t
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
 from omnitrain.train.device import require_devices, use_device
 from omnitrain.train.evaluate.evaluate import load_scorer
+from omnitrain.train.launch.environment import world_size
 from omnitrain.train.lr_groups import peaks_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_unused
@@ -161,7 +162,8 @@ def _model_checks(
     mixed = mixed_precision(recipe.train, device.type if device is not None else "cpu")
     yield lambda: require_heads(recipe, model.decoders)
     if device is not None:
-        yield lambda: require_devices(device, num_ranks or 1)
+        if world_size() == 1:  # ranks of a launcher, perhaps on several machines, have chosen their devices
+            yield lambda: require_devices(device, num_ranks or 1)
         yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     yield lambda: _require_plan(recipe, model, mixed, num_ranks)
     yield lambda: _require_rates(model, recipe)
