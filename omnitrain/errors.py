@@ -34,6 +34,19 @@ class TrainingError(RuntimeError):
     """A run that cannot continue, without a mistake in its recipe. The CLI prints the message and exits with code 1."""
 
 
+class LostRankError(TrainingError):
+    """A rank whose message does not come, because its process has ended.
+
+    Attributes:
+        rank: the rank that is gone.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        """``rank`` is not an argument of the error, so that it can be pickled."""
+        super().__init__(message)
+        self.rank = rank
+
+
 class DataError(UserError):
     """Data that is missing, has the wrong columns, or contains a modality that the model cannot read or write."""
 

@@ -48,6 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     patches = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 256})
     return {
         "qwen3": saved("qwen3", FOUNDATION, tiny_tokenizer()),
+        "deep": saved("deep", FOUNDATION | {"num_hidden_layers": 4}, tiny_tokenizer()),
         "llama": saved("llama", text | {"model_type": "llama"}, tiny_tokenizer()),
         "qwen3_moe": saved("qwen3_moe", FAMILIES["qwen3_moe"]().to_dict() | {"vocab_size": 264}, tiny_tokenizer()),
         "siglip": saved("siglip", SIGLIP, SiglipImageProcessorPil(size={"height": 8, "width": 8})),
@@ -128,6 +129,14 @@ def test_rows_and_calls_of_the_tower_lie_on_several_ranks(
     assert ranks.run(steps_on_a_rank, "long_documents", overrides, timeout_s=120, world=4) == [2] * 4
 
 
+def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
+    parts = [f"model.foundation={tiny['deep']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
+    parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
+    layout = ["parallel.components.foundation.pp=2", "train.micro_batches=3"]
+    overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
+    assert ranks.run(steps_on_a_rank, "pipeline", overrides, timeout_s=120, world=2) == [2] * 2
+
+
 def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
-    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents"}
+    run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
+
+from omnitrain.errors import LostRankError
 
 Direction = tuple[str, bool]  # "F" (hidden states) or "B" (their gradients); whether to a higher rank
 
@@ -20,13 +23,29 @@ class Arrival:
     """
 
     tensors: tuple[Tensor, ...]
-    _works: Sequence[dist.Work] = field(repr=False)
+    _works: Sequence[dist.Work] = field(default=(), repr=False)
+    _sender: int = -1
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait until the tensors are here, and return them."""
-        for work in self._works:
-            work.wait()
+        """Wait until the tensors are here, and return them.
+
+        Raises:
+            LostRankError: the sender has ended.
+        """
+        with _named(self._sender):
+            for work in self._works:
+                work.wait()
         return self.tensors
+
+
+@contextmanager
+def _named(peer: int) -> Iterator[None]:
+    """Name the rank at the other end of a connection that breaks."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise LostRankError(f"rank {peer} is gone (killed, or its connection broke: {reason})", peer) from error
 
 
 class StageChannel:
@@ -42,7 +61,7 @@ class StageChannel:
 
     def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], rank: int) -> None:
         self._groups, self._rank = groups, rank
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[dist.Work, Tensor, int]] = []
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Send tensors to a rank, without waiting.
@@ -54,12 +73,14 @@ class StageChannel:
             tag: number of the message, equal on both sides, and below 2**20.
         """
         group = self._groups[kind, peer > self._rank]
-        self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
+        receiver = dist.get_global_rank(group, peer)
+        self._sent = [message for message in self._sent if not message[0].is_completed()]
         for index, tensor in enumerate(tensors):
             whole = tensor.detach().contiguous()
-            work = dist.isend(whole, group=group, group_dst=peer, tag=tag << 8 | index)
+            with _named(receiver):
+                work = dist.isend(whole, group=group, group_dst=peer, tag=tag << 8 | index)
             assert work is not None
-            self._sent.append((work, whole))
+            self._sent.append((work, whole, receiver))
 
     def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Arrival:
         """Post the receives of a message, without waiting.
@@ -71,15 +92,18 @@ class StageChannel:
             tag: see :meth:`send`.
         """
         group = self._groups[kind, peer < self._rank]
+        sender = dist.get_global_rank(group, peer)
         works = []
         for index, buffer in enumerate(like):
-            work = dist.irecv(buffer, group=group, group_src=peer, tag=tag << 8 | index)
+            with _named(sender):
+                work = dist.irecv(buffer, group=group, group_src=peer, tag=tag << 8 | index)
             assert work is not None
             works.append(work)
-        return Arrival(tuple(like), works)
+        return Arrival(tuple(like), works, sender)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left, and free it."""
-        for work, _ in self._sent:
-            work.wait()
+        for work, _, receiver in self._sent:
+            with _named(receiver):
+                work.wait()
         self._sent.clear()

@@ -21,9 +21,10 @@ from omnitrain.parallel.pipeline.apply import units_by_stage
 from omnitrain.parallel.pipeline.channel import Arrival
 from omnitrain.parallel.pipeline.messages import StageMessages
 from omnitrain.parallel.resolve import dtype_of
+from omnitrain.parallel.schedule.position import stage_action
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
-from omnitrain.parallel.watch.report import Phase
+from omnitrain.parallel.watch.report import Phase, StageAction
 from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -37,7 +38,12 @@ class OnPhase(Protocol):
     """Called with a rank's position in a step."""
 
     def __call__(
-        self, *, micro_batch: int | None = None, phase: Phase | None = None, samples: Sequence[str] | None = None
+        self,
+        *,
+        micro_batch: int | None = None,
+        phase: Phase | None = None,
+        samples: Sequence[str] | None = None,
+        action: StageAction | None = None,
     ) -> object:
         """Arguments that are not given keep their last value."""
         ...
@@ -120,8 +126,11 @@ class Executor:
                 stack.enter_context(self._held.held())
                 assert self._pipeline is not None
                 self._units = units_by_stage(self._model, self._pipeline.stages)
-            for action in actions:
+            for number, action in enumerate(actions):
+                self._note(schedule, number, action)
                 self._RUN[action.kind](self, action)
+            if self._pipeline is not None and self._on_phase is not None:
+                self._on_phase(phase="optimizer")  # what is left waits for other ranks
             if self._held is not None:
                 self._held.finish()
             if self._pipeline is not None:
@@ -140,7 +149,6 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, micro_batch = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
-        self._note(micro_batch, "forward")
         if self._pipeline is None:
             reduce_on_last(self._model, self._batch, micro_batch)
         work = work_of(self._model, self._batch, micro_batch)
@@ -181,7 +189,6 @@ class Executor:
         live = self._live.pop(key)
         if not self._trains:
             return
-        self._note(key[1], "backward")
         gradients: list[Tensor | None] = [None] * len(live.losses)
         gradients += self._arrived(self._backward_in, key) if live.sent else ()
         roots = (*live.losses, *live.sent)
@@ -240,10 +247,18 @@ class Executor:
         if self._pipeline is not None and self._pipeline.stages.ranks[key[0]] == self._pipeline.stages.rank:
             inbox[key] = Arrival(tuple(tensor.detach() for tensor in tensors), ())
 
-    def _note(self, micro_batch: int, phase: Phase) -> None:
-        if self._on_phase is not None:
+    def _note(self, schedule: Schedule, number: int, action: Action) -> None:
+        """Tell the position of this rank before its action ``number``."""
+        if self._on_phase is None:
+            return
+        place = None if self._pipeline is None else stage_action(schedule, self._pipeline, number)
+        if action.passes:
+            _, micro_batch = _key(action)
+            phase: Phase = "forward" if action.kind is Kind.F else "backward"
             samples = self._batch.packs[micro_batch].info.ids
-            self._on_phase(micro_batch=micro_batch, phase=phase, samples=samples)
+            self._on_phase(micro_batch=micro_batch, phase=phase, samples=samples, action=place)
+        elif place is not None:
+            self._on_phase(action=place)
 
 
 def _key(action: Action) -> _Key:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from omnitrain.parallel.watch.report import Answer, Collectives, Place, report
+from omnitrain.parallel.watch.report import Answer, Collectives, Place, StageAction, report
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
@@ -57,9 +57,12 @@ class StallBoard:
         answers = {rank: self._answer_of(rank) for rank in running if self._has(f"answer/{rank}")}
         silent: dict[int, Place | None] = dict.fromkeys(rank for rank in running if rank not in answers)
         for rank in silent:
-            if self._has(f"place/{rank}"):
-                silent[rank] = Place(*json.loads(self._store.get(f"place/{rank}")))
+            silent[rank] = self.last_place(rank)
         return report(answers, silent, finished, seconds)
+
+    def last_place(self, rank: int) -> Place | None:
+        """Return the position that a rank stored last; None: it stored none."""
+        return _place(json.loads(self._store.get(f"place/{rank}"))) if self._has(f"place/{rank}") else None
 
     def fail(self, message: str) -> bool:
         """Report that this rank has failed; return whether it is the first. Only the first message is stored."""
@@ -80,11 +83,17 @@ class StallBoard:
         _wait(lambda: self._has("failed"), _SEEN_SECONDS)
         return self.failure()
 
-    def take_note(self) -> None:
-        """Confirm that this rank has read the failure. Rank 0, which holds the store, waits for all confirmations."""
+    def take_note(self, *, is_one_gone: bool = False) -> None:
+        """Confirm that this rank has read the failure. Rank 0, which holds the store, waits for all confirmations.
+
+        Args:
+            is_one_gone: a rank has ended. Rank 0 waits for the others only briefly, because a launcher that sees that a
+                rank has ended will end this one, too.
+        """
         self._store.add("noted", 1)
         if self.rank == 0:
-            _wait(lambda: self._store.add("noted", 0) >= self._world, _SEEN_SECONDS)
+            expected, seconds = (self._world - 1, _PART_SECONDS) if is_one_gone else (self._world, _SEEN_SECONDS)
+            _wait(lambda: self._store.add("noted", 0) >= expected, seconds)
 
     def may_report(self) -> bool:
         """Return True on the first rank that calls it."""
@@ -110,11 +119,16 @@ class StallBoard:
     def _answer_of(self, rank: int) -> Answer:
         values = json.loads(self._store.get(f"answer/{rank}"))
         collectives = {key: Collectives(*value) for key, value in values["collectives"].items()}
-        return Answer(Place(*values["place"]), values["seconds"], collectives, values["stack"])
+        return Answer(_place(values["place"]), values["seconds"], collectives, values["stack"])
 
 
 def _plain(place: Place) -> list[Any]:
-    return [*place[:-1], list(place.samples)]
+    return [*place._replace(samples=list(place.samples))]
+
+
+def _place(values: list[Any]) -> Place:
+    place = Place(*values)
+    return place if place.action is None else place._replace(action=StageAction(*place.action))
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> None:

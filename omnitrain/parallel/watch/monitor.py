@@ -28,10 +28,10 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from omnitrain.errors import EXIT_FAILED, TrainingError, UserError
+from omnitrain.errors import EXIT_FAILED, LostRankError, TrainingError, UserError
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
-from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, described, report
+from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, StageAction, described, report
 
 _PATIENCE = timedelta(days=7)  # of collectives
 _TICK_SECONDS = 1.0
@@ -112,12 +112,13 @@ class StallMonitor:
         phase: Phase | None = None,
         component: str | None = None,
         samples: Sequence[str] | None = None,
+        action: StageAction | None = None,
     ) -> None:
         """Set the position of this rank; a running profiler gets a mark with its description.
 
         Omitted arguments keep their value, with these exceptions: a new step resets micro-batch, phase, component and
-        samples; a new micro-batch resets phase, component and samples; a new phase resets the component. Phases other
-        than ``encode``, ``forward`` and ``backward`` belong to the step, and end its micro-batch.
+        samples; a new micro-batch or action resets all but the step; a new phase resets component and action. Phases
+        other than ``encode``, ``forward`` and ``backward`` belong to the step, and end its micro-batch.
 
         Args:
             step: the optimizer step, from 1.
@@ -125,11 +126,12 @@ class StallMonitor:
             phase: phase of the micro-batch or step.
             component: the component that runs now.
             samples: ids of the samples in the micro-batch; not copied.
+            action: the action of a pipeline's schedule that runs now.
         """
         last = self._place
         if step is not None:
             last = Place(step)
-        elif micro_batch is not None:
+        elif micro_batch is not None or action is not None:
             last = Place(last.step)
         elif phase is not None:
             within = phase in _IN_MICRO_BATCH
@@ -140,6 +142,7 @@ class StallMonitor:
             last.phase if phase is None else phase,
             last.component if component is None else component,
             last.samples if samples is None else samples,
+            last.action if action is None else action,
         )
         self._moves += 1
         if torch.autograd._profiler_enabled():
@@ -195,6 +198,8 @@ class StallMonitor:
 
     def _fail(self, error: BaseException) -> None:
         """Report ``error`` to the other ranks; if another rank failed first, raise its error instead."""
+        if isinstance(error, LostRankError):
+            error.args = (self._about_lost(error),)
         is_explained = isinstance(error, UserError | TrainingError)  # has a message for users, often on all ranks
         summary = "".join(traceback.format_exception_only(error)).strip()
         position = described(self._place)
@@ -205,12 +210,20 @@ class StallMonitor:
             failure = self._board.first_failure()
             if is_first and self._on_failure is not None:
                 self._on_failure(self._board.rank)
-            self._board.take_note()
+            self._board.take_note(is_one_gone=isinstance(error, LostRankError))
         if is_explained:
             return
         if failure is not None and failure[0] != self._board.rank:
             raise TrainingError(failure[1]) from error
         error.add_note(f"on rank {self._board.rank}, in {position}")
+
+    def _about_lost(self, error: LostRankError) -> str:
+        """Add the positions of the lost rank and of this one to a message."""
+        seen = ""
+        with suppress(RuntimeError):  # the lost rank held the store
+            place = self._board.last_place(error.rank)
+            seen = "" if place is None else f"; it was last seen in {described(place)}"
+        return f"{error}{seen}; rank {self._board.rank} needed it in {described(self._place)}"
 
     def _watch(self) -> None:
         first_step: int | None = None

@@ -16,6 +16,22 @@ _ORDER: dict[str | None, int] = {
 _SHOWN_SAMPLES = 8
 
 
+class StageAction(NamedTuple):
+    """The action of a pipeline schedule that a rank runs.
+
+    Attributes:
+        text: what it does, such as ``backward of stage 3``.
+        number: its index in the rank's list of actions.
+        sender: the rank that sends its input; None: no other rank does.
+        sent_by: index of that send in the sender's list.
+    """
+
+    text: str
+    number: int
+    sender: int | None = None
+    sent_by: int = -1
+
+
 class Place(NamedTuple):
     """The position of a rank in training. None: outside of one.
 
@@ -25,6 +41,7 @@ class Place(NamedTuple):
         phase: phase of the step.
         component: the component whose forward or backward runs.
         samples: ids of the samples in the micro-batch.
+        action: the action of a pipeline's schedule that it runs.
     """
 
     step: int | None = None
@@ -32,6 +49,7 @@ class Place(NamedTuple):
     phase: Phase | None = None
     component: str | None = None
     samples: Sequence[str] = ()
+    action: StageAction | None = None
 
 
 class Collectives(NamedTuple):
@@ -71,14 +89,15 @@ def behind(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[in
         silent: ranks whose process has ended, or cannot run Python.
 
     Returns:
-        The silent ranks, if any. Otherwise the ranks that have started fewer collectives than another rank of a group
-        and do not wait in a collective themselves. If the counts of collectives do not differ, the ranks with the
-        least progress in the step; all ranks, if their progress is equal.
+        The silent ranks, if any. Otherwise the ranks that have started fewer collectives than another rank of a group,
+        or have not sent a message to another stage of a pipeline, and wait for nobody themselves. If there are none,
+        the ranks with the least progress in the step; all ranks, if their progress is equal.
     """
     if silent := sorted(silent):
         return silent
-    late: set[int] = set()
-    waiting: set[int] = set()
+    senders = {rank: sender for rank in answers if (sender := _awaited(rank, answers)) is not None}
+    late: set[int] = set(senders.values())
+    waiting: set[int] = set(senders)
     for key in {key for answer in answers.values() for key in answer.collectives}:
         counts = {rank: answer.collectives[key].begun for rank, answer in answers.items() if key in answer.collectives}
         least, most = min(counts.values()), max(counts.values())
@@ -89,6 +108,21 @@ def behind(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[in
         return sorted(late - waiting or late)
     progress = {rank: _progress(answer.place) for rank, answer in answers.items()}
     return sorted(rank for rank, value in progress.items() if value == min(progress.values()))
+
+
+def _awaited(rank: int, answers: Mapping[int, Answer]) -> int | None:
+    """The rank whose message the action of ``rank`` needs, if it has not been sent."""
+    place = answers[rank].place
+    if place.action is None or place.action.sender is None or place.action.sender not in answers:
+        return None
+    sender = answers[place.action.sender].place
+    if sender.step != place.step:
+        has_sent = (sender.step or 0) > (place.step or 0)
+    elif sender.action is not None:
+        has_sent = sender.action.number > place.action.sent_by
+    else:
+        has_sent = _ORDER[sender.phase] > _ORDER["backward"]  # the sender is done with its schedule
+    return None if has_sent else place.action.sender
 
 
 def _progress(place: Place) -> tuple[int, float, int]:
@@ -123,7 +157,9 @@ def report(
     others: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         if rank not in culprits:
-            others.setdefault(described(answer.place._replace(samples=())), []).append(rank)
+            where = described(answer.place._replace(samples=()))
+            sender = _awaited(rank, answers)
+            others.setdefault(where if sender is None else f"{where}, for rank {sender}", []).append(rank)
     lines += [f"  waiting: {_ranks(ranks)} in {place}" for place, ranks in others.items()]
     if finished := sorted(finished):
         lines.append(f"  finished: {_ranks(finished)}")
@@ -137,9 +173,14 @@ def report(
 
 
 def described(place: Place) -> str:
-    """Format a position like ``encode of image_encoder, step 3, micro-batch 0, samples a, b``."""
+    """Format a position like ``encode of image_encoder, step 3, micro-batch 0, samples a, b``.
+
+    In a pipeline: ``forward of stage 0 (image_encoder), step 3, ...``.
+    """
     where: str = place.phase or "the loop"
-    if place.component:
+    if place.action is not None:
+        where = place.action.text + (f" ({place.component})" if place.component else "")
+    elif place.component:
         where += f" of {place.component}"
     if place.step is not None:
         where += f", step {place.step}"

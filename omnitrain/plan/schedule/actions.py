@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
@@ -141,6 +142,16 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    @cached_property
+    def senders(self) -> Mapping[Action, tuple[int, int]]:
+        """Each receive -> the rank that sends its message, and the index of the send in that rank's list."""
+        return {
+            action.receive(rank): (rank, index)
+            for rank, row in enumerate(self.actions)
+            for index, action in enumerate(row)
+            if action.kind in SENDS
+        }
 
     def with_actions(self, actions: Iterable[Iterable[Action]]) -> Schedule:
         """Return this schedule with other actions on the same stages and micro-batches."""

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +15,7 @@ from omnitrain.train.verbs.check import check_without_tokenizer
 from omnitrain.train.verbs.schedule import show_schedule
 from tests.tiny import FOUNDATION, tiny_model, tiny_recipe
 
+ROOT = Path(__file__).parents[3]
 PP = "parallel.components.foundation.pp=2"
 
 
@@ -37,6 +40,14 @@ def test_the_verb_prints_stages_and_times_and_writes_the_simulated_step(tmp_path
     assert written["bubble_of_equal_stages"] == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1)
     assert [len(rank["events"]) for rank in written["ranks"]] == [8, 8]
     assert f"bubble: {written['bubble']:.1%}" in done.output
+
+
+def test_the_page_shows_what_the_verb_prints(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    show_schedule(Recipe.load("quickstart", [PP, "train.micro_batches=4"]), 2)
+    printed = capsys.readouterr().out.splitlines()
+    (shown,) = re.findall(r"^```text\n(1f1b .*?)^```", (ROOT / "docs" / "pipelines.md").read_text(), re.DOTALL | re.M)
+    assert [line for line in shown.splitlines() if line not in printed] == []
 
 
 def test_stages_hold_every_parameter_and_what_two_of_them_hold_counts_twice(tmp_path: Path) -> None:

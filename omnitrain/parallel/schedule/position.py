@@ -1,0 +1,41 @@
+"""The position of a rank in its schedule, in words, and the rank whose message it needs there."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from omnitrain.parallel.pipeline.apply import Pipeline
+from omnitrain.parallel.watch.report import StageAction
+from omnitrain.plan.schedule.actions import Kind, Schedule
+
+_WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward to the input",
+    Kind.W: "weight gradients",
+    Kind.UNSHARD: "gather of the weights",
+    Kind.REDUCE: "reduction of the gradients",
+}
+_NEEDS = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}  # and from which stage
+
+
+def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAction | None:
+    """Return action ``number`` of this rank for the stall report; None: it waits for nothing and computes nothing.
+
+    Args:
+        schedule: a lowered schedule.
+        pipeline: the pipeline that runs it.
+        number: index in this rank's list.
+    """
+    action = schedule.actions[pipeline.stages.rank][number]
+    if action.kind not in _WORDS or action.stage is None:
+        return None
+    text = f"{_WORDS[action.kind]} of stage {action.stage}"
+    kind, step = _NEEDS.get(action.kind, (Kind.RECV_F, 0))
+    other = action.stage + step
+    if step and 0 <= other < schedule.num_stages:
+        receive = action._replace(kind=kind, peer=schedule.stage_ranks[other])
+        if receive in schedule.senders:
+            sender, sent_by = schedule.senders[receive]
+            return StageAction(text, number, dist.get_global_rank(pipeline.group, sender), sent_by)
+    return StageAction(text, number)
