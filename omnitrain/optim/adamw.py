@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from omnitrain.errors import UserError
 from omnitrain.optim.offload import OffloadedOptimizer
+from omnitrain.optim.shards import gradient_shard, local_shard
 from omnitrain.recipe import Optimizer
 
 
@@ -43,8 +45,29 @@ def build_optimizer(
         groups.append({"params": matrices, "weight_decay": settings.weight_decay, "peak": peak})
         groups.append({"params": vectors, "weight_decay": 0.0, "peak": peak})
     groups = [group for group in groups if group["params"]]
-    make = partial(torch.optim.AdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
+    make = partial(ShardedAdamW, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return OffloadedOptimizer(make, groups, with_copy) if with_copy else make(groups)
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's AdamW; each rank updates its shards as plain tensors, and the state dict has DTensors as before.
+
+    An element's update needs no other element. DTensor would derive a sharding for the lists of all tensors in the
+    first step, and hash these lists in each later one.
+    """
+
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params_with_grad: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        *states: list[torch.Tensor],
+    ) -> bool:
+        has_complex = super()._init_group(group, params_with_grad, grads, *states)
+        grads[:] = map(gradient_shard, grads, params_with_grad)
+        for tensors in (params_with_grad, *states):
+            tensors[:] = map(local_shard, tensors)
+        return bool(has_complex)
 
 
 def require_fp32(dtypes: Mapping[str, torch.dtype]) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
+from omnitrain.optim.shards import local_shard
 
 # The mesh of a gradient and the mesh dims that shard it. None: every rank has the whole gradient.
 _Sharding = tuple[DeviceMesh, tuple[int, ...]] | None
@@ -52,7 +53,7 @@ def gradient_norm(
     for parameter in _listed(parameters):
         if parameter.requires_grad and parameter not in elsewhere:
             sharded = parameter if parameter.grad is None else parameter.grad
-            local = [] if parameter.grad is None else [_local(parameter.grad)]
+            local = [] if parameter.grad is None else [local_shard(parameter.grad)]
             norms.setdefault(_sharding(sharded), []).extend(local)
     squares = [_reduced(_sum_of_squares(locals_), sharding) for sharding, locals_ in norms.items()]
     if not squares:
@@ -88,7 +89,7 @@ def clip_gradients(
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for parameter in listed:
             if parameter.grad is not None:
-                local = _local(parameter.grad)
+                local = local_shard(parameter.grad)
                 by_device.setdefault(local.device, []).append(local)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for device, gradients in by_device.items():
@@ -109,10 +110,6 @@ def _sharding(tensor: torch.Tensor) -> _Sharding:
     mesh = tensor.device_mesh
     sharded = (dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
     return mesh, tuple(dim for dim in sharded if mesh.size(dim) > 1)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:

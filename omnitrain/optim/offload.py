@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from omnitrain.optim.shards import local_shard
+
 Groups = list[dict[str, Any]]
 
 
@@ -103,17 +105,17 @@ class _HostCopy:
         self._parameter = parameter
         self._is_pinned = parameter.device.type == "cuda"
         self._gradient: Tensor | None = None
-        self.master = nn.Parameter(_like(parameter, self._host(_local(parameter.detach()))))
+        self.master = nn.Parameter(_like(parameter, self._host(local_shard(parameter.detach()))))
         self._version = self._current_version()
 
     def fetch(self) -> None:
         """Copy the gradient to the host, and the values if other code changed them since the last step."""
         if self._current_version() != self._version:
-            _local(self.master.data).copy_(_local(self._parameter.detach()), non_blocking=self._is_pinned)
+            local_shard(self.master.data).copy_(local_shard(self._parameter.detach()), non_blocking=self._is_pinned)
         if self._parameter.grad is None:
             self.master.grad = None
             return
-        gradient = _local(self._parameter.grad)
+        gradient = local_shard(self._parameter.grad)
         if self._gradient is None:
             self._gradient = self._host(gradient)
         else:
@@ -122,12 +124,12 @@ class _HostCopy:
 
     def write_back(self) -> None:
         """Copy the new values to the parameter, rounded to its precision."""
-        _local(self._parameter.detach()).copy_(_local(self.master.data), non_blocking=self._is_pinned)
+        local_shard(self._parameter.detach()).copy_(local_shard(self.master.data), non_blocking=self._is_pinned)
         self._version = self._current_version()
 
     def load(self, master: Tensor) -> None:
         """Load fp32 values of an earlier run. The parameter already has the rounded values."""
-        _local(self.master.data).copy_(_local(master))
+        local_shard(self.master.data).copy_(local_shard(master))
         self._version = self._current_version()
 
     def _host(self, tensor: Tensor) -> Tensor:
@@ -135,11 +137,7 @@ class _HostCopy:
         return host.copy_(tensor)
 
     def _current_version(self) -> int:
-        return _local(self._parameter.detach())._version
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_shard(self._parameter.detach())._version
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.pipeline.whole import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
+from omnitrain.parallel.verify.sgd import ShardedSGD
 
 STEPS = 3
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
@@ -142,7 +143,7 @@ class _Routing:
 
 
 def _optimizer(model: OmniModel, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    make = partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=_MOMENTUM)
+    make = partial(ShardedSGD, lr=_LEARNING_RATE, momentum=_MOMENTUM)
     layout = layout_of(model)
     offloaded: Collection[nn.Parameter] = layout.offloaded(model) if layout is not None else ()
     groups = [{"params": parameters}]

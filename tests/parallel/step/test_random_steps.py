@@ -9,6 +9,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import StepPlanner, step_planner
+from omnitrain.parallel.verify.sgd import ShardedSGD
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import gradients, laid_out
 from tests.parallel.step.random_tables import RANKS, Step, num_media, random_steps, step_batch
@@ -23,7 +24,7 @@ Gradients = dict[int, dict[str, torch.Tensor]]
 
 def train(model: OmniModel, planner: StepPlanner, drawn: list[list]) -> Gradients:
     """Gradients of the sampled steps; ``drawn``: ``[step][micro-batch]`` samples of this rank."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    optimizer = ShardedSGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     found = {}
     for index, micro_batches in enumerate(drawn):
         accumulate_gradients(model, step_batch(model, planner, micro_batches))
