@@ -21,7 +21,7 @@ from omnitrain.train.nonfinite import NonFiniteError
 from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
-from tests.tiny import tiny_recipe, tiny_row, write_parquet
+from tests.tiny import TASKS, tiny_recipe, tiny_row, write_parquet
 
 EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
@@ -70,9 +70,14 @@ def assert_same_run(run: Path, reference: Path) -> None:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its reference run of one process is beside it, in ``one``."""
-    path = tiny_recipe(tmp_path_factory.mktemp("ranks"), evaluated=True)
+    path = tiny_recipe(tmp_path_factory.mktemp("ranks"), rows=2 * len(TASKS), evaluated=True)
     fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED])
     return path
+
+
+@pytest.fixture(scope="module")
+def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_recipe(tmp_path_factory.mktemp("text"), evaluated=True, text_only=True)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +122,12 @@ def nan_on_the_last_rank(recipe: Path, overrides: list[str]) -> str:
 
 
 def test_ranks_save_at_the_same_steps_and_stop_at_the_nan_of_one_of_them(
-    ranks: RankPool, recipe: Path, tmp_path: Path
+    ranks: RankPool, text_recipe: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    first, other = ranks.run(nan_on_the_last_rank, recipe, [f"output_dir={run}", *TWO_SLOTS], timeout_s=120, world=2)
+    first, other = ranks.run(
+        nan_on_the_last_rank, text_recipe, [f"output_dir={run}", *TWO_SLOTS], timeout_s=120, world=2
+    )
     assert first == other and first.startswith("step 3: the loss is nan")
     assert f"the steps before it are saved in {run / 'checkpoints' / 'step-00000002'}" in first
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
@@ -182,10 +189,12 @@ def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Pat
     assert {parameter.dtype for parameter in saved.parameters()} == {torch.float32}
 
 
-def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+def test_ranks_that_do_not_fit_the_packs_of_a_step_are_refused(
+    ranks: RankPool, text_recipe: Path, tmp_path: Path
+) -> None:
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS]
     with pytest.raises(RankError, match=r"train.micro_batches is 2, and 3 ranks draw data"):
-        ranks.run(fit, recipe, arguments, timeout_s=60, world=3)
+        ranks.run(fit, text_recipe, arguments, timeout_s=60, world=3)
     assert not (tmp_path / "run").exists()
 
 
@@ -196,19 +205,19 @@ def fit_elsewhere(recipe: Path, folder: Path, overrides: Sequence[str]) -> None:
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(
-    ranks: RankPool, recipe: Path, tmp_path: Path
+    ranks: RankPool, text_recipe: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RankError, match=r"output_dir: .*use a folder that all machines share"):
-        ranks.run(fit_elsewhere, recipe, tmp_path, TWO_SLOTS, timeout_s=60, world=2)
+        ranks.run(fit_elsewhere, text_recipe, tmp_path, TWO_SLOTS, timeout_s=60, world=2)
     assert sorted(file.name for file in (tmp_path / "0").iterdir()) == [".lock", "metrics.jsonl", "recipe.yaml"]
 
 
-def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
+def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, text_recipe: Path, tmp_path: Path) -> None:
     scorer = tmp_path / "scorer.py"
     scorer.write_text("def score(answers):\n    raise RuntimeError('no score today')\n")
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, f"evaluation.scorer={scorer}:score"]
     with pytest.raises(RankError, match=r"failed on 2 of 2 ranks[^$]*no score today"):
-        ranks.run(fit, recipe, arguments, timeout_s=60, world=2)
+        ranks.run(fit, text_recipe, arguments, timeout_s=60, world=2)
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
@@ -255,12 +264,12 @@ def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[f
     return drawn
 
 
-def test_random_numbers_of_a_step_do_not_depend_on_resuming(recipe: Path, tmp_path: Path) -> None:
-    whole = seeded_noise(recipe, [f"output_dir={tmp_path / 'a'}"], False)
-    first = seeded_noise(recipe, [f"output_dir={tmp_path / 'b'}", "train.steps=2"], False)
-    rest = seeded_noise(recipe, [f"output_dir={tmp_path / 'b'}", "train.steps=4"], True)
+def test_random_numbers_of_a_step_do_not_depend_on_resuming(text_recipe: Path, tmp_path: Path) -> None:
+    whole = seeded_noise(text_recipe, [f"output_dir={tmp_path / 'a'}"], False)
+    first = seeded_noise(text_recipe, [f"output_dir={tmp_path / 'b'}", "train.steps=2"], False)
+    rest = seeded_noise(text_recipe, [f"output_dir={tmp_path / 'b'}", "train.steps=4"], True)
     assert whole == first + rest and len(set(whole)) == 4
 
 
-def test_ranks_draw_random_numbers_of_their_own(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
-    ranks.run(seeded_noise, recipe, [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS], False, timeout_s=60, world=2)
+def test_ranks_draw_random_numbers_of_their_own(ranks: RankPool, text_recipe: Path, tmp_path: Path) -> None:
+    ranks.run(seeded_noise, text_recipe, [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS], False, timeout_s=60, world=2)

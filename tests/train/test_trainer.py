@@ -210,7 +210,7 @@ def spoil_a_sample(trainer: Trainer, step: int) -> list[str]:
 
 def test_steps_before_a_nan_are_saved_and_continued_exactly(tmp_path: Path) -> None:
     """The broken step leaves nothing in the sums of losses that the next line of metrics shows."""
-    recipe = load(tiny_recipe(tmp_path, steps=6, log_every=2))
+    recipe = load(tiny_recipe(tmp_path, text_only=True, steps=6, log_every=2))
     Trainer(recipe.model_copy(update={"output_dir": str(tmp_path / "whole")})).fit()
     broken = Trainer(recipe)
     spoilt = spoil_a_sample(broken, 4)
@@ -236,7 +236,7 @@ def test_steps_before_a_nan_are_saved_and_continued_exactly(tmp_path: Path) -> N
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    trainer = Trainer(load(tiny_recipe(tmp_path, save_every=1)))
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, save_every=1)))
     trainer.optimizer.register_step_post_hook(
         lambda *_: trainer.model.foundation.model.norm.weight.data.fill_(float("nan")) if trainer.step == 1 else None
     )
@@ -260,7 +260,7 @@ def test_a_run_saves_every_ten_minutes_and_leaves_space_for_its_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints_that_fit: int
 ) -> None:
     """A step takes 400 s here."""
-    trainer = Trainer(load(tiny_recipe(tmp_path, steps=5, save_every="auto", keep_checkpoints=9)))
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=5, save_every="auto", keep_checkpoints=9)))
     monkeypatch.setattr(save_times, "time", SimpleNamespace(monotonic=lambda: 400.0 * trainer.step))
     space, disk = checkpoints_that_fit * checkpoint_bytes(trainer.model), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=space))
@@ -329,7 +329,9 @@ def test_held_out_rows_are_packed_once_and_no_step_is_measured_twice(
 
     counting("pack_all")
     counting("heldout_loss")
-    Trainer(load(tiny_recipe(tmp_path, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 2}")).fit()
+    Trainer(
+        load(tiny_recipe(tmp_path, text_only=True, evaluated=True), "evaluation={max_new_tokens: 1, loss_every: 2}")
+    ).fit()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "heldout" in line] == [2, 4]
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["losses"] == lines[-1]["heldout"]
@@ -397,13 +399,13 @@ def test_data_of_which_nothing_fits_leave_an_earlier_run_in_its_place(tmp_path: 
 
 
 def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    recipe = load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'recipe.yaml' / 'run'}")
+    recipe = load(tiny_recipe(tmp_path, text_only=True), f"output_dir={tmp_path / 'recipe.yaml' / 'run'}")
     with pytest.raises(UserError, match=r"output_dir: .*is not a writable folder"):
         Trainer(recipe)
 
 
 def test_an_output_folder_that_the_system_refuses_is_a_message(tmp_path: Path) -> None:
-    trainer = Trainer(load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'taken' / 'run'}"))
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True), f"output_dir={tmp_path / 'taken' / 'run'}"))
     (tmp_path / "taken").touch()
     with pytest.raises(UserError, match=r"output_dir: .* cannot be written: .*; use another folder"):
         trainer.fit()
@@ -413,7 +415,7 @@ def test_a_folder_that_holds_no_run_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     with pytest.raises(UserError, match="has files but no run"):
-        Trainer(load(tiny_recipe(tmp_path), f"output_dir={tmp_path / 'thesis'}"))
+        Trainer(load(tiny_recipe(tmp_path, text_only=True), f"output_dir={tmp_path / 'thesis'}"))
     assert (tmp_path / "thesis" / "chapter.txt").is_file()
 
 
@@ -442,7 +444,7 @@ def test_space_for_a_checkpoint_is_asked_for_before_the_first_step(
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def test_a_run_with_dropout_resumes_exactly(tmp_path: Path, device: str) -> None:
     dropout = "model.foundation.config.attention_dropout=0.2"
-    recipe = tiny_recipe(tmp_path, steps=6, save_every=3, device=device)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=3, device=device)
     Trainer(load(recipe, dropout)).fit()
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
@@ -465,11 +467,11 @@ def test_a_run_of_rounded_weights_goes_on_without_a_plan_from_what_was_rounded(t
 
 def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to resume"):
-        Trainer(load(tiny_recipe(tmp_path)), resume=True)
+        Trainer(load(tiny_recipe(tmp_path, text_only=True)), resume=True)
 
 
 def test_a_recipe_that_would_make_another_run_of_it_is_refused_key_by_key(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path, text_only=True)
     Trainer(load(recipe)).fit()
     changes = (
         "data.pack_tokens=128",
@@ -491,7 +493,9 @@ def test_a_recipe_that_would_make_another_run_of_it_is_refused_key_by_key(tmp_pa
 def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load(tiny_recipe(tmp_path, evaluated=True), "evaluation={batch_size: 4, max_new_tokens: 2}")
+    recipe = load(
+        tiny_recipe(tmp_path, text_only=True, evaluated=True), "evaluation={batch_size: 4, max_new_tokens: 2}"
+    )
     batches: list[int] = []
 
     def interrupted(model: Any, processor: Any, prompts: Any, **options: Any) -> list[Answer]:
@@ -507,7 +511,7 @@ def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluate
 
 
 def test_resuming_a_finished_run_changes_nothing_and_says_so(tmp_path: Path) -> None:
-    path = tiny_recipe(tmp_path, evaluated=True)
+    path = tiny_recipe(tmp_path, text_only=True, evaluated=True)
     fast = ["evaluation={batch_size: 28, max_new_tokens: 1}", "train.steps=1"]
     Trainer(load(path, *fast)).fit()
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
@@ -525,7 +529,7 @@ def test_resuming_a_finished_run_changes_nothing_and_says_so(tmp_path: Path) -> 
 
 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, evaluated=True, steps=4)
+    recipe = tiny_recipe(tmp_path, text_only=True, evaluated=True, steps=4)
     Trainer(load(recipe)).fit()
     free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "train.precision=fp32")
     free += ("data.heldout=[]", "evaluation=null")
@@ -537,7 +541,7 @@ def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Pa
 
 def test_another_recipe_is_told_before_a_checkpoint_is_read(tmp_path: Path) -> None:
     """Here, one that is damaged: reading it would be told first."""
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path, text_only=True)
     checkpoint = Trainer(load(recipe, "train.steps=1")).fit().checkpoint
     (checkpoint / "trainer.pt").write_bytes(b"")
     with pytest.raises(UserError, match=r"started with another recipe:\n  train.seed: was 0, is 1"):
@@ -547,15 +551,15 @@ def test_another_recipe_is_told_before_a_checkpoint_is_read(tmp_path: Path) -> N
 
 
 def test_data_that_grew_are_refused_on_resume(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, rows=28)
+    recipe = tiny_recipe(tmp_path, text_only=True, rows=28)
     Trainer(load(recipe)).fit()
-    tiny_recipe(tmp_path, rows=35)
+    tiny_recipe(tmp_path, text_only=True, rows=35)
     with pytest.raises(UserError, match=r"data\.train\.0: had 28 rows, has 35"):
         Trainer(load(recipe), resume=True)
 
 
 def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, steps=6, micro_batches=2)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, micro_batches=2)
     Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
     failing = Trainer(load(recipe))
     steps = iter(failing.loader)
@@ -581,7 +585,7 @@ def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it asks for the space that was taken by it."""
-    recipe = tiny_recipe(tmp_path, steps=2)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=2)
     left = [tmp_path / run / "checkpoints" / ".step-00000001.partial" for run in ("run", "other")]
     Trainer(load(recipe)).fit()
     for folder in left:
