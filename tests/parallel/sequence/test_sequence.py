@@ -112,11 +112,17 @@ def text(length: int, index: int = 0) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("world", "degrees"), [(2, {"ulysses_size": 2}), (4, {"cp_size": 2, "ulysses_size": 2})], ids=["sp2", "sp2.cp2"]
+    ("world", "degrees", "lengths"),
+    [
+        pytest.param(2, {"ulysses_size": 2}, (*range(1, 34), 64, 97), id="sp2"),
+        pytest.param(2, {"ulysses_size": 2}, range(34, 97), id="sp2, longer", marks=pytest.mark.slow),
+        pytest.param(4, {"cp_size": 2, "ulysses_size": 2}, (*range(1, 12), 31, 97), id="sp2.cp2"),
+    ],
 )
-def test_rows_of_every_length_are_shared_exactly(ranks: RankPool, world: int, degrees: dict[str, int]) -> None:
+def test_rows_of_every_length_are_shared_exactly(
+    ranks: RankPool, world: int, degrees: dict[str, int], lengths: Sequence[int]
+) -> None:
     """Of one token, of fewer than ranks, of lengths that nothing divides; two samples where there is room for them."""
-    lengths = (*range(1, 34), 64, 97) if world == 2 else (*range(1, 12), 31, 97)
     packs = [[text(n)] if n < 7 else [text(n // 3, 0), text(n - n // 3, 1)] for n in lengths]
     results = ranks.run(errors_of_packs, "qwen3", packs, degrees, timeout_s=120, world=world)
     assert len(results[0]) == len(packs)
