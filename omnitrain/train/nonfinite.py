@@ -71,6 +71,8 @@ def unsound_parameters(model: nn.Module, peers: Peers) -> list[str]:
     """Return the names of parameters with values that are not finite, on any rank. All ranks call this."""
     own = []
     for name, parameter in parameters_at_rest(model).items():
+        if parameter.is_meta:  # another pipeline stage has it
+            continue
         values = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not values.isfinite().all():
             own.append(name)

@@ -21,7 +21,7 @@ from omnitrain.train.nonfinite import NonFiniteError
 from omnitrain.train.process_groups import leave_ranks
 from omnitrain.train.run_state import save_times
 from omnitrain.train.trainer import RunSummary, Trainer
-from tests.tiny import TASKS, tiny_recipe, tiny_row, write_parquet
+from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parquet
 
 EVALUATED = ["evaluation.max_new_tokens=6", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
 TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
@@ -89,8 +89,9 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, ["parallel.default.ulysses=2"]),
         (2, ["parallel.components.foundation.pp=2"]),
         pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
+        pytest.param(4, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
     ],
-    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "pp2", "tp2.dp2"],
+    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "pp2", "tp2.dp2", "pp2.dp2"],
 )
 def test_a_run_on_ranks_is_the_run_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]
@@ -121,13 +122,13 @@ def nan_on_the_last_rank(recipe: Path, overrides: list[str]) -> str:
     return "no error"
 
 
+@pytest.mark.parametrize("overrides", [[], ["parallel.components.foundation.pp=2"]], ids=["dp2", "pp2"])
 def test_ranks_save_at_the_same_steps_and_stop_at_the_nan_of_one_of_them(
-    ranks: RankPool, text_recipe: Path, tmp_path: Path
+    ranks: RankPool, text_recipe: Path, tmp_path: Path, overrides: list[str]
 ) -> None:
     run = tmp_path / "run"
-    first, other = ranks.run(
-        nan_on_the_last_rank, text_recipe, [f"output_dir={run}", *TWO_SLOTS], timeout_s=120, world=2
-    )
+    arguments = [f"output_dir={run}", *TWO_SLOTS, *overrides]
+    first, other = ranks.run(nan_on_the_last_rank, text_recipe, arguments, timeout_s=120, world=2)
     assert first == other and first.startswith("step 3: the loss is nan")
     assert f"the steps before it are saved in {run / 'checkpoints' / 'step-00000002'}" in first
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-00000001", "step-00000002"]
@@ -177,6 +178,28 @@ def test_a_run_of_adapters_goes_on_without_the_ranks_that_cut_its_matrices_or_it
         fit(recipe, arguments, resume=True)
         leave_ranks()
         assert_same_run(tmp_path / axis, tmp_path / "one")
+
+
+def test_the_experts_of_all_stages_are_measured_balanced_and_recorded(ranks: RankPool, tmp_path: Path) -> None:
+    """One process takes the experts that the two stages wrote, and finds none that it would not have chosen."""
+    recipe, lines = tiny_moe_recipe(tmp_path), {}
+    for name, overrides in (("pp2", ["parallel.components.foundation.pp=2", "record"]), ("one", ["replay"])):
+        *plan, files = overrides
+        arguments = [f"output_dir={tmp_path / name}", f"train.experts.{files}={tmp_path / 'routing'}", *plan]
+        ranks.run(
+            fit, recipe, [*arguments, "train.experts.loss=sample", "train.steps=1"], timeout_s=120, world=1 + len(plan)
+        )
+        lines[name] = metrics(tmp_path / name)
+    for line, other in zip(lines["pp2"], lines["one"], strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5) and other["replay"]["others"] == 0
+        assert len(line["experts"]) == 2
+        for layer, row in other["experts"].items():
+            for key in ("load", "entropy"):
+                assert line["experts"][layer][key] == pytest.approx(row[key], rel=1e-6)
+    saved = [torch.load(tmp_path / run / "checkpoints" / "step-00000001" / "trainer.pt") for run in ("pp2", "one")]
+    found, expected = (file["state"]["expert_shares"] for file in saved)
+    assert found.keys() == expected.keys() and len(found) == 2
+    assert all(found[layer] == pytest.approx(values) for layer, values in expected.items())
 
 
 def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
