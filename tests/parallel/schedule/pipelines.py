@@ -1,0 +1,126 @@
+"""Models and layouts of pipelines: a covering array, in which every possible pair of values stands at least once.
+
+``python -m tests.parallel.schedule.pipelines`` writes the table ``pipelines.tsv`` again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import combinations, product
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from omnitrain.models.adapters.lora import add_lora, find_adapters
+from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.recipe.lora import Lora
+from tests.families import FAMILIES
+from tests.parallel import factories
+
+TABLE = Path(__file__).with_name("pipelines.tsv")
+BLOCKS = 4
+EXPERTS = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_vl_moe",
+    "ernie4_5_vl_moe",
+    "llama4",
+    "gemma4_moe",
+    "qwen3_omni_moe_thinker",
+)
+# transformers has a tensor parallel plan for their layers, and their heads divide by two.
+TENSOR = ("qwen3", "deepseek_v3", "gemma3", "internvl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_5")
+OTHERS = ("any_to_any", "qwen3_vl with LoRA", "frozen qwen3_vl")
+MODELS = (*FAMILIES, *OTHERS)
+SCHEDULES = ("pp2", "pp2.gpipe", "pp2.v2", "pp4")
+AXES = ("", "dp2", "sp2", "cp2", "tp2", "dp2.ep2")
+MEMORY = ("", "recompute")
+STEPS = ("", "accum2")
+
+
+class Case(NamedTuple):
+    """One layout of one model."""
+
+    model: str
+    schedule: str
+    axis: str
+    memory: str
+    steps: str
+
+    @property
+    def layout(self) -> str:
+        return ".".join(word for word in (self.schedule, self.axis, self.memory, self.steps) if word)
+
+
+def is_possible(case: Case) -> bool:
+    """Whether the model has blocks for all stages, experts for ep, and a tensor parallel plan for tp."""
+    if case.model == "any_to_any" and case.schedule not in ("pp2", "pp2.gpipe"):
+        return False
+    if "ep2" in case.axis and case.model not in EXPERTS:
+        return False
+    return case.axis != "tp2" or case.model in TENSOR
+
+
+def pairs(case: Case) -> set[tuple[tuple[int, str], tuple[int, str]]]:
+    return set(combinations(enumerate(case), 2))
+
+
+def possible() -> list[Case]:
+    return [case for values in product(MODELS, SCHEDULES, AXES, MEMORY, STEPS) if is_possible(case := Case(*values))]
+
+
+def covering(cases: Sequence[Case]) -> Iterator[Case]:
+    """Take the case with the most pairs that no earlier case has, until every pair has one."""
+    missing = set().union(*map(pairs, cases))
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        missing -= pairs(best)
+        yield best
+
+
+def table() -> list[Case]:
+    return [Case(*line.split("\t")) for line in TABLE.read_text().splitlines()]
+
+
+def deeper(config: PreTrainedConfig, blocks: int = BLOCKS) -> PreTrainedConfig:
+    """Repeat the layers of a language model."""
+    text = config.get_text_config(decoder=True)
+    depth = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == depth and depth > 1:
+            setattr(text, name, (value * blocks)[:blocks])
+    text.num_hidden_layers = blocks
+    return config
+
+
+def build(name: str) -> PreTrainedModel:
+    family = name.removeprefix("frozen ").removesuffix(" with LoRA")
+    if family not in FAMILIES:
+        return getattr(factories, name)()
+    config = deeper(FAMILIES[family]())
+    model = foundation_class(config)(config)
+    init_peaked_(model)
+    if name.startswith("frozen "):
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_("visual" in path)
+    if not name.endswith(" with LoRA"):
+        return model
+    omni: OmniModel = build_omni_model(foundation=model)
+    add_lora(omni, {"foundation": find_adapters(omni, "foundation", Lora(rank=3))})
+    return omni
+
+
+def factory(name: str) -> partial[PreTrainedModel]:
+    return partial(build, name)
+
+
+if __name__ == "__main__":
+    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible())))
