@@ -65,7 +65,18 @@ class WeightGradients:
     def accumulate(self) -> None:
         """Compute the delayed gradients and add them to ``grad`` of their keys, which are parameters."""
         for parameter, gradient in self.made():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            whole = _like(parameter, gradient)
+            parameter.grad = whole if parameter.grad is None else parameter.grad + whole
+
+
+def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of this rank's shard as autograd would, which is a DTensor where the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return gradient
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        gradient, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 _delayed_to: ContextVar[WeightGradients | None] = ContextVar("delayed_weight_gradients", default=None)
@@ -80,7 +91,8 @@ def delayed_to() -> WeightGradients | None:
 def delaying(work: WeightGradients | None) -> Iterator[None]:
     """Let forwards inside this context delay the weight gradients of all linear layers, by parameter.
 
-    It covers every call of ``torch.nn.functional.linear`` with a trained parameter as weight, whatever module makes it.
+    It covers every call of ``torch.nn.functional.linear`` with a trained parameter as weight, whatever module makes it,
+    and the matrices of experts (:func:`~omnitrain.ops.experts.entry.omnitrain_experts`).
     Modules do not change, so micro-batches in flight may have different stores. A recomputation must enter the context
     of its forward again (:func:`delayed_to`). Biases and frozen weights do not change.
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from omnitrain.ops.delayed_wgrad import WeightGradients
+from omnitrain.ops.delayed_wgrad import WeightGradients, delayed_to
 from omnitrain.ops.experts.choose import chosen
 from omnitrain.ops.experts.grouped_mm import ProductMemory
 from omnitrain.ops.experts.permute import TokenPermutation, combine_rows, sort_by_expert, take_rows
@@ -158,7 +158,7 @@ def omnitrain_experts(
     # Dispatch's backward runs last, so delayed weight gradients overlap with it.
     handle = settings.dispatcher.dispatch(hidden_states, top_k_weights, plan, spans)
     work = WeightGradients(spans.weight_gradients) if settings.delays_weight_gradients else None
-    for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(handle.ranges, work)):
+    for chunk, experts in enumerate(ExpertWeights.of(module).in_chunks(handle.ranges, work, delayed_to())):
         rows, ends = handle.wait_chunk(chunk)
         with settings.saving(rows) if settings.saving is not None else nullcontext():
             results = spans.experts(chunk, rows, partial(compute, experts, rows, ends, memory))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from omnitrain.ops.delayed_wgrad import WeightGradients
+from omnitrain.ops.delayed_wgrad import Later, MakeGradient, WeightGradients
 from omnitrain.ops.experts.lora import ExpertAdapter, adapter_names, adapter_scales, parameter_names
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -104,7 +104,12 @@ class ExpertWeights:
         """Return all experts of the layer, or this rank's experts if the module's weights are DTensors."""
         return cls(module, {name: _local(getattr(module, name)) for name in names_by_expert(module)}, {})
 
-    def in_chunks(self, ranges: Sequence[Sequence[ExpertRange]], work: WeightGradients | None) -> list[ExpertWeights]:
+    def in_chunks(
+        self,
+        ranges: Sequence[Sequence[ExpertRange]],
+        work: WeightGradients | None,
+        after_backward: WeightGradients | None = None,
+    ) -> list[ExpertWeights]:
         """Split into nearly equal chunks of experts.
 
         Args:
@@ -112,12 +117,16 @@ class ExpertWeights:
                 computed range by range and written into one buffer, so only one range's gradient exists twice.
             work: computes the gradients of the matrices of all chunks after the rest of their backward; None: they are
                 computed during the backward.
+            after_backward: takes the gradients of the matrices, by parameter, and computes them after the backward,
+                which then returns none of them.
         """
         chunks = len(ranges)
-        if chunks == 1 and work is None:
+        if chunks == 1 and work is None and after_backward is None:
             return [self]
         names, matrices = tuple(self._tensors), (self.first_name, self.down_name)
         gradients = _Gradients(chunk_offsets(self.num_experts, chunks), ranges, matrices, work)
+        if after_backward is not None:
+            gradients.later = {name: after_backward.of(getattr(self.module, name)) for name in matrices}
         flat = _InChunks.apply(gradients, names, *self._tensors.values())
         of_chunk = [dict(zip(names, flat[chunk * len(names) :], strict=False)) for chunk in range(chunks)]
         return [
@@ -156,6 +165,9 @@ def chunk_offsets(num_experts: int, chunks: int) -> tuple[int, ...]:
     return tuple(num_experts * chunk // chunks for chunk in range(chunks + 1))
 
 
+_Piece = tuple[int, int, MakeGradient]  # first expert, the one after the last, and what computes their gradient
+
+
 class _InChunks(torch.autograd.Function):
     """Splits tensors into chunks along dim 0. Gradients come from the chunks or from :class:`_Gradients`."""
 
@@ -192,6 +204,9 @@ class _Gradients:
         matrices: names of the matrices, in the order in which delayed gradients are computed; the first have the
             largest operands.
         work: computes the gradients in :meth:`made`; None: they are computed at once.
+
+    Attributes:
+        later: matrix -> takes a function that computes its gradient after the backward; empty: the backward needs it.
     """
 
     def __init__(
@@ -204,6 +219,8 @@ class _Gradients:
         self.offsets = offsets
         self._ranges, self._matrices, self._work = ranges, matrices, work
         self._wholes: dict[int, _Wholes] = {}
+        self.later: Mapping[str, Later] = {}
+        self._pieces: dict[tuple[int, str], list[_Piece]] = {}
 
     def taker(self, name: str, chunk: int) -> DelayedByRange:
         """Return a function that takes the gradient of a chunk of the matrix ``name``."""
@@ -212,7 +229,9 @@ class _Gradients:
             backward = torch._C._current_graph_task_id()
             for span in self._ranges[chunk]:
                 start, stop = self.offsets[chunk] + span.start, self.offsets[chunk] + span.stop
-                if self._work is not None:
+                if name in self.later:
+                    self._pieces.setdefault((backward, name), []).append((start, stop, partial(make, span)))
+                elif self._work is not None:
                     self._work.add((backward, name, start, stop), partial(make, span))
                 else:
                     self._wholes.setdefault(backward, self._none_yet()).add(name, start, stop, make(span))
@@ -222,6 +241,9 @@ class _Gradients:
     def made(self) -> _Wholes:
         """Return all gradients taken in this backward."""
         backward = torch._C._current_graph_task_id()
+        for name, later in self.later.items():
+            if pieces := self._pieces.pop((backward, name), None):
+                later(partial(_joined, pieces, self.offsets[-1]))
         whole = self._wholes.pop(backward, None) or self._none_yet()
         if self._work is None:
             return whole
@@ -261,6 +283,17 @@ class _Wholes:
         number = sum(stop - start for start, stop in self._there.get(name, {}).items())
         assert number in (0, self._num_experts), f"{name}: some experts have a gradient, others have none"
         return self._wholes.get(name)
+
+
+def _joined(pieces: list[_Piece], num_experts: int) -> Tensor:
+    """Compute the gradient of all experts of a matrix, piece by piece."""
+    whole = _Wholes(num_experts)
+    while pieces:
+        start, stop, make = pieces.pop(0)
+        whole.add("", start, stop, make())
+    gradient = whole.of("")
+    assert gradient is not None
+    return gradient
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -80,6 +80,14 @@ class HeldUnits:
             for group in _groups(unit):
                 group.post_backward()
 
+    def add_up(self, names: Sequence[str]) -> None:
+        """Add gradients that were computed after the backward (in ``parameter.grad``) to those that units hold."""
+        for name in names:
+            for group in _groups(self._units[name]):
+                for parameter in group.fsdp_params:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
     def finish(self) -> None:
         """Wait for all reductions, at the end of a step."""
         self._root.set_is_last_backward(True)

@@ -14,6 +14,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits
 from omnitrain.parallel.layout import layout_of, reduce_replicas
@@ -57,11 +58,13 @@ class _InFlight:
         arrived: the tensors that the stage before sent; their gradients go back to it.
         sent: the tensors that the next stage got; their gradients come back from it.
         losses: scalars whose gradient is 1.
+        delayed: weight gradients that the schedule computes by an action of their own; None: the backward does.
     """
 
     arrived: tuple[Tensor, ...]
     sent: tuple[Tensor, ...]
     losses: tuple[Tensor, ...]
+    delayed: WeightGradients | None
 
 
 class Executor:
@@ -100,6 +103,8 @@ class Executor:
         self._trains = any(batch.plan.loss_counts.values())  # the same on all ranks, since counts are global
         self._total = torch.zeros((), device=model.device)
         self._live: dict[_Key, _InFlight] = {}
+        self._delayed: dict[_Key, WeightGradients | None] = {}
+        self._splits_backward = False
         self._forward_in: dict[_Key, Arrival] = {}
         self._backward_in: dict[_Key, Arrival] = {}
         self._forward_out: dict[_Key, tuple[Tensor, ...]] = {}
@@ -116,6 +121,7 @@ class Executor:
         """
         rank = 0 if self._pipeline is None else self._pipeline.stages.rank
         actions = schedule.actions[rank]
+        self._splits_backward = any(action.kind is Kind.W for action in actions)
         with ExitStack() as stack:
             if self._pipeline is not None:
                 for pack in self._batch.packs:  # before any stage waits for another
@@ -153,7 +159,9 @@ class Executor:
             reduce_on_last(self._model, self._batch, micro_batch)
         work = work_of(self._model, self._batch, micro_batch)
         arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=True)
+        delayed = WeightGradients() if self._splits_backward else None
         with ExitStack() as stack:
+            stack.enter_context(delaying(delayed))
             for context in self._contexts:
                 stack.enter_context(context(pack, work))
             if self._messages is None:
@@ -177,7 +185,7 @@ class Executor:
             losses = [loss]
         if stage == self._last and self._on_output is not None:
             self._on_output(pack, output)
-        self._live[stage, micro_batch] = _InFlight(arrived, sent, tuple(losses))
+        self._live[stage, micro_batch] = _InFlight(arrived, sent, tuple(losses), delayed)
 
     def _losses(self, output: OmniOutput) -> list[Tensor]:
         # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
@@ -199,6 +207,18 @@ class Executor:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
             self._backward_out[key] = back
             self._hand_over(self._backward_in, (key[0] - 1, key[1]), back)
+
+    def _backward_of_inputs(self, action: Action) -> None:
+        live = self._live[_key(action)]
+        self._backward(action)
+        self._delayed[_key(action)] = live.delayed
+
+    def _backward_of_weights(self, action: Action) -> None:
+        assert self._held is not None and action.stage is not None
+        delayed = self._delayed.pop(_key(action))
+        if self._trains and delayed is not None:
+            delayed.accumulate()
+            self._held.add_up(self._units[action.stage])
 
     def _send(self, action: Action) -> None:
         assert self._messages is not None and action.peer is not None
@@ -228,6 +248,8 @@ class Executor:
     _RUN: Mapping[Kind, Callable[[Executor, Action], None]] = {
         Kind.F: _forward,
         Kind.B: _backward,
+        Kind.I: _backward_of_inputs,
+        Kind.W: _backward_of_weights,
         Kind.SEND_F: _send,
         Kind.SEND_B: _send,
         Kind.RECV_F: _receive,
