@@ -96,13 +96,14 @@ class EncodedPack:
         return replace(self, media=EncodedMedia(native, inserted), idle=idle), pairs
 
 
-def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
+def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[str] | None = None) -> EncodedPack:
     """Encode all media of a pack, and make the exchanges and the calls without data of ``work``.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
         pack: the micro-batch.
         work: of this rank in this micro-batch.
+        components: whose media to encode; None: all.
     """
     inserted: list[InsertedEmbeddings] = []
     native: dict[str, MediaFeatures] = {}
@@ -111,6 +112,8 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork) -> EncodedPack:
     where: dict[str, Tensor] = {}
     drawn = {**pack.inputs, **pack.targets}
     for component, names in model.media_names.items():
+        if components is not None and component not in components:
+            continue
         batches = {name: drawn[name] for name in names if name in drawn}
         places = {name: local_positions(work.sequence_slice, batch.positions) for name, batch in batches.items()}
         made: dict[str, list[_Made]] = {}

@@ -14,7 +14,7 @@ from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.foundation.stage import BlockSpan
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, own_calls
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode
 from omnitrain.ops.attention import SequenceSlice
 
 Across = tuple[str, str]  # modality, name of the tensor in the layout of its features
@@ -91,15 +91,11 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
         absent = hidden.detach().new_zeros(()).expand(number, hidden.size(-1))
         main, *side = (here.get((modality, name), absent) for name in layout.names)
         native[modality] = MediaFeatures(main, dict(zip(layout.names[1:], side, strict=True)), {}, (number,), layout)
-    labels = {name: _labels(model, pack, name) for name in pack.targets} if stage.span.is_last else {}
+    labels = {}
+    if stage.span.is_last:
+        with torch.no_grad():  # the first stage has the embeddings
+            labels = encode(model, pack, work, model.decoder_names).labels
     return EncodedPack(pack, work, EncodedMedia(native), labels, [])
-
-
-@torch.no_grad()
-def _labels(model: Any, pack: Pack, name: str) -> Tensor:
-    decoder = model.get_submodule(name)
-    calls = own_calls(model, pack, name)
-    return torch.cat([decoder.lm_encode(call.items.features, call.items.num_tokens)[1] for call in calls])
 
 
 def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ EXPERTS = (
 TENSOR = ("qwen3", "deepseek_v3", "gemma3", "internvl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_5")
 OTHERS = ("any_to_any", "qwen3_vl with LoRA", "frozen qwen3_vl")
 MODELS = (*FAMILIES, *OTHERS)
-SCHEDULES = ("pp2", "pp2.gpipe", "pp2.v2", "pp4")
+SCHEDULES = ("pp2", "pp2.v2", "pp2.zbv", "pp4")
 AXES = ("", "dp2", "sp2", "cp2", "tp2", "dp2.ep2")
 MEMORY = ("", "recompute")
 STEPS = ("", "accum2")
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 def is_possible(case: Case) -> bool:
     """Whether the model has blocks for all stages, experts for ep, and a tensor parallel plan for tp."""
-    if case.model == "any_to_any" and case.schedule not in ("pp2", "pp2.gpipe"):
+    if case.model == "any_to_any" and case.schedule != "pp2":
         return False
     if "ep2" in case.axis and case.model not in EXPERTS:
         return False
@@ -114,7 +114,9 @@ def build(name: str) -> PreTrainedModel:
     if not name.endswith(" with LoRA"):
         return model
     omni: OmniModel = build_omni_model(foundation=model)
-    add_lora(omni, {"foundation": find_adapters(omni, "foundation", Lora(rank=3))})
+    add_lora(
+        omni, {"foundation": find_adapters(omni, "foundation", Lora(targets=["q_proj", "o_proj", "up_proj"], rank=3))}
+    )
     return omni
 
 
