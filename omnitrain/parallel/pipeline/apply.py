@@ -15,7 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.gradients import Stages
 from omnitrain.parallel.pipeline.channel import Direction, StageChannel
-from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
+from omnitrain.parallel.pipeline.stages import (
+    PipelineStages,
+    holders,
+    ignore_absent_in_device,
+    path_of_blocks,
+    stages_of,
+)
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.generators import generate
@@ -79,6 +85,7 @@ def cut_into_stages(model: OmniModel, plan: ComponentPlan, state: ParallelState)
         return None
     schedule = plan.schedule or PipelineSchedule()
     stages = stages_of(model, schedule, state)
+    ignore_absent_in_device()
     held_by = holders(model, stages, model.stage_contract.readers)
     group = state.pp_mesh.get_group()
     columns = state.shape.groups("pp")

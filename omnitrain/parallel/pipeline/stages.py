@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 from torch.utils import swap_tensors
+from transformers import PreTrainedModel
 
 from omnitrain.models.adapters.lora import names_without_adapters
 from omnitrain.models.contract.tiny_model import CHOSEN_EXPERTS
@@ -147,6 +148,18 @@ def holders(
             held = {rank for position in read_by.get(base, ("first",)) for rank in at[position]}
         ranks[name] = tuple(sorted(held))
     return ranks
+
+
+def ignore_absent_in_device() -> None:
+    """Let every transformers model take its device from its first parameter that is not absent.
+
+    transformers takes it from the first of all, and forwards make tensors there.
+    """
+    PreTrainedModel.device = property(_device_of_present)
+
+
+def _device_of_present(model: PreTrainedModel) -> torch.device:
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("meta"))
 
 
 def drop_parameters(model: nn.Module, names: Collection[str]) -> None:
