@@ -132,13 +132,12 @@ def test_every_data_parallel_layout_trains_a_family_as_one_process_does(ranks: R
     check(ranks, name, hf_samples(name), [*DATA_PARALLEL, "dp2.accum3", "dp2.offload"])
 
 
-def test_a_layout_that_is_not_there_yet_or_too_large_is_refused_with_the_reason(ranks: RankPool) -> None:
+def test_a_layout_that_does_not_fit_is_refused_with_the_reason(ranks: RankPool) -> None:
     samples = tiny_samples(tiny_processor(factories.any_to_any()), 2)
-    report = verify("tests.parallel.factories:any_to_any", samples, ["pp2.dp2", "dp8"], pool=ranks)
+    report = verify("tests.parallel.factories:any_to_any", samples, ["pp4", "dp8"], pool=ranks)
     assert [row.status for row in report.rows] == ["refused", "refused"] and not report.ok
     assert (
-        "pp 2, but pipeline parallelism is not available yet" in report.rows[0].reason
-        and "needs 8 ranks, but nproc is 4; use --nproc 8" in report.rows[1].reason
+        "found 4" in report.rows[0].reason and "needs 8 ranks, but nproc is 4; use --nproc 8" in report.rows[1].reason
     )
     assert "nan" not in str(report) and str(report).count("│ refused │ -    │ -         │ -     │ -       │ -") == 2
 
