@@ -87,11 +87,10 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"]),
         (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
         (4, ["parallel.default.ulysses=2"]),
-        (2, ["parallel.components.foundation.pp=2"]),
         pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
     ],
-    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "pp2", "tp2.dp2", "pp2.dp2"],
+    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "tp2.dp2", "pp2.dp2"],
 )
 def test_a_run_on_ranks_is_the_run_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]
@@ -144,6 +143,19 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
+def test_a_run_on_a_pipeline_is_the_run_of_one_process_and_goes_on_there(
+    ranks: RankPool, recipe: Path, tmp_path: Path
+) -> None:
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, "parallel.components.foundation.pp=2"]
+    ranks.run(fit, recipe, arguments, False, 2, timeout_s=120, world=2)
+    first, other = ranks.run(fit, recipe, arguments, True, timeout_s=120, world=2)
+    assert_same_run(tmp_path / "run", recipe.parent / "one")
+    found, expected = (json.loads((run / "eval.json").read_text()) for run in (tmp_path / "run", recipe.parent / "one"))
+    assert found.keys() == expected.keys() and other.scores.keys() == first.scores.keys()
+    assert found["losses"]["heads"]["text"] == pytest.approx(expected["losses"]["heads"]["text"], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_any_other_stages(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     """One step on a pipeline, one on data parallel ranks, two in one process."""
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
@@ -163,21 +175,23 @@ def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, 
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("axis", "stops"), [("tp", [2]), pytest.param("pp", [1, 3], marks=pytest.mark.slow)], ids=["tp", "pp"]
+)
 def test_a_run_of_adapters_goes_on_without_the_ranks_that_cut_its_matrices_or_its_blocks(
-    ranks: RankPool, recipe: Path, tmp_path: Path
+    ranks: RankPool, recipe: Path, tmp_path: Path, axis: str, stops: list[int]
 ) -> None:
     """The adapters of all stages are in one folder, from which a pipeline goes on, and then one process."""
     lora = "parallel.components.foundation.lora={targets: ['*_proj'], rank: 4}"
     fit(recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS, lora])
     leave_ranks()
-    for axis, stops in (("tp", [2]), ("pp", [1, 3])):
-        arguments = [f"output_dir={tmp_path / axis}", *TWO_SLOTS, lora]
-        for stop in stops:
-            cut = [*arguments, f"parallel.components.foundation.{axis}=2"]
-            ranks.run(fit, recipe, cut, stop > stops[0], stop, timeout_s=120, world=2)
-        fit(recipe, arguments, resume=True)
-        leave_ranks()
-        assert_same_run(tmp_path / axis, tmp_path / "one")
+    arguments = [f"output_dir={tmp_path / axis}", *TWO_SLOTS, lora]
+    for stop in stops:
+        cut = [*arguments, f"parallel.components.foundation.{axis}=2"]
+        ranks.run(fit, recipe, cut, stop > stops[0], stop, timeout_s=120, world=2)
+    fit(recipe, arguments, resume=True)
+    leave_ranks()
+    assert_same_run(tmp_path / axis, tmp_path / "one")
 
 
 def test_the_experts_of_all_stages_are_measured_balanced_and_recorded(ranks: RankPool, tmp_path: Path) -> None:

@@ -125,13 +125,13 @@ def assert_equal(found: list, expected: list) -> None:
 
 
 def test_stages_in_turn_say_and_write_what_one_process_does(ranks: RankPool) -> None:
-    """One stage per rank, two, and two in a V: text, images and sound, greedy and sampled; all ranks know all of it."""
-    schedules = [PipelineSchedule(), PipelineSchedule(chunks=2), PipelineSchedule(kind="zbv")]
+    """Two stages per rank, in turn and in a V: text, images and sound, greedy and sampled; all ranks know all of it."""
+    schedules = [PipelineSchedule(chunks=2), PipelineSchedule(kind="zbv")]
     ways = [({}, True), (SAMPLED, True)]
     expected = answered(any_to_any, ways=ways)
     made = ranks.run(answered, any_to_any, schedules, ways, timeout_s=120, world=2)
     for found in made:
-        assert len(found) == 3
+        assert len(found) == 2
         assert_equal(found, expected)
     answers = [answer for made in expected[0][1].values() for answer in made]
     assert {mode for answer in answers for mode, _ in answer.tokens} == {"text", "image_decoder", "audio_decoder"}
@@ -140,7 +140,7 @@ def test_stages_in_turn_say_and_write_what_one_process_does(ranks: RankPool) -> 
     assert parts == [[type(part).__name__ for a in answers for part in a.parts] for answers in expected[0][1].values()]
 
 
-@pytest.mark.parametrize("make", [deepstack, windows])
+@pytest.mark.parametrize("make", [deepstack, pytest.param(windows, marks=pytest.mark.slow)])
 def test_later_stages_read_the_features_and_masks_of_media(ranks: RankPool, make: Callable[[], Made]) -> None:
     ways: list[tuple[dict[str, Sampling], bool]] = [({}, True), ({}, False)]
     expected = answered(make, ways=ways)
