@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SHARED = {"harness", "omni_step", "repo_samples", "slow_link", "expert_loopback"}
 SHARED |= {f"gpu_{part}" for part in ("harness", "sizes", "operations", "batches", "sides")}
 SIZES = {
+    "pipeline": ["--rounds=1", "--ranks", "2", "--width=64", "--tokens=64"],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],

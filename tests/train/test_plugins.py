@@ -23,11 +23,13 @@ def test_the_documented_plugin_trains_from_a_recipe_in_data_workers_too(
     monkeypatch.setattr(sys, "path", list(sys.path))
     code = re.search(r"```python\n# colors\.py\n(.*?)```", PAGE, re.DOTALL)
     assert code is not None
-    (tmp_path / "colors.py").write_text(code[1])
+    # A class is registered once in a process, and the blocks of the page may have run before.
+    plugin = Path(getattr(sys.modules.get("colors"), "__file__", None) or tmp_path / "colors.py")
+    plugin.write_text(code[1])
     path = tiny_recipe(tmp_path, steps=2)
     write_parquet(tmp_path / "train.parquet", [tiny_row("image_to_text", i) for i in range(20)])
     parts = ["model.foundation=null", "model.tokenizer=null", "model.encoders={}", "model.decoders={}"]
-    changes = [*parts, f"model.checkpoint={tmp_path / 'model'}", f"plugins=[{tmp_path / 'colors.py'}]"]
+    changes = [*parts, f"model.checkpoint={tmp_path / 'model'}", f"plugins=[{plugin}]"]
     recipe = Recipe.load(str(path), [*changes, "data.workers=1"])
     colors = sys.modules["colors"]
     encoder = colors.ColorEncoder(colors.ColorConfig(hidden_size=FOUNDATION["hidden_size"]))

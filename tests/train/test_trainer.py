@@ -359,7 +359,7 @@ def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
         tmp_path / "run", "what?", [str(tmp_path / "eye.png")], [], [], output_dir=tmp_path, max_new_tokens=5
     )
     assert len(made.tokens) <= 5 and len(shown) == len(made.parts)
-    with pytest.raises(UserError, match="image 1 cannot be read from its file"):
+    with pytest.raises(UserError, match=r"no image at .*no.png"):
         answer(tmp_path / "run", "what?", [str(tmp_path / "no.png")], [], [])
     devices: list[torch.device] = []
     monkeypatch.setattr("omnitrain.train.verbs.answer.use_device", lambda settings: torch.device("meta"))

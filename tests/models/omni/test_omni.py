@@ -304,7 +304,7 @@ def test_parts_that_contradict_a_saved_model_are_refused_by_name(model: OmniMode
         f"decoders={{{name!r}: ...}}"
         for name in ("audio_decoder", "image_decoder")
     ]
-    with pytest.raises(UserError, match=r"^encoders: 'image_decoder' is the name of a saved decoder; choose another"):
+    with pytest.raises(UserError, match=r"^encoders: 'image_decoder' is the name of a saved decoder; use another"):
         build_omni_model(
             str(tmp_path), encoders={"image_decoder": MODEL["encoders"]["image_encoder"]}, init_device="meta"
         )
