@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,13 +27,24 @@ def size_text(size: int) -> str:
 
 
 def set_default_modes(files: Iterable[Path]) -> None:
-    """Give files the permissions that a plain ``open`` would have given them.
+    """Give files the permissions that a plain ``open`` gives in their folder.
 
-    safetensors writes to a temporary file that only its owner may read, and renames it. The default permissions come
-    from the files' folder, because reading the umask would change it for other threads.
+    safetensors writes to a temporary file that only its owner may read, and renames it.
     """
+    defaults: dict[Path, int] = {}
     for file in files:
-        default = file.parent.stat().st_mode & 0o666
-        if default & ~file.stat().st_mode:
-            with contextlib.suppress(OSError):  # a file system without permissions
-                file.chmod(default)
+        with contextlib.suppress(OSError):  # a file system without permissions
+            if file.parent not in defaults:
+                defaults[file.parent] = _mode_of_new_file(file.parent)
+            if defaults[file.parent] & ~file.stat().st_mode:
+                file.chmod(defaults[file.parent])
+
+
+def _mode_of_new_file(folder: Path) -> int:
+    """Open a file, since its mode follows the umask, which cannot be read without changing it, and the folder's ACL."""
+    probe = folder / f".mode-{uuid.uuid4().hex}"
+    try:
+        probe.touch(exist_ok=False)
+        return probe.stat().st_mode & 0o666
+    finally:
+        probe.unlink(missing_ok=True)

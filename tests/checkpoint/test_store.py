@@ -8,6 +8,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from omnitrain.checkpoint.disk import set_default_modes
 from omnitrain.checkpoint.store import CheckpointStore, newest_checkpoint, require_as_saved
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
@@ -86,15 +87,24 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_the_last_checkpoint(tmp_path: 
     assert (store.latest() / "state.txt").read_text() == "good"
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
-def test_weights_have_the_permissions_that_the_umask_asks_for(tmp_path: Path, umask: int, mode: int) -> None:
-    """safetensors alone would make files that only their owner reads."""
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+@pytest.mark.parametrize("folder_mode", [0o700, 0o755, 0o2775, 0o1777])
+def test_weights_have_the_permissions_that_the_umask_asks_for(
+    tmp_path: Path, umask: int, mode: int, folder_mode: int
+) -> None:
+    """safetensors alone would make files that only their owner reads; a folder for a group opens no file to it."""
+    tmp_path.chmod(folder_mode)
     before = os.umask(umask)
     try:
         folder = CheckpointStore(tmp_path, keep=1).save(1, lambda path: save_file({}, path / "model.safetensors"))
+        save_file({}, tmp_path / "model.safetensors")
+        set_default_modes([tmp_path / "model.safetensors"])
+        (tmp_path / "plain").touch()
     finally:
         os.umask(before)
-    assert [file.stat().st_mode & 0o777 for file in folder.iterdir()] == [mode, mode]
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) == 4 and {file.stat().st_mode & 0o777 for file in files} == {mode}
+    assert len({file.stat().st_gid for file in files}) == 1
 
 
 def test_a_mistake_in_writing_is_no_full_disk_and_leaves_nothing_behind(tmp_path: Path) -> None:
