@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
@@ -92,7 +93,8 @@ def build_omni_model(
     """Build an omni model from a saved one, from a foundation, encoders and decoders, or from both.
 
     With both, a part that is given replaces the saved part: ``foundation`` the saved foundation, an encoder or decoder
-    the saved one of its name. Encoders and decoders of other names are added. The other saved parts stay.
+    the saved one of its name. Encoders and decoders of other names are added, for modalities that no saved one has.
+    The other saved parts stay.
 
     Args:
         config_path: folder of a saved omni model; without ``weights_path`` the weights of its parts are random.
@@ -109,7 +111,8 @@ def build_omni_model(
 
     Raises:
         UserError: neither a saved model nor a foundation is given; a model is unknown; settings do not fit; an encoder
-            or decoder does not fit the foundation, such as a saved one after the foundation was replaced.
+            or decoder does not fit the foundation, such as a saved one after the foundation was replaced, or has a
+            modality of a saved one of another name.
         WeightsError: tensors are missing, unexpected or have another shape.
     """
     for kind, given in (("encoders", encoders), ("decoders", decoders)):
@@ -136,7 +139,9 @@ def build_omni_model(
             attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
         for name, spec in (decoders or {}).items():
             attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
-        _require_hidden_size(hidden_size, attached, {*(encoders or {}), *(decoders or {})})
+        given = {*(encoders or {}), *(decoders or {})}
+        _require_hidden_size(hidden_size, attached, given)
+        _require_new_modalities(attached, given)
         parts = {"foundation": base, **attached["encoders"], **attached["decoders"]}
         config = OmniConfig(
             foundation=as_dict(base.config),
@@ -188,6 +193,27 @@ def _require_hidden_size(
                 problems.append(
                     f"{kind}: {name!r} must have the foundation's hidden size {hidden_size}, but {whose}; give new "
                     f"settings in {kind}={{{name!r}: ...}}"
+                )
+    if problems:
+        raise UserError(*problems)
+
+
+def _require_new_modalities(attached: dict[str, dict[str, PreTrainedModel]], given: set[str]) -> None:
+    """Check that no given encoder reads what a saved one reads, and no given decoder writes what a saved one writes.
+
+    Raises:
+        UserError: one line for each that does.
+    """
+    problems = []
+    for kind, group in attached.items():
+        if given.isdisjoint(group) or given >= group.keys():
+            continue
+        modalities = {name: component.adapter().modalities for name, component in group.items()}
+        for new, saved in itertools.product(sorted(given & group.keys()), sorted(group.keys() - given)):
+            if shared := [modality for modality in modalities[new] if modality in modalities[saved]]:
+                problems.append(
+                    f"{kind}: {new!r} is for {' and '.join(shared)}, as the saved {saved!r} is; to replace that, give "
+                    f"it by its name: {kind}={{{saved!r}: ...}}"
                 )
     if problems:
         raise UserError(*problems)

@@ -282,12 +282,13 @@ def test_parts_replace_those_of_a_saved_model_by_name_and_the_others_keep_their_
     for name, parameter in mixed.named_parameters():
         if not name.startswith("image_encoder."):
             assert torch.equal(parameter, saved[name]), name
+    build_omni_model(**MODEL | {"decoders": {}}).config.save_pretrained(tmp_path / "reads")
     other = build_omni_model(
-        str(tmp_path),
+        str(tmp_path / "reads"),
         foundation=FOUNDATION | {"vocab_size": 300},
         decoders={"more": MODEL["decoders"]["audio_decoder"]},
     )
-    assert other.decoder_names == ["audio_decoder", "image_decoder", "more"]
+    assert (other.encoder_names, other.decoder_names) == (model.encoder_names, ["more"])
     assert other.foundation.get_input_embeddings().weight.size(0) == 300
     mixed.save_pretrained(tmp_path / "mixed")
     again = dict(build_omni_model(weights_path=str(tmp_path / "mixed")).named_parameters())
@@ -308,6 +309,21 @@ def test_parts_that_contradict_a_saved_model_are_refused_by_name(model: OmniMode
         build_omni_model(
             str(tmp_path), encoders={"image_decoder": MODEL["encoders"]["image_encoder"]}, init_device="meta"
         )
+    with pytest.raises(UserError) as refused:
+        build_omni_model(
+            str(tmp_path),
+            encoders={"eyes": MODEL["encoders"]["image_encoder"]},
+            decoders={"voice": MODEL["decoders"]["audio_decoder"]},
+            init_device="meta",
+        )
+    assert str(refused.value).splitlines() == [
+        f"{kind}: {new!r} is for {modalities}, as the saved {old!r} is; to replace that, give it by its name: "
+        f"{kind}={{{old!r}: ...}}"
+        for kind, new, modalities, old in (
+            ("encoders", "eyes", "image and video", "image_encoder"),
+            ("decoders", "voice", "audio", "audio_decoder"),
+        )
+    ]
     with pytest.raises(UserError, match="needs a foundation"):
         build_omni_model()
 
