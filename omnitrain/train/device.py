@@ -51,13 +51,22 @@ def require_devices(requested: torch.device, ranks: int) -> None:
     Raises:
         UserError: several ranks would share a CUDA device.
     """
-    if requested.type == "cpu" or ranks == 1:
-        return
-    devices = torch.cuda.device_count()
-    if ":" in str(requested):
-        raise UserError(f"train.device is '{requested}' for {ranks} ranks; use cuda, which gives each its own device")
-    if ranks > devices:
+    if machines_for(requested, ranks) > 1:
+        devices = torch.cuda.device_count()
         raise UserError(
             f"this machine runs {ranks} ranks but has {devices} CUDA device{'s' * (devices > 1)}; start at most one "
             "rank per device (--nproc of omnitrain run, --nproc-per-node of torchrun), or set train.device=cpu"
         )
+
+
+def machines_for(requested: torch.device, ranks: int) -> int:
+    """Return how many machines with as many devices as this one have a device for each of ``ranks`` ranks.
+
+    Raises:
+        UserError: ``requested`` is one CUDA device, which several ranks would share.
+    """
+    if requested.type == "cpu" or ranks == 1:
+        return 1
+    if ":" in str(requested):
+        raise UserError(f"train.device is '{requested}' for {ranks} ranks; use cuda, which gives each its own device")
+    return -(-ranks // torch.cuda.device_count())

@@ -51,12 +51,24 @@ def test_more_ranks_than_devices_are_refused_unless_on_cpu(
 def test_a_check_counts_the_ranks_of_this_machine_where_a_run_has_several(
     _two_devices: list[torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.micro_batches=4"])
+    recipe = Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), ["train.micro_batches=4"])
     told = "this machine runs 4 ranks but has 2 CUDA devices"
-    assert any(problem.startswith(told) for problem in check_recipe(recipe, 4))
+    assert [problem[: len(told)] for problem in check_recipe(recipe, 4, one_machine=True)] == [told]
+    with console.capture() as shown:
+        assert check_recipe(recipe, 4) == []
+    assert "note: 4 ranks need 2 machines with 2 CUDA devices each" in shown.get()
+    assert "layout on 4 ranks (--nproc 4)" in shown.get()
     for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert check_recipe(recipe, 4) == []
+
+
+def test_a_check_lists_what_ops_lack_whatever_the_device_is(tmp_path: Path) -> None:
+    words = ["train.device=tpu", "model.ops.rms_norm=liger", "model.ops.attention=flash", "model.ops.experts=torch"]
+    problems = check_recipe(Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), words))
+    starts = ["train.device: 'tpu' is not a device", *(f"{word.partition('=')[0]}: " for word in words[1:])]
+    assert all(any(problem.startswith(start) for problem in problems) for start in starts), problems
+    assert len(problems) == 4
 
 
 def test_one_device_for_several_ranks_is_refused(

@@ -35,7 +35,7 @@ from omnitrain.recipe.parallel import PlanError
 from omnitrain.recipe.save import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, require_ops
 from omnitrain.train.data import IDLE_STEPS, nothing_to_train, spared
-from omnitrain.train.device import require_devices, use_device
+from omnitrain.train.device import machines_for, require_devices, use_device
 from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
 from omnitrain.train.lr_groups import peaks_of
@@ -49,7 +49,7 @@ from omnitrain.train.useless_keys import require_effect
 from omnitrain.train.verbs.fit_check import forward_problems, weights_problems
 
 
-def check_recipe(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
+def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: bool = False) -> list[str]:
     """Build the model without weights, open the data, prepare one row of every source, and print the results.
 
     Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
@@ -57,6 +57,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
     Args:
         recipe: the recipe.
         num_ranks: number of ranks of the run. None: a number that the plan fits.
+        one_machine: more ranks than this machine has devices are a problem, not ranks of several machines.
 
     Returns:
         One message per problem; empty if the recipe would run.
@@ -64,7 +65,7 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None) -> list[str]:
     quiet_libraries()
     problems = _Problems()
     built = problems.attempt(lambda: build_from_recipe(recipe, init_device="meta"))
-    runs = _check_model(recipe, built and built[0], built and built[1], num_ranks, problems)
+    runs = _check_model(recipe, built and built[0], built and built[1], num_ranks, problems, one_machine)
     opened: dict[str, list[RowSource]] = {}
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         opened[kind] = problems.attempt(functools.partial(open_sources, sources)) or []
@@ -114,19 +115,35 @@ def _check_model(
     processor: OmniProcessor | None,
     num_ranks: int | None,
     problems: _Problems,
+    one_machine: bool = False,
 ) -> bool:
     """Show and check a model without weights, and return whether it runs. ``model`` is None if it cannot be built."""
     problems += weights_problems(recipe.model)
     runs = model is not None and problems.attempt(lambda: model.runner) is not None
     device = problems.attempt(lambda: use_device(recipe.train))
+    if device is not None and world_size() == 1:  # ranks of a launcher have chosen their devices
+        problems.attempt(lambda: _check_devices(device, num_ranks or 1, one_machine))
     if model is None or not runs:
         return False
     _show_model(model)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for check in _model_checks(recipe, model, processor, device, num_ranks):
         problems.attempt(check)
     broken = forward_problems(model)
     problems += broken
     return not broken
+
+
+def _check_devices(device: torch.device, num_ranks: int, one_machine: bool) -> None:
+    """Check the devices of ranks on this machine, or say how many machines of its size they need."""
+    if one_machine:
+        require_devices(device, num_ranks)
+    elif (machines := machines_for(device, num_ranks)) > 1:
+        console.print(
+            f"note: {num_ranks} ranks need {machines} machines with {torch.cuda.device_count()} CUDA devices each, as "
+            "this one has; start them with torchrun",
+            soft_wrap=True,
+        )
 
 
 def _check_surroundings(recipe: Recipe, problems: _Problems) -> None:
@@ -142,7 +159,7 @@ def problems_of_start(recipe: Recipe, error: UserError, num_ranks: int) -> list[
     It prints nothing.
     """
     with console.capture():
-        found = check_recipe(recipe, num_ranks)
+        found = check_recipe(recipe, num_ranks, one_machine=True)
     return _without_repetitions([*error.problems, *found])
 
 
@@ -155,16 +172,13 @@ def _model_checks(
     recipe: Recipe,
     model: OmniModel,
     processor: OmniProcessor | None,
-    device: torch.device | None,
+    device: torch.device,
     num_ranks: int | None,
 ) -> Iterator[Callable[[], None]]:
-    """Yield the checks of a run's model; without a device or a processor, those that need none."""
-    mixed = mixed_precision(recipe.train, device.type if device is not None else "cpu")
+    """Yield the checks of a run's model; without a processor, those that need none."""
+    mixed = mixed_precision(recipe.train, device.type)
     yield lambda: require_heads(recipe, model.decoders)
-    if device is not None:
-        if world_size() == 1:  # ranks of a launcher, perhaps on several machines, have chosen their devices
-            yield lambda: require_devices(device, num_ranks or 1)
-        yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
+    yield lambda: require_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     yield lambda: _require_plan(recipe, model, mixed, num_ranks)
     yield lambda: _require_rates(model, recipe)
     if processor is not None:
