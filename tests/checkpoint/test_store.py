@@ -96,7 +96,7 @@ def test_weights_have_the_permissions_that_the_umask_asks_for(
     tmp_path.chmod(folder_mode)
     before = os.umask(umask)
     try:
-        folder = CheckpointStore(tmp_path, keep=1).save(1, lambda path: save_file({}, path / "model.safetensors"))
+        CheckpointStore(tmp_path, keep=1).save(1, lambda path: save_file({}, path / "model.safetensors"))
         save_file({}, tmp_path / "model.safetensors")
         set_default_modes([tmp_path / "model.safetensors"])
         (tmp_path / "plain").touch()
