@@ -17,7 +17,7 @@ import torch
 
 from omnitrain.checkpoint.disk import size_text
 from omnitrain.data.loading.slots import merge_states
-from omnitrain.errors import TrainingError, UserError
+from omnitrain.errors import LostRankError, TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
@@ -250,7 +250,7 @@ class Trainer:
             failure = error
         if self.ranks.peers.any(batch is None):
             if self.step:
-                console.print(f"the data failed at step {self.step + 1}; saved {self._save()}")
+                console.print(f"the data failed at step {self.step + 1}; {self._saved_or_why_not()}", soft_wrap=True)
             raise failure or TrainingError(f"step {self.step + 1}: the data failed on another rank")
         assert batch is not None
         self.stopwatch.add(int(batch.plan.tokens.sum()), time.perf_counter() - waiting)
@@ -277,11 +277,23 @@ class Trainer:
         if unsound := unsound_parameters(self.model, self.ranks.peers):
             last = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
             return f"nothing is saved, because the weights are not finite ({len(unsound)}: {unsound[0]}, ...); {last}"
+        told = self._saved_or_why_not()
+        if self.last_checkpoint != self.folder.store.folder_of(self.step):
+            return told
         return (
-            f"the steps before it are saved in {self._save()}\n  with the same settings, `--resume` makes this step "
-            "again; to change the optimizer or the data, start a new run from these weights: "
-            f"model.checkpoint={self.folder.path} and another output_dir"
+            f"{told}\n  with the same settings, `--resume` makes this step again; to change the optimizer or the data, "
+            f"start a new run from these weights: model.checkpoint={self.folder.path} and another output_dir"
         )
+
+    def _saved_or_why_not(self) -> str:
+        """Save the steps before one that failed. An error of the disk must not hide why that step failed."""
+        try:
+            return f"the steps before it are saved in {self._save()}"
+        except LostRankError:  # it says itself why it failed
+            raise
+        except TrainingError as error:
+            last = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
+            return f"the steps before it could not be saved: {error}; {last}"
 
     def _require_targets(self) -> None:
         """Raise if all steps so far had no token to predict."""

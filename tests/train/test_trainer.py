@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections import Counter
@@ -32,7 +33,7 @@ from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.trackers import numbers_in
-from omnitrain.train.run_state import save_times
+from omnitrain.train.run_state import save, save_times
 from omnitrain.train.run_state.run_folder import RunFolder
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
@@ -233,6 +234,32 @@ def test_steps_before_a_nan_are_saved_and_continued_exactly(tmp_path: Path) -> N
         for run in ("run", "whole")
     ]
     assert dict(numbers_in(dict(enumerate(heads[0])))) == pytest.approx(dict(numbers_in(dict(enumerate(heads[1])))))
+
+
+def test_a_full_disk_hides_neither_a_nan_nor_failing_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save, "save_optimizer", full)
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True)))
+    spoil_a_sample(trainer, 2)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit()
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "step 2: the loss is nan and the gradient norm nan; this step changed no weight"
+    unsaved = rf"the steps before it could not be saved: {tmp_path}/run/checkpoints/step-00000001 cannot be written "
+    unsaved += r"\(.*No space left on device; [\d.,]+ [MG]iB are free there\); .*; no checkpoint exists"
+    assert re.fullmatch(f"  {unsaved}", lines[-1])
+
+    def ends() -> Iterator[StepBatch]:
+        raise TrainingError("the data process ended")
+        yield
+
+    with pytest.raises(TrainingError, match=r"^the data process ended$"):
+        trainer._next_batch(ends())
+    assert re.search(f"the data failed at step 2; {unsaved}\n", capsys.readouterr().out)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

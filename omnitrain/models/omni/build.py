@@ -139,9 +139,9 @@ def build_omni_model(
             attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
         for name, spec in (decoders or {}).items():
             attached["decoders"][name] = _decoder(name, spec, hidden_size, init_device, dtype)
-        given = {*(encoders or {}), *(decoders or {})}
-        _require_hidden_size(hidden_size, attached, given)
-        _require_new_modalities(attached, given)
+        names = {*(encoders or {}), *(decoders or {})}
+        _require_hidden_size(hidden_size, attached, names)
+        _require_new_modalities(attached, names)
         parts = {"foundation": base, **attached["encoders"], **attached["decoders"]}
         config = OmniConfig(
             foundation=as_dict(base.config),
