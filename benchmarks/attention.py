@@ -93,7 +93,7 @@ def unpacked_sides(states: list[torch.Tensor]) -> dict[str, Callable[[], torch.T
 
 
 def packed_sides(states: list[torch.Tensor], offsets: tuple[int, ...]) -> dict[str, Callable[[], torch.Tensor]]:
-    """The entry point and one masked call over the same packed row."""
+    """The entry point and one masked call over the same packed sequence."""
     layer, entry, mask = Layer(), AttentionInterface._global_mapping[ATTENTION_NAME], block_diagonal(offsets)
     config, embeds = LlamaConfig(), torch.empty(1, offsets[-1], 1)
     config._attn_implementation = ATTENTION_NAME
@@ -153,11 +153,11 @@ def measure(rounds: int, steps: int, row: int, tokens: int) -> Result:
 def main() -> None:
     """Measure and report."""
     options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=5)
-    options.add_argument("--row", type=int, default=256, help="tokens of the unpacked row")
-    options.add_argument("--tokens", type=int, default=4096, help="tokens of the packed row")
+    options.add_argument("--row", type=int, default=256, help="tokens of the unpacked sequence")
+    options.add_argument("--tokens", type=int, default=4096, help="tokens of the packed sequence")
     given = start(options)
     report(measure(given.rounds, given.steps, given.row, given.tokens), given.json)
-    print(f"  chosen for packed rows: {', '.join(row.backend for row in attention_report())}")
+    print(f"  chosen for packed sequences: {', '.join(row.backend for row in attention_report())}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A step on two ranks of this machine: omnitrain against FSDP2 applied by hand to the same HF model.
 
 Two random models, from the same seed on all sides, in fp32, on gloo ranks with one thread each: ``text`` is a Qwen3,
-``vlm`` a Qwen3-VL whose every rank draws images in every step. All sides train on the same packed rows (the rows of a
-rank fill ``--tokens`` tokens) with the same fused AdamW and the same clipping, and the losses must agree.
+``vlm`` a Qwen3-VL whose every rank draws images in every step. All sides train on the same packs (``--tokens``
+tokens on each rank) with the same fused AdamW and the same clipping, and the losses must agree.
 
 - ``omnitrain``: what ``Trainer`` does in a step: ``build_parallelize_model``, the step plan (in the trainer a data
   process makes it), its fused ops and attention, metrics, the stall watch;
@@ -138,7 +138,7 @@ def _image_sample(generator: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def pack_of(kind: str, native: Discovery, tokens: int) -> Pack:
-    """The packed row of this rank, the same on all sides."""
+    """The packed sequence of this rank, the same on all sides."""
     return Pack.from_samples(to_samples(native, samples(kind, dist.get_rank(), tokens)))
 
 
@@ -228,7 +228,7 @@ def sides_of(kind: str) -> tuple[str, ...]:
 
 
 def _hf_batch(pack: Pack) -> dict[str, torch.Tensor]:
-    """The arguments of HF's forward for a packed row."""
+    """The arguments of HF's forward for a packed sequence."""
     labels = torch.full_like(pack.input_ids, IGNORED)
     labels[0, pack.text_rows + 1] = pack.text_labels
     positions = pack.position_ids

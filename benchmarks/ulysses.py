@@ -34,7 +34,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import MaskSpec, use_omnitrain_attention
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, use_async_ulysses
 from omnitrain.parallel.sequence.async_ulysses.check import attention_layouts, kind_of
-from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_rows, rows_to_heads
+from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_tokens, tokens_to_heads
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.plan.sequence import split_sequence
@@ -96,8 +96,8 @@ class Layer:
         """The all-to-alls of a step."""
         own = torch.zeros(len(self.rows), self.heads, HEAD_DIM, requires_grad=True)
         spans, rows = equal_spans(self.heads, RANKS), self.shard.lengths_of_ranks
-        for_attention = rows_to_heads([own] * 3, [spans] * 3, rows, self.shard.sp_group)
-        (output,) = heads_to_rows([for_attention[0]], [spans], rows, self.shard.sp_group)
+        for_attention = tokens_to_heads([own] * 3, [spans] * 3, rows, self.shard.sp_group)
+        (output,) = heads_to_tokens([for_attention[0]], [spans], rows, self.shard.sp_group)
         torch.autograd.grad(output, own, output.detach())
 
     def project(self) -> None:

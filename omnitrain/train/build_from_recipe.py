@@ -201,7 +201,7 @@ def _idle_ops(model: OmniModel) -> Iterator[Idle]:
         yield Idle("experts", "but the model has no experts; remove it")
     if contract.attention != "omnitrain" and not model.encoders:
         yield Idle("attention", f"but {type(model.foundation).__name__} uses its own attention code; remove it")
-    if not contract.row_local:
+    if not contract.tokenwise:
         yield Idle("unread_rows", "but no module after the model's last attention works token by token; remove it")
     if contract.head != "inside" and not model.decoders:
         yield Idle("cross_entropy", "but the model computes its loss from logits in its own code; remove it")

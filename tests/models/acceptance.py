@@ -49,7 +49,7 @@ def unpacked_errors(both: Pair) -> dict[str, float]:
 
 
 def pack_of_one_errors(both: Pair) -> dict[str, float]:
-    """The same for packed rows of one sample, whose attention is another backend's."""
+    """The same for packed sequences of one sample, whose attention is another backend's."""
     return _bitwise_errors(both, packed=True)
 
 
@@ -68,7 +68,7 @@ def _bitwise_errors(both: Pair, *, packed: bool) -> dict[str, float]:
 
 
 def packed_errors(both: Pair) -> dict[str, float]:
-    """Samples whose logits, in one row with all others, are not those of plain transformers alone: 1e-5 of the largest.
+    """Samples whose logits in one pack are not those of plain transformers alone: 1e-5 of the largest.
 
     A sample beyond that is held against fp64, as in :func:`gradient_errors`.
     """

@@ -38,7 +38,7 @@ ROUNDED = 1e-5  # gradients of parameters that several stages read are summed in
 PACKED, PARTLY, UNPACKED, REFUSED, NO_REFERENCE = VERDICTS = (
     "exact",
     "exact, a modality read in its own forward or refused",
-    "exact, one sample per row",
+    "exact, one sample per pack",
     "refused",
     "not small in plain transformers",
 )

@@ -23,7 +23,7 @@ from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.attention import PackedRow
+from omnitrain.ops.attention import PackedSequence
 
 
 @dataclass
@@ -88,11 +88,11 @@ def plain_logits_of_items_apart(both: Pair, probe: Probe) -> Tensor:
 
 @torch.no_grad()
 def our_logits(model: OmniModel, pack: Pack, *, packed: bool = True) -> dict[int, Tensor]:
-    """Sample index -> ``[T, vocabulary]``, of the forward that training runs: as a packed row, or unpacked."""
+    """Sample index -> ``[T, vocabulary]``, of the forward that training runs: as a packed sequence, or unpacked."""
     runner = model.runner
-    row = PackedRow(tuple(pack.cu_seqlens.tolist())) if packed else None
+    sequence = PackedSequence(tuple(pack.cu_seqlens.tolist())) if packed else None
     media = EncodedMedia(runner.encode(pack))
-    logits = runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), row).logits[0]
+    logits = runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), sequence).logits[0]
     return dict(zip(pack.info.indices, logits.split(pack.info.lengths), strict=True))
 
 

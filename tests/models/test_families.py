@@ -111,7 +111,7 @@ def test_a_family_that_cannot_be_packed_says_why_and_trains_unpacked(family: str
     assert "differs by" in contract.why_unpacked
     assert "computes attention in its own code, which cannot be replaced" in contract.why_unpacked
     with pytest.raises(
-        UserError, match="cannot run several samples in one row: one sample per pack: the loss of a sample"
+        UserError, match="cannot run several samples in one pack: one sample per pack: the loss of a sample"
     ):
         both.ours(both.pack())
     assert gradient_errors(both, both.packs_of_one()) == {}

@@ -289,7 +289,7 @@ def built(bases: Callable[[Base], Path]) -> Callable[..., Any]:
             runner = made[key][0].runner
             if base == "gpt2":  # as of a model that keeps all to itself
                 runner.contract = replace(
-                    runner.contract, attention="its own", head="logits", packs=False, row_local=()
+                    runner.contract, attention="its own", head="logits", packs=False, tokenwise=()
                 )
         return made[key]
 

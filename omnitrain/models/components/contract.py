@@ -118,10 +118,10 @@ class Contract:
     Attributes:
         attention: ``omnitrain``: omnitrain's registered attention; ``native``: the model's own, which cannot pack.
         head: ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns.
-        packs: whether several samples may share a row.
-        segmented: names of module classes that run one sample at a time, because they carry state along the row.
+        packs: whether several samples may share a pack.
+        segmented: names of module classes that run one sample at a time, because they carry state along the sequence.
         by_sample: modalities encoded one sample at a time, because the tower mixes the items of a call.
-        row_local: modules in which each token of the output reaches only the same token of the last hidden states;
+        tokenwise: modules in which each token of the output reaches only the same token of the last hidden states;
             items of a module list are named by their index from the end.
         without_tails: whether tokens after the last supervised token can be skipped.
         skipped_modules: modules that some samples skip, in the order of a forward that skips none.
@@ -136,7 +136,7 @@ class Contract:
     packs: bool = True
     segmented: tuple[str, ...] = ()
     by_sample: tuple[str, ...] = ()
-    row_local: tuple[str, ...] = ()
+    tokenwise: tuple[str, ...] = ()
     without_tails: bool = False
     skipped_modules: tuple[SkippedModule, ...] = ()
     read_outside: tuple[str, ...] = ()

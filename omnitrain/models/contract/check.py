@@ -27,7 +27,7 @@ from omnitrain.models.contract.checks_packing import (
     unused_parameters,
 )
 from omnitrain.models.contract.checks_reads import read_from_outside
-from omnitrain.models.contract.checks_rows import row_local_modules, skipped_modules_of, unread_by_short_samples
+from omnitrain.models.contract.checks_unread import skipped_modules_of, tokenwise_modules, unread_by_short_samples
 from omnitrain.models.contract.harness import Failure, Trial, attempt
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_configs
@@ -109,7 +109,7 @@ def _checks() -> dict[str, Callable[[Trial], None]]:
         "skipped modules": _skipped_modules,
         "units": _units,
         "own loss": _own_loss,
-        "last rows": _last_rows,
+        "unread tokens": _unread_tokens,
         "tails": _tails,
         "gradients": _gradients,
     }
@@ -122,7 +122,7 @@ def _modalities(trial: Trial) -> None:
             f"modality {modality}", "passed", f"features of {interface.component} enter through {interface.method}"
         )
     for modality, reason in trial.native.in_forward.items():
-        fact = f"read by the model's own forward, one sample per row: {reason}"
+        fact = f"read by the model's own forward, one sample per pack: {reason}"
         trial.note(f"modality {modality}", "fallback", fact)
     for modality, reason in trial.native.refused.items():
         trial.note(f"modality {modality}", "fallback", f"samples with this modality are refused: {reason}")
@@ -238,12 +238,12 @@ def _own_loss(trial: Trial) -> None:
         trial.note("own loss", "left out", f"{fact}; omnitrain trains only the loss of the tokens")
 
 
-def _last_rows(trial: Trial) -> None:
+def _unread_tokens(trial: Trial) -> None:
     """Find modules that may skip tokens whose output no loss reads; gradients are then checked without these tokens."""
-    modules = attempt(partial(row_local_modules, trial))
+    modules = attempt(partial(tokenwise_modules, trial))
     if modules and not isinstance(modules, Failure):
-        trial.use(row_local=modules)
-        trial.note("last rows", "passed", f"these modules skip tokens that no loss reads: {', '.join(modules)}")
+        trial.use(tokenwise=modules)
+        trial.note("unread tokens", "passed", f"these modules skip tokens that no loss reads: {', '.join(modules)}")
 
 
 def _tails(trial: Trial) -> None:
@@ -256,9 +256,9 @@ def _tails(trial: Trial) -> None:
 def _gradients(trial: Trial) -> None:
     """Check that the loss and all gradients equal those of plain transformers; list parameters that never get one."""
     fact = attempt(partial(gradient_fact, trial))
-    skipping = {"last rows": trial.contract.row_local, "tails": trial.contract.without_tails}
+    skipping = {"unread tokens": trial.contract.tokenwise, "tails": trial.contract.without_tails}
     if fact is not None and any(skipping.values()):
-        trial.use(row_local=(), without_tails=False)
+        trial.use(tokenwise=(), without_tails=False)
         for check in (check for check, is_used in skipping.items() if is_used):
             trial.note(check, "fallback", f"{fact} without the tokens that no loss reads; all tokens are computed")
         fact = attempt(partial(gradient_fact, trial))

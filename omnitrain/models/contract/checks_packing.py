@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.harness import Case, Trial, head_of, largest, relative
 from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours
-from omnitrain.models.foundation.recurrent_segments import cut_rows
+from omnitrain.models.foundation.recurrent_segments import cut_tokens
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.ops.attention import PackedRow
+from omnitrain.ops.attention import PackedSequence
 
 # Relative to the largest value compared. Rounding is a hundred times smaller, a wrong mask or position far larger.
 TOLERANCE = 1e-3
@@ -128,7 +128,7 @@ def leaking_class(trial: Trial) -> str | None:
         name = first_leak(
             trial.ours,
             partial(trial.logits, alone, EncodedMedia()),
-            partial(trial.logits, pack, EncodedMedia(), PackedRow(cu_seqlens)),
+            partial(trial.logits, pack, EncodedMedia(), PackedSequence(cu_seqlens)),
             start,
             stop,
             cu_seqlens[-1],
@@ -219,15 +219,15 @@ def first_leak(
     """Return the name of the first module whose output for a sample changes when the sample is packed.
 
     It is the first module to return with the same inputs and other outputs, so inner modules come before outer ones. If
-    the model fails on the packed row, it is the innermost module that was running.
+    the model fails on the packed sequence, it is the innermost module that was running.
 
     Args:
         model: the model whose modules are compared.
         alone: runs the model on the sample.
-        packed: runs the model on a row of ``length`` tokens; the sample has tokens ``start`` to ``stop``.
-        start: first token of the sample in the packed row.
-        stop: end of the sample in the packed row, exclusive.
-        length: number of tokens of the packed row.
+        packed: runs the model on a sequence of ``length`` tokens; the sample has tokens ``start`` to ``stop``.
+        start: first token of the sample in the packed sequence.
+        stop: end of the sample in the packed sequence, exclusive.
+        length: number of tokens of the packed sequence.
 
     Returns:
         The name; None if no module differs, among those whose tensors have a dim for tokens.
@@ -283,7 +283,7 @@ class _Watch:
 
 
 def _tokens(value: Any, length: int, start: int, stop: int) -> Iterator[Tensor]:
-    for tensor in float_tensors(cut_rows(value, length, start, stop)):
+    for tensor in float_tensors(cut_tokens(value, length, start, stop)):
         if stop - start in tensor.shape[1:]:
             yield tensor.clone()
 

@@ -1,8 +1,9 @@
-"""Check that ranks may share the sequence of a row: a slice must give the same logits as the whole.
+"""Check that ranks may share a sequence: a slice must give the same logits as the whole.
 
-The tiny model runs a whole row, and we record the inputs and outputs of all attentions and recurrent layers. Then it
-runs slices of that row, in which these layers return the recorded outputs. The inputs of attention in a slice, and its
-logits, must equal those of the whole row. A model that counts its tokens, or looks at its neighbours, fails.
+The tiny model runs a whole sequence, and we record the inputs and outputs of all attentions and recurrent layers. Then
+it runs slices of that sequence, in which these layers return the recorded outputs. The inputs of attention in a slice,
+and its logits, must equal those of the whole sequence. A model that counts its tokens, or looks at its neighbours,
+fails.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ class _Whole(Recorded):
 def _logits(runner: FoundationRunner, pack: Pack, media: EncodedMedia, sequence_slice: Any) -> Tensor:
     features = _slice(runner, pack, media, sequence_slice)
     sliced = EncodedMedia({name: rows for name, rows in features.items() if len(rows.main)})
-    row = runner.row_of(pack, sequence_slice)
-    output = runner.run_pack(cut_pack(pack, sequence_slice), sliced, lambda hidden, head: head.forward(hidden), row)
+    packed = runner.packed_sequence_of(pack, sequence_slice)
+    output = runner.run_pack(cut_pack(pack, sequence_slice), sliced, lambda hidden, head: head.forward(hidden), packed)
     logits: Tensor = output.logits[0]
     return logits
 

@@ -20,7 +20,7 @@ from omnitrain.models.contract.samples import Probe, ordinary_words, probe_sampl
 from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config
 from omnitrain.models.discovery import discover, failure_of_model
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
-from omnitrain.ops.attention import PackedRow
+from omnitrain.ops.attention import PackedSequence
 from omnitrain.ops.attention.spec import Call
 
 _T = TypeVar("_T")
@@ -144,9 +144,9 @@ class Trial:
         """Return the features of the pack's media."""
         return EncodedMedia(self.runner.encode(pack))
 
-    def logits(self, pack: Pack, media: EncodedMedia, row: PackedRow | None = None) -> Tensor:
-        """Return all logits of a pack, ``[T, vocabulary]``; without ``row`` the pack runs as one sample."""
-        output = self.runner.run_pack(pack, media, lambda hidden, head: head.forward(hidden), row)
+    def logits(self, pack: Pack, media: EncodedMedia, packed: PackedSequence | None = None) -> Tensor:
+        """Return all logits of a pack, ``[T, vocabulary]``; without ``packed`` the pack runs as one sample."""
+        output = self.runner.run_pack(pack, media, lambda hidden, head: head.forward(hidden), packed)
         logits: Tensor = output.logits[0]
         return logits
 
@@ -220,7 +220,7 @@ class Recorded:
     num_ranks = 1
 
     def __init__(self, num_tokens: int) -> None:
-        self.num_tokens, self.num_rows, self.attention = num_tokens, num_tokens, self
+        self.num_tokens, self.num_local_tokens, self.attention = num_tokens, num_tokens, self
         self.positions = self.host_positions = torch.arange(num_tokens)
         self.heads: set[int] = set()
         self.attended: list[tuple[Call, Tensor]] = []
@@ -253,9 +253,9 @@ class Replayed:
 
     num_ranks = 1
 
-    def __init__(self, whole: Recorded, rows: Tensor) -> None:
-        self.positions = self.host_positions = rows
-        self.num_tokens, self.num_rows, self.attention = whole.num_tokens, len(rows), self
+    def __init__(self, whole: Recorded, positions: Tensor) -> None:
+        self.positions = self.host_positions = positions
+        self.num_tokens, self.num_local_tokens, self.attention = whole.num_tokens, len(positions), self
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
         self.errors = [0.0]
 

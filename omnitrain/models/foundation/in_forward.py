@@ -80,7 +80,7 @@ class ForwardReader:
         if modalities:
             model.register_forward_pre_hook(_cast_floats, with_kwargs=True)
 
-    def require_whole_row(self, pack: Pack) -> None:
+    def require_whole_sequence(self, pack: Pack) -> None:
         """Refuse a pack that ranks share if the foundation's own forward reads its media.
 
         Raises:
@@ -88,7 +88,7 @@ class ForwardReader:
         """
         if pack.forward_inputs:
             raise UserError(
-                f"sample {pack.info.ids[0]!r}: the forward of {self._name} reads its media and needs the whole row, "
+                f"sample {pack.info.ids[0]!r}: the forward of {self._name} reads its media and needs the whole pack, "
                 "but ranks share its sequence; set ulysses and cp to 1, or remove such samples"
             )
 

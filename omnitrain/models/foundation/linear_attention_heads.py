@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention import PackedRow, packed_row
+from omnitrain.ops.attention import PackedSequence, packed_sequence
 
 Kernel = Callable[..., Any]
 
@@ -103,8 +103,8 @@ def _delta_rule(
 
 
 def _run(compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence[Tensor], num_heads: int) -> Tensor:
-    """Run ``compute`` over the whole row for this rank's heads; for all heads if their number is not divisible."""
-    sequence_slice = _row().sequence_slice
+    """Run ``compute`` over the whole sequence for this rank's heads; for all heads if their number is not divisible."""
+    sequence_slice = _sequence().sequence_slice
     assert sequence_slice is not None
     if num_heads % sequence_slice.num_ranks == 0:
         return sequence_slice.by_heads(compute, tensors)
@@ -114,10 +114,10 @@ def _run(compute: Callable[[Sequence[Tensor], slice], Tensor], tensors: Sequence
 
 def _samples(whole: Tensor) -> list[Tensor]:
     """Split ``[T, ...]`` into samples."""
-    return [whole[start:stop] for start, stop in pairwise(_row().offsets)]
+    return [whole[start:stop] for start, stop in pairwise(_sequence().offsets)]
 
 
-def _row() -> PackedRow:
-    row = packed_row()
-    assert row is not None
-    return row
+def _sequence() -> PackedSequence:
+    sequence = packed_sequence()
+    assert sequence is not None
+    return sequence

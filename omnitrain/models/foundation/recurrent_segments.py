@@ -1,4 +1,4 @@
-"""Run modules that carry state along the row (linear attention, short convolutions) one packed sample at a time.
+"""Run modules that carry state along the sequence (linear attention, short convolutions) one packed sample at a time.
 
 If ranks share the sequence, linear attention is split by heads (``by_heads``). Other layers run over the whole sequence
 on each rank, which keeps only its tokens: the gradients of their parameters are partial sums over the ranks.
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.linear_attention_heads import by_heads
-from omnitrain.ops.attention import MaskSpec, SequenceSlice, packed, packed_row
+from omnitrain.ops.attention import MaskSpec, SequenceSlice, packed, packed_sequence
 from omnitrain.ops.attention.packed_context import check_recomputation, relies_on_context
 from omnitrain.ops.patch_forward import Forward, set_forward
 
 
 def run_by_segment(model: nn.Module, class_names: Sequence[str]) -> None:
-    """Make every module of these classes run the samples of a packed row one by one.
+    """Make every module of these classes run the samples of a packed sequence one by one.
 
     Only the ``forward`` of the modules changes: classes, parameters and names stay. Unpacked input runs as before.
     Idempotent.
@@ -41,27 +41,27 @@ def _segmented_forward(kind: type[nn.Module]) -> Forward:
 
     @wraps(alone)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        row = packed_row()
-        if row is None:
+        sequence = packed_sequence()
+        if sequence is None:
             check_recomputation(self)
             return alone(self, *args, **kwargs)
         relies_on_context(self)
-        if row.sequence_slice is not None and (shared := by_heads(alone)) is not None:
+        if sequence.sequence_slice is not None and (shared := by_heads(alone)) is not None:
             return shared(self, *args, **kwargs)
-        if row.sequence_slice is not None:
-            args, kwargs = gathered_whole((args, kwargs), row.sequence_slice)
+        if sequence.sequence_slice is not None:
+            args, kwargs = gathered_whole((args, kwargs), sequence.sequence_slice)
         outputs = []
-        for start, stop in pairwise(row.offsets):
+        for start, stop in pairwise(sequence.offsets):
             with packed((0, stop - start)):
-                sample = cut_rows((args, kwargs), row.offsets[-1], start, stop)
+                sample = cut_tokens((args, kwargs), sequence.offsets[-1], start, stop)
                 outputs.append(alone(self, *sample[0], **sample[1]))
-        whole = _end_to_end(outputs, [stop - start for start, stop in pairwise(row.offsets)])
-        return whole if row.sequence_slice is None else keep_rows(whole, row.sequence_slice)
+        whole = _end_to_end(outputs, [stop - start for start, stop in pairwise(sequence.offsets)])
+        return whole if sequence.sequence_slice is None else keep_tokens(whole, sequence.sequence_slice)
 
     return forward
 
 
-def row_dim(shape: Sequence[int], length: int) -> int | None:
+def token_dim(shape: Sequence[int], length: int) -> int | None:
     """Return the first dim after the batch dim of size ``length``; None: no dim has it, or the tensor is square."""
     if _is_square(shape, length):
         return None
@@ -73,22 +73,22 @@ def _is_square(shape: Sequence[int], length: int) -> bool:
     return len(shape) == 4 and tuple(shape[-2:]) == (length, length)
 
 
-def cut_rows(value: Any, length: int, start: int, stop: int) -> Any:
-    """Slice all tensors along a row of ``length`` tokens to ``start:stop``, and drop packing arguments."""
+def cut_tokens(value: Any, length: int, start: int, stop: int) -> Any:
+    """Slice all tensors along a sequence of ``length`` tokens to ``start:stop``, and drop packing arguments."""
     if isinstance(value, MaskSpec):
         return value.between(start, stop)
     if isinstance(value, Tensor):
         if _is_square(value.shape, length):
             return value[..., start:stop, start:stop]
-        dim = row_dim(value.shape, length)
+        dim = token_dim(value.shape, length)
         return value if dim is None else value.narrow(dim, start, stop - start)
     if isinstance(value, dict):
         value = {key: item for key, item in value.items() if key not in _PACKING}
-    return each(value, lambda item: cut_rows(item, length, start, stop))
+    return each(value, lambda item: cut_tokens(item, length, start, stop))
 
 
 def gathered_whole(value: Any, sequence_slice: SequenceSlice) -> Any:
-    """Gather all tensors along a slice to the whole row.
+    """Gather all tensors along a slice to the whole sequence.
 
     Raises:
         UserError: a mask tensor covers only the tokens of one rank.
@@ -101,17 +101,17 @@ def gathered_whole(value: Any, sequence_slice: SequenceSlice) -> Any:
                 "ranks cannot share the sequence of this model: its mask covers only the tokens of one rank; set "
                 "ulysses and cp to 1"
             )
-        dim = row_dim(value.shape, sequence_slice.positions.numel())
+        dim = token_dim(value.shape, sequence_slice.positions.numel())
         return value if dim is None else sequence_slice.gather(value, dim)
     return each(value, lambda item: gathered_whole(item, sequence_slice))
 
 
-def keep_rows(value: Any, sequence_slice: SequenceSlice) -> Any:
-    """Return this rank's tokens of all tensors along the whole row."""
+def keep_tokens(value: Any, sequence_slice: SequenceSlice) -> Any:
+    """Return this rank's tokens of all tensors along the whole sequence."""
     if isinstance(value, Tensor):
-        dim = row_dim(value.shape, sequence_slice.num_tokens)
+        dim = token_dim(value.shape, sequence_slice.num_tokens)
         return value if dim is None else value.index_select(dim, sequence_slice.positions)
-    return each(value, lambda item: keep_rows(item, sequence_slice))
+    return each(value, lambda item: keep_tokens(item, sequence_slice))
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -130,7 +130,7 @@ def _end_to_end(outputs: list[Any], lengths: list[int]) -> Any:
     """Concatenate the outputs of all segments; a tensor without a dim for tokens (a state) is the last segment's."""
     last = outputs[-1]
     if isinstance(last, Tensor):
-        dims = [row_dim(output.shape, length) for output, length in zip(outputs, lengths, strict=True)]
+        dims = [token_dim(output.shape, length) for output, length in zip(outputs, lengths, strict=True)]
         return last if dims[0] is None else torch.cat(outputs, dim=dims[0])
     if isinstance(last, (list, tuple)):
         return type(last)(_end_to_end(list(items), lengths) for items in zip(*outputs, strict=True))

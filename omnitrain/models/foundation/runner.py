@@ -28,7 +28,7 @@ from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import Stage
-from omnitrain.ops.attention import MaskSpec, PackedRow, SequenceSlice, inside, use_omnitrain_attention
+from omnitrain.ops.attention import MaskSpec, PackedSequence, SequenceSlice, inside, use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
@@ -98,12 +98,12 @@ class FoundationRunner:
         call_skipped_modules(model, [skipped for skipped in self.contract.skipped_modules if not skipped.problem])
 
     def skip_unread_rows(self) -> Counter[str]:
-        """Let modules that the contract lists as row-local compute only the tokens that a loss reads.
+        """Let modules that the contract lists as tokenwise compute only the tokens that a loss reads.
 
         Returns:
             Class name -> number of such modules.
         """
-        return skip_unread_rows(self.model, self.contract.row_local)
+        return skip_unread_rows(self.model, self.contract.tokenwise)
 
     def encode(self, pack: Pack) -> dict[str, MediaFeatures]:
         """Encode all media of a pack that the model reads by itself, by its own feature methods.
@@ -207,9 +207,9 @@ class FoundationRunner:
             UserError: the pack has several samples and the model cannot keep them apart, or ranks share the sequence of
                 a sample that the foundation's own forward reads, or such a sample is given to a stage.
         """
-        with self._local(pack, sequence_slice, stage) as (local, row):
+        with self._local(pack, sequence_slice, stage) as (local, packed):
             loss = self._loss_in_head if self.contract.head == "inside" else self._loss_on_logits
-            run = partial(self.run_pack, local, media or EncodedMedia(), row=row, stage=stage)
+            run = partial(self.run_pack, local, media or EncodedMedia(), packed=packed, stage=stage)
             term, hidden = loss(local, lambda head: run(head=head))
         return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
 
@@ -221,27 +221,27 @@ class FoundationRunner:
         Returns:
             ``[1, t, hidden]``, the hidden states for the next stage.
         """
-        with self._local(pack, sequence_slice, stage) as (local, row):
-            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, row, stage)
+        with self._local(pack, sequence_slice, stage) as (local, packed):
+            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, packed, stage)
         return self.in_forward.with_zero_gradients(hidden)
 
     @contextmanager
     def _local(
         self, pack: Pack, sequence_slice: SequenceSlice | None, stage: Stage | None
-    ) -> Iterator[tuple[Pack, PackedRow | None]]:
-        """The context of a forward over a pack: its tokens on this rank, and the row that samples or ranks share."""
+    ) -> Iterator[tuple[Pack, PackedSequence | None]]:
+        """Context of a forward over a pack: its tokens on this rank, and the sequence that samples or ranks share."""
         if not self.contract.packs and len(pack.info.lengths) > 1:
             raise UserError(
-                f"{type(self.model).__name__} cannot run several samples in one row: {self.contract.why_unpacked}"
+                f"{type(self.model).__name__} cannot run several samples in one pack: {self.contract.why_unpacked}"
             )
         if sequence_slice is not None:
-            self.in_forward.require_whole_row(pack)
+            self.in_forward.require_whole_sequence(pack)
         if stage is not None:
             self.in_forward.require_whole_model(pack)
         local = pack if sequence_slice is None else cut_pack(pack, sequence_slice)
         read = to_device(local_positions(sequence_slice, pack.read_rows)[1], local.input_ids.device)
         with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
-            yield local, self.row_of(pack, sequence_slice)
+            yield local, self.packed_sequence_of(pack, sequence_slice)
 
     def _loss_in_head(self, pack: Pack, run: Callable[[Head], Any]) -> tuple[LossTerm, Tensor]:
         """Compute logits only for supervised tokens, chunk by chunk."""
@@ -280,13 +280,13 @@ class FoundationRunner:
         term = cross_entropy_rows(supervised, pack.text_labels, count=pack.text_labels.numel())
         return term, states[0] if states else None
 
-    def row_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedRow | None:
-        """Describe a row that samples or ranks share; None for other rows. Uses only host values."""
+    def packed_sequence_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedSequence | None:
+        """Describe a sequence that samples or ranks share; None for others. Uses only host values."""
         if sequence_slice is None and (pack.forward_inputs or not self.contract.packs):
             return None
         offsets = (0, *accumulate(pack.info.lengths))
         whole_masks = None if sequence_slice is None else cache(partial(self._whole_masks, pack, offsets))
-        return PackedRow(offsets, sequence_slice, whole_masks)
+        return PackedSequence(offsets, sequence_slice, whole_masks)
 
     @torch.no_grad()
     def _whole_masks(self, pack: Pack, offsets: tuple[int, ...]) -> list[MaskSpec]:
@@ -296,22 +296,27 @@ class FoundationRunner:
         """
         embedding: Any = self.model.get_input_embeddings()
         zero = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
-        row = PackedRow(offsets)
-        arguments = self._accepted(_of_pack(pack), row, pack.input_ids.device)
+        packed = PackedSequence(offsets)
+        arguments = self._accepted(_of_pack(pack), packed, pack.input_ids.device)
         with (
             first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
             wrapped_forward(embedding, lambda ids: zero.expand(*ids.shape, embedding.weight.size(1))),
-            inside(row),
+            inside(packed),
             suppress(StopRunError),
         ):
             self.model.forward(input_ids=pack.input_ids, **arguments)
-        return row.masks
+        return packed.masks
 
     def run_pack(
-        self, pack: Pack, media: EncodedMedia, head: Head, row: PackedRow | None = None, stage: Stage | None = None
+        self,
+        pack: Pack,
+        media: EncodedMedia,
+        head: Head,
+        packed: PackedSequence | None = None,
+        stage: Stage | None = None,
     ) -> Any:
         """Run one forward over a pack, or over a slice of it; see :meth:`run`."""
-        return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), row=row, stage=stage)
+        return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), packed=packed, stage=stage)
 
     def run(
         self,
@@ -320,7 +325,7 @@ class FoundationRunner:
         head: Head,
         media: EncodedMedia,
         arguments: Mapping[str, Any],
-        row: PackedRow | None = None,
+        packed: PackedSequence | None = None,
         stage: Stage | None = None,
     ) -> Any:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
@@ -333,14 +338,14 @@ class FoundationRunner:
             head: gets the hidden states ``[B, T, hidden]`` and the head; returns the head's output.
             media: encoded media.
             arguments: further arguments of the model's forward; those that it does not accept are ignored.
-            row: the samples of a packed row, and the slice of it in ``input_ids``; None: each row of the batch is one
+            packed: the packed sequence that ``input_ids`` has, or has a slice of; None: each row of the batch is one
                 sample.
             stage: the stage of a pipeline to run; None: the whole model.
 
         Returns:
             The model's own output; of a stage that is not the last, the hidden states for the next one.
         """
-        accepted = self._accepted(arguments, row, input_ids.device)
+        accepted = self._accepted(arguments, packed, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
         native, inserted = media.native, media.inserted
         with ExitStack() as stack:
@@ -353,16 +358,18 @@ class FoundationRunner:
                 stack.enter_context(wrapped_forward(embedding, _inserting(embedding, input_ids, inserted)))
             if native:
                 accepted |= stack.enter_context(override(self.model, self.native.interfaces, native))
-            if row is not None:
-                stack.enter_context(inside(row))
+            if packed is not None:
+                stack.enter_context(inside(packed))
             return self.model(input_ids=input_ids, **accepted)
 
-    def _accepted(self, arguments: Mapping[str, Any], row: PackedRow | None, device: torch.device) -> dict[str, Any]:
-        """The arguments that the model's forward accepts, including ``cu_seqlens`` of a packed row."""
+    def _accepted(
+        self, arguments: Mapping[str, Any], packed: PackedSequence | None, device: torch.device
+    ) -> dict[str, Any]:
+        """The arguments that the model's forward accepts, including ``cu_seqlens`` of a packed sequence."""
         values = dict(arguments)
-        if row is not None:
-            cu_seqlens = torch.tensor(row.offsets, dtype=torch.int32).to(device, non_blocking=True)
-            longest = max(stop - start for start, stop in pairwise(row.offsets))
+        if packed is not None:
+            cu_seqlens = torch.tensor(packed.offsets, dtype=torch.int32).to(device, non_blocking=True)
+            longest = max(stop - start for start, stop in pairwise(packed.offsets))
             values |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             values |= {"max_length_q": longest, "max_length_k": longest}
         return {name: value for name, value in values.items() if self._takes_any or name in self._parameters}

@@ -1,4 +1,4 @@
-"""The slice of a packed row on a rank, when several ranks share the sequence.
+"""The slice of a packed sequence on a rank, when several ranks share the sequence.
 
 We slice the model's inputs: ids, positions, per-token inputs, media features and labels. A slice is any ascending set
 of tokens, so it may end inside an item, or between a token and the next one, which is predicted from it.
@@ -21,7 +21,7 @@ def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> 
 
     Args:
         sequence_slice: the slice; None: all tokens.
-        positions: ``[n]`` int64, tokens of the whole row, in any order.
+        positions: ``[n]`` int64, tokens of the whole sequence, in any order.
 
     Returns:
         ``[m]`` int64, indices into ``positions``; ``[m]`` int64, positions in the slice.
@@ -35,7 +35,7 @@ def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> 
 
 
 def cut_pack(pack: Pack, sequence_slice: SequenceSlice) -> Pack:
-    """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` stay those of the whole row."""
+    """Return the tokens of a slice, without media; ``cu_seqlens`` and ``info`` stay those of the whole sequence."""
     index, rows = local_positions(sequence_slice, pack.text_rows)
     return replace(
         pack,
@@ -67,5 +67,5 @@ def filled_up(pack: Pack, filler: Pack) -> Pack:
 
 
 def fewest_tokens(ranks: int) -> int:
-    """Return the least tokens of a shared row: two per rank, because a matmul rounds a single row differently."""
+    """Return the least tokens of a shared sequence: two per rank, because a matmul rounds a single row differently."""
     return 2 * ranks

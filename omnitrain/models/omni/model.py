@@ -53,7 +53,7 @@ _FOR_ONE_PROCESS = {"is_main_process", "state_dict", "push_to_hub"}
 
 
 class OmniModel(ComponentModel):
-    """One model over packed rows of text and media.
+    """One model over packed sequences of text and media.
 
     Components are attributes by their names: ``foundation``, ``image_encoder``, ``audio_decoder``, ...
 

@@ -77,9 +77,9 @@ def _ops(model: OmniModel, name: str) -> list[str]:
         shown.append(
             "loss: inside the head" if contract.head == "inside" else "loss: on the logits of supervised tokens"
         )
-        shown += [] if contract.packs else ["one sample per row"]
+        shown += [] if contract.packs else ["one sample per pack"]
         if in_forward := ", ".join(model.runner.native.in_forward):
-            shown.append(f"{in_forward}: in its own forward, one sample per row")
+            shown.append(f"{in_forward}: in its own forward, one sample per pack")
         shown += [f"sample by sample: {', '.join(contract.segmented)}"] if contract.segmented else []
         shown += map(str, kernels_of(module))
     return shown

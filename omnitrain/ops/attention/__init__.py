@@ -11,7 +11,7 @@ by itself.
 
 from omnitrain.ops.attention.choose import AUTO, AttentionRow, attention_report, backend_names, require_trainable
 from omnitrain.ops.attention.install import ATTENTION_NAME, plain_implementation, use_omnitrain_attention
-from omnitrain.ops.attention.packed_context import PackedRow, SequenceSlice, inside, packed, packed_row
+from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside, packed, packed_sequence
 from omnitrain.ops.attention.spec import MaskSpec, offsets_on
 
 __all__ = [
@@ -19,14 +19,14 @@ __all__ = [
     "AUTO",
     "AttentionRow",
     "MaskSpec",
-    "PackedRow",
+    "PackedSequence",
     "SequenceSlice",
     "attention_report",
     "backend_names",
     "inside",
     "offsets_on",
     "packed",
-    "packed_row",
+    "packed_sequence",
     "plain_implementation",
     "require_trainable",
     "use_omnitrain_attention",

@@ -11,7 +11,12 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.hf_arguments import refuse_unknown
 from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
-from omnitrain.ops.attention.packed_context import PackedRow, check_recomputation, packed_row, relies_on_context
+from omnitrain.ops.attention.packed_context import (
+    PackedSequence,
+    check_recomputation,
+    packed_sequence,
+    relies_on_context,
+)
 from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
 from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
@@ -23,43 +28,43 @@ _specs_of = WeakTensorKeyDictionary()
 
 
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | torch.Tensor | None:
-    """Return a spec for a packed row, else the mask of ``implementation``; for ``AttentionMaskInterface``.
+    """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
     Args:
         implementation: transformers' implementation for unpacked input.
         arguments: the arguments of transformers' ``sdpa_mask``.
 
     Raises:
-        UserError: the row is packed, and the requested mask does not fit it.
+        UserError: the sequence is packed, and the requested mask does not fit it.
     """
-    padding, row = arguments.get("attention_mask"), packed_row()
+    padding, packed = arguments.get("attention_mask"), packed_sequence()
     if isinstance(padding, MaskSpec):  # an outer model made it; transformers passes on such a mask, too
         return padding
-    if row is None:
+    if packed is None:
         return plain_mask(implementation, **arguments)
     shape = tuple(arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-    if shape != (1, row.num_rows, row.num_rows):
+    if shape != (1, packed.num_local_tokens, packed.num_local_tokens):
         if is_causal(arguments["mask_function"]):
             raise UserError(
-                f"inside a packed row of {row.num_rows} tokens the model makes a causal mask for (batch size, queries, "
-                f"keys) = {shape}, so omnitrain cannot tell which of them belong to which sample"
+                f"inside a packed sequence of {packed.num_local_tokens} tokens the model makes a causal mask for "
+                f"(batch size, queries, keys) = {shape}, so omnitrain cannot tell which of them belong to which sample"
             )
         return plain_mask(implementation, **arguments)
     if padding is not None and not bool(padding.all()):
-        raise UserError("a packed row has no padding, but attention_mask masks out tokens")
-    spec = _described(row, arguments["mask_function"], arguments.get("use_vmap", False), arguments["device"])
-    row.masks.append(spec)
-    return spec if row.sequence_slice is None else spec.on(row.sequence_slice.attention)
+        raise UserError("a packed sequence has no padding, but attention_mask masks out tokens")
+    spec = _described(packed, arguments["mask_function"], arguments.get("use_vmap", False), arguments["device"])
+    packed.masks.append(spec)
+    return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
 
 
-def _described(row: PackedRow, function: MaskFunction, use_vmap: bool, device: torch.device) -> MaskSpec:
-    """The mask of the whole row; a mask function made from a slice of the tokens may not cover it."""
-    if row.whole_masks is not None and pattern_of(function, row.offsets) is None:
-        return row.whole_masks()[len(row.masks)]
-    return describe(function, row.offsets, use_vmap, device)
+def _described(packed: PackedSequence, function: MaskFunction, use_vmap: bool, device: torch.device) -> MaskSpec:
+    """The mask of the whole sequence; a mask function made from a slice of the tokens may not cover it."""
+    if packed.whole_masks is not None and pattern_of(function, packed.offsets) is None:
+        return packed.whole_masks()[len(packed.masks)]
+    return describe(function, packed.offsets, use_vmap, device)
 
 
-@torch.compiler.disable  # offsets are values, not shapes: torch would recompile a traced call for each row
+@torch.compiler.disable  # offsets are values, not shapes: torch would recompile a traced call for each pack
 def omnitrain_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -71,7 +76,7 @@ def omnitrain_attention(
     implementation: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend within the segments of a packed row, else as ``implementation``; for ``AttentionInterface``.
+    """Attend within the segments of a packed sequence, else as ``implementation``; for ``AttentionInterface``.
 
     Args:
         module: the layer.
@@ -79,7 +84,7 @@ def omnitrain_attention(
         key: ``[B, key heads, T, head_dim]``.
         value: ``[B, key heads, T, value_dim]``.
         attention_mask: the mask from :func:`omnitrain_mask` or from the model.
-        backend: backend for packed rows, or ``auto``.
+        backend: backend for packed sequences, or ``auto``.
         implementation: transformers' implementation for unpacked input.
         kwargs: see :mod:`omnitrain.ops.attention.hf_arguments`.
 
@@ -91,7 +96,7 @@ def omnitrain_attention(
     """
     if isinstance(attention_mask, MaskSpec):
         shard = attention_mask.shard
-        _check_fit(module, query, key, attention_mask.offsets[-1] if shard is None else shard.num_rows)
+        _check_fit(module, query, key, attention_mask.offsets[-1] if shard is None else shard.num_local_tokens)
         if implementation == SDPA:
             _check_causality(module, attention_mask, kwargs)
         spec = attention_mask
@@ -129,26 +134,26 @@ def _spec(
     mask: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> MaskSpec | None:
-    """The spec of a packed row whose mask is not a spec yet; None: the input is not packed."""
-    row = packed_row()
+    """The spec of a packed sequence whose mask is not a spec yet; None: the input is not packed."""
+    packed = packed_sequence()
     if (cu_seqlens := kwargs.get("cu_seq_lens_q")) is not None:
         offsets, shard = _offsets(module, kwargs), shard_of(cu_seqlens)
-        if shard is not None or row is None or row.sequence_slice is None or row.offsets != offsets:
-            _check_fit(module, query, key, offsets[-1] if shard is None else shard.num_rows)
+        if shard is not None or packed is None or packed.sequence_slice is None or packed.offsets != offsets:
+            _check_fit(module, query, key, offsets[-1] if shard is None else shard.num_local_tokens)
             spec = _spec_of_layer(module, offsets, mask, kwargs, _specs_of.setdefault(cu_seqlens, set()))
             return spec if shard is None else spec.on(shard)
-    if row is None or not _is_row(module, query, key, row, mask):
+    if packed is None or not _is_packed(module, query, key, packed, mask):
         check_recomputation(module)
         return None
     relies_on_context(module)
-    spec = _spec_of_layer(module, row.offsets, mask, kwargs, row.specs)
-    return spec if row.sequence_slice is None else spec.on(row.sequence_slice.attention)
+    spec = _spec_of_layer(module, packed.offsets, mask, kwargs, packed.specs)
+    return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
 
 
 def _offsets(module: torch.nn.Module, kwargs: dict[str, Any]) -> tuple[int, ...]:
     queries, keys = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if keys is not None and keys is not queries and not torch.equal(keys, queries):
-        raise UserError(f"{type(module).__name__}: queries and keys of a packed row have different offsets")
+        raise UserError(f"{type(module).__name__}: queries and keys of a packed sequence have different offsets")
     return _read(queries)
 
 
@@ -170,11 +175,11 @@ def _spec_of_layer(
     kwargs: dict[str, Any],
     held: set[MaskSpec],
 ) -> MaskSpec:
-    """The spec of a layer that got none; ``held`` then holds it for the other layers of the row."""
+    """The spec of a layer that got none; ``held`` then holds it for the other layers."""
     if mask is not None:
         if mask.ndim != 4 or mask.shape[-2:] != (offsets[-1], offsets[-1]):
             raise UserError(
-                f"{type(module).__name__}: a mask of shape {tuple(mask.shape)} does not fit a packed row of "
+                f"{type(module).__name__}: a mask of shape {tuple(mask.shape)} does not fit a packed sequence of "
                 f"{offsets[-1]} tokens"
             )
         return MaskSpec(offsets, general=mask)
@@ -201,34 +206,34 @@ def _check_causality(module: torch.nn.Module, spec: MaskSpec, kwargs: dict[str, 
         )
 
 
-def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_rows: int) -> None:
+def _check_fit(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, num_tokens: int) -> None:
     shape = (query.size(0), query.size(2), key.size(2))
-    if shape != (1, num_rows, num_rows):
+    if shape != (1, num_tokens, num_tokens):
         raise UserError(
-            f"{type(module).__name__}: batch size, queries and keys are {shape}, but the packed row has 1, "
-            f"{num_rows} and {num_rows} on this rank"
+            f"{type(module).__name__}: batch size, queries and keys are {shape}, but the packed sequence has 1, "
+            f"{num_tokens} and {num_tokens} on this rank"
         )
 
 
 def _check_bias(module: torch.nn.Module, spec: MaskSpec, bias: torch.Tensor | None) -> None:
-    """Check that a position bias covers the whole row; a model makes it for the tokens that it sees."""
+    """Check that a position bias covers the whole sequence; a model makes it for the tokens that it sees."""
     length = spec.offsets[-1]
     if bias is not None and bias.shape[-2:] != (length, length):
         raise UserError(
-            f"{type(module).__name__}: a position bias of shape {tuple(bias.shape)} does not fit a row of {length} "
-            "tokens: ranks cannot share the sequences of this model"
+            f"{type(module).__name__}: a position bias of shape {tuple(bias.shape)} does not fit a sequence of "
+            f"{length} tokens: ranks cannot share the sequences of this model"
         )
 
 
-def _is_row(
+def _is_packed(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    row: PackedRow,
+    packed: PackedSequence,
     mask: torch.Tensor | None,
 ) -> bool:
-    """Whether a layer inside a packed row attends over the row, not over other states."""
-    length = row.num_rows
+    """Whether a layer inside a packed sequence attends over the sequence, not over other states."""
+    length = packed.num_local_tokens
     if (query.size(0), query.size(2), key.size(2)) == (1, length, length):
         return True
     if query.size(2) == length or (mask is None and getattr(module, "is_causal", False)):

@@ -34,7 +34,7 @@ IRRELEVANT = {
     "seq_idx": "for linear-attention layers",
     "deterministic": "exact either way",
     "training": "dropout depends on it, and is an argument",
-    "attention_mask_2d": "padding; a packed row has none",
+    "attention_mask_2d": "padding; a packed sequence has none",
     "labels": "for the loss",
     "num_items_in_batch": "for the loss",
     "logits_to_keep": "for the head",

@@ -38,17 +38,17 @@ class Pattern:
 
 
 def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
-    """Return the spec of a row packed at ``offsets`` in a model with the mask ``mask_function``.
+    """Return the spec of a sequence packed at ``offsets`` in a model with the mask ``mask_function``.
 
     Args:
-        mask_function: as transformers composed it, over indices of the row.
+        mask_function: as transformers composed it, over indices of the sequence.
         offsets: ``(0, ..., T)``.
         use_vmap: as transformers passed it.
         device: device of the indices.
 
     Raises:
-        UserError: a function that the model added both counts from the row's start and looks up tokens, so its meaning
-            inside a segment is unknown.
+        UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
+            meaning inside a segment is unknown.
     """
     pattern = pattern_of(mask_function, offsets)
     if pattern is None or (pattern.window is not None and not pattern.causal):
@@ -86,13 +86,13 @@ def is_causal(function: MaskFunction) -> bool:
 
 
 def within_segments(function: MaskFunction, starts: torch.Tensor) -> MaskFunction:
-    """Return ``function`` as it would be for each segment alone, over indices of the row; exact within segments.
+    """Return ``function`` as it would be for each segment alone, over indices of the sequence; exact within segments.
 
-    Functions that look up tokens (image blocks) keep the row's indices. Functions that count (chunks) get indices that
+    Functions that look up tokens (image blocks) keep these indices. Functions that count (chunks) get indices that
     start at 0 in each segment.
 
     Args:
-        function: mask function over indices of the row, as transformers composed it.
+        function: mask function over indices of the sequence, as transformers composed it.
         starts: ``[T]``, the first token of each token's segment.
 
     Raises:
@@ -139,7 +139,7 @@ def _captured(function: MaskFunction) -> dict[str, Any]:
 
 
 def _is_constant(numbers: torch.Tensor, offsets: tuple[int, ...]) -> bool:
-    if numbers.size(1) != offsets[-1]:  # it covers only a slice of the row
+    if numbers.size(1) != offsets[-1]:  # it covers only a slice of the sequence
         return False
     return bool((numbers == numbers[:, segment_starts(offsets, numbers.device)]).all())
 
@@ -169,7 +169,7 @@ def _from_start(function: MaskFunction, starts: torch.Tensor, batch: Any, head: 
 
 
 def _looks_up_tokens(function: MaskFunction, num_tokens: int) -> bool:
-    """Whether a function from another module holds a tensor with an entry per token of the row."""
+    """Whether a function from another module holds a tensor with an entry per token of the sequence."""
     captured = list(_flat(_captured(function).values()))
     nested = [value for value in captured if callable(value)]
     held = [*captured, *(deeper for value in nested for deeper in _flat(_captured(value).values()))]
@@ -180,7 +180,7 @@ def _looks_up_tokens(function: MaskFunction, num_tokens: int) -> bool:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise UserError(
             f"the mask function {name} is more than a lookup or a count, so its meaning for a sample inside a packed "
-            "row is unknown: this model cannot be packed"
+            "sequence is unknown: this model cannot be packed"
         )
     return by_token
 

@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.choose import AUTO, backend_names
 from omnitrain.ops.attention.entry import omnitrain_attention, omnitrain_mask
-from omnitrain.ops.attention.packed_context import packed_row
+from omnitrain.ops.attention.packed_context import packed_sequence
 from omnitrain.ops.attention.unpacked import SDPA
 from omnitrain.ops.config_value import config_value
 
@@ -26,7 +26,7 @@ class Implementation:
     """The meaning of an attention name in a config.
 
     Attributes:
-        backend: backend for packed rows, or ``auto``.
+        backend: backend for packed sequences, or ``auto``.
         plain: transformers' implementation for unpacked input.
         passes_offsets: models should pass ``cu_seq_lens_q`` to attention instead of cutting or masking by themselves.
     """
@@ -56,7 +56,7 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
 
     Args:
         model: any module; a later call changes the backend.
-        backend: backend for packed rows: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
+        backend: backend for packed sequences: ``auto``, ``flash``, ``varlen``, ``sdpa``, ``flex`` or ``reference``.
 
     Returns:
         Classes of models that keep their own attention, because their code does not use transformers'
@@ -97,13 +97,13 @@ def plain_implementation(config: Any) -> str:
     return _registered[current].plain if current in _registered else current
 
 
-def _known_inside_a_packed_row(find: SamplesOf) -> SamplesOf:
-    """Skip transformers' search for samples in positions, which waits for the device, inside a packed row."""
+def _known_inside_a_packed_sequence(find: SamplesOf) -> SamplesOf:
+    """Skip transformers' search for samples in positions, which waits for the device, inside a packed sequence."""
 
     @wraps(find)
     def found(position_ids: torch.Tensor) -> torch.Tensor | None:
-        row = packed_row()
-        return None if row is not None and position_ids.shape == (1, row.num_rows) else find(position_ids)
+        packed = packed_sequence()
+        return None if packed is not None and position_ids.shape == (1, packed.num_local_tokens) else find(position_ids)
 
     return found
 
@@ -119,6 +119,6 @@ def _not_of_ours(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 modeling_utils.lazy_import_flash_attention = _not_of_ours(modeling_utils.lazy_import_flash_attention)
-masking_utils.find_packed_sequence_indices = _known_inside_a_packed_row(masking_utils.find_packed_sequence_indices)
+masking_utils.find_packed_sequence_indices = _known_inside_a_packed_sequence(masking_utils.find_packed_sequence_indices)
 for _passes_offsets in (True, False):
     _register(Implementation(passes_offsets=_passes_offsets))

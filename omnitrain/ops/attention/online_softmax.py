@@ -31,7 +31,7 @@ class Scoring:
     """How scores are computed from queries and keys.
 
     Attributes:
-        mask: mask of the whole row.
+        mask: mask of the whole sequence.
         scale: factor on the scores.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
     """

@@ -1,4 +1,4 @@
-"""The context of a forward over a packed row: the offsets of its samples, and the slice on this rank."""
+"""The context of a forward over a packed sequence: the offsets of its samples, and the slice on this rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class SequenceSlice(Protocol):
-    """This rank's slice of a packed row that several ranks share."""
+    """This rank's slice of a packed sequence that several ranks share."""
 
     @property
     def positions(self) -> torch.Tensor:
-        """``[t]`` int64, ascending: the tokens of the row on this rank."""
+        """``[t]`` int64, ascending: the tokens of the sequence on this rank."""
         ...
 
     @property
@@ -32,23 +32,23 @@ class SequenceSlice(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the whole row."""
+        """Number of tokens of the whole sequence."""
         ...
 
     @property
     def attention(self) -> SequenceShard:
-        """The shard that attends from these tokens to the whole row."""
+        """The shard that attends from these tokens to the whole sequence."""
         ...
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that share the row."""
+        """Number of ranks that share the sequence."""
         ...
 
     def by_heads(
         self, compute: Callable[[Sequence[torch.Tensor], slice], torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Compute over the whole row for some of the heads; differentiable. All ranks of the row must call it.
+        """Compute over the whole sequence for some heads; differentiable. All ranks of the sequence must call it.
 
         Args:
             compute: tensors ``[T, local heads, width]``, and the slice of these heads -> ``[T, local heads, width]``.
@@ -60,7 +60,7 @@ class SequenceSlice(Protocol):
         ...
 
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather a tensor of all tokens, in the order of the row; differentiable. All ranks of the row must call it.
+        """Gather a tensor of all tokens, in their order; differentiable. All ranks of the sequence must call it.
 
         Args:
             tensor: a tensor with this rank's tokens along ``dim``.
@@ -70,14 +70,14 @@ class SequenceSlice(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRow:
-    """The packed row that a forward runs over.
+class PackedSequence:
+    """The packed sequence that a forward runs over.
 
     Attributes:
-        offsets: ``(0, ..., T)``, where each sample starts in the whole row, and its end.
-        sequence_slice: the slice on this rank; None: the whole row.
-        whole_masks: with a slice: makes the masks of the whole row, in the order in which the model requests them.
-        masks: masks that the model requested since the row was entered.
+        offsets: ``(0, ..., T)``, where each sample starts in the whole sequence, and its end.
+        sequence_slice: the slice on this rank; None: the whole sequence.
+        whole_masks: with a slice: makes the masks of the whole sequence, in the order in which the model requests them.
+        masks: masks that the model requested since the sequence was entered.
         specs: the masks of layers that got none from the model.
     """
 
@@ -88,24 +88,24 @@ class PackedRow:
     specs: set[MaskSpec] = field(default_factory=set)
 
     @property
-    def num_rows(self) -> int:
+    def num_local_tokens(self) -> int:
         """Number of tokens that the model gets."""
         return self.offsets[-1] if self.sequence_slice is None else self.sequence_slice.positions.numel()
 
 
-_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
+_running: ContextVar[PackedSequence | None] = ContextVar("packed_sequence", default=None)
 
 
 def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
-    """Return a context in which every attention over the ``[1, T]`` tokens of a row keeps its samples apart.
+    """Return a context in which every attention over the ``[1, T]`` tokens of a sequence keeps its samples apart.
 
-    Use it around the forward of the model that reads the row. Run other models, such as towers, outside of it or inside
-    ``packed(None)``: an input that happens to have ``T`` tokens would be cut at the row's offsets. The context can be
-    entered any number of times. Activation recomputation needs it again only for models that do not make masks by
+    Use it around the forward of the model that reads the tokens. Run other models, such as towers, outside of it or
+    inside ``packed(None)``: an input that happens to have ``T`` tokens would be cut at these offsets. The context can
+    be entered any number of times. Activation recomputation needs it again only for models that do not make masks by
     transformers' interface; attention raises if it is missing.
 
     Args:
-        cu_seqlens: ``(0, ..., T)``, the starts of the samples and the end of the last one; None: no packed row.
+        cu_seqlens: ``(0, ..., T)``, the starts of the samples and the end of the last one; None: no packed sequence.
 
     Raises:
         ValueError: the offsets do not start at 0, or are not ascending.
@@ -115,27 +115,27 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     offsets = tuple(cu_seqlens)
     if offsets[:1] != (0,) or any(stop < start for start, stop in pairwise(offsets)):
         raise ValueError(f"cu_seqlens must start at 0 and ascend; found {offsets}")
-    return _Inside(PackedRow(offsets))
+    return _Inside(PackedSequence(offsets))
 
 
-def inside(row: PackedRow | None) -> _Inside:
-    """Return the context of :func:`packed` for a row that ranks may share."""
-    return _Inside(row)
+def inside(sequence: PackedSequence | None) -> _Inside:
+    """Return the context of :func:`packed` for a sequence that ranks may share."""
+    return _Inside(sequence)
 
 
-def packed_row() -> PackedRow | None:
-    """Return the packed row of the running forward; None: the input is not packed."""
-    return _row.get()
+def packed_sequence() -> PackedSequence | None:
+    """Return the packed sequence of the running forward; None: the input is not packed."""
+    return _running.get()
 
 
-# Modules that knew only from the context that a row was packed. Several rows may be in flight, packed or not, so we do
-# not ask which of them is recomputed: a recomputation must restore the context, also that of an unpacked row.
+# Modules that knew only from the context that their input was packed. Several forwards may be in flight, packed or not,
+# so we do not ask which of them is recomputed: a recomputation must restore the context, also that of unpacked input.
 _rely_on_context: WeakSet[torch.nn.Module] = WeakSet()
-_MISSING = PackedRow(())
+_MISSING = PackedSequence(())
 
 
 def relies_on_context(module: torch.nn.Module) -> None:
-    """Record that ``module`` knows only by :func:`packed_row` that its row is packed: recomputation needs it, too."""
+    """Record that ``module`` knows only by :func:`packed_sequence` that its input is packed; so must recomputation."""
     _rely_on_context.add(module)
 
 
@@ -143,25 +143,25 @@ def check_recomputation(module: torch.nn.Module) -> None:
     """Refuse a recomputation outside of :func:`packed` if a forward of ``module`` relied on that context.
 
     Raises:
-        UserError: the recomputation would treat a packed row as one sample.
+        UserError: the recomputation would treat a packed sequence as one sample.
     """
     in_backward = torch._C._current_graph_task_id() != -1
-    if in_backward and _row.get(_MISSING) is _MISSING and module in _rely_on_context:
+    if in_backward and _running.get(_MISSING) is _MISSING and module in _rely_on_context:
         raise UserError(
             f"{type(module).__name__} is recomputed outside of packed(...), so it does not know where samples begin; "
-            "enter packed(...) around the backward, too (packed(None) if its row was not packed)"
+            "enter packed(...) around the backward, too (packed(None) if its input was not packed)"
         )
 
 
 class _Inside:
-    def __init__(self, row: PackedRow | None) -> None:
-        self._row = row
-        self._tokens: list[Token[PackedRow | None]] = []
+    def __init__(self, sequence: PackedSequence | None) -> None:
+        self._sequence = sequence
+        self._tokens: list[Token[PackedSequence | None]] = []
 
     def __enter__(self) -> None:
-        if self._row is not None and not self._tokens:
-            self._row.masks.clear()  # masks of the previous forward
-        self._tokens.append(_row.set(self._row))
+        if self._sequence is not None and not self._tokens:
+            self._sequence.masks.clear()  # masks of the previous forward
+        self._tokens.append(_running.set(self._sequence))
 
     def __exit__(self, *_: object) -> None:
-        _row.reset(self._tokens.pop())
+        _running.reset(self._tokens.pop())

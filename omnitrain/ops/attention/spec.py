@@ -1,7 +1,7 @@
-"""One attention over a packed row: its mask, its arguments, and the description of a backend.
+"""One attention over a packed sequence: its mask, its arguments, and the description of a backend.
 
-Shapes: ``H`` heads, ``K`` key heads (``H`` is a multiple), ``T`` tokens of the row, ``D`` head dimension, ``E`` width
-of a value.
+Shapes: ``H`` heads, ``K`` key heads (``H`` is a multiple), ``T`` tokens of the sequence, ``D`` head dimension, ``E``
+width of a value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SOFTCAP = "softcap"
 POSITION_BIAS = "position_bias"
 EVERYTHING = frozenset({FULL, CAUSAL, WINDOW, GENERAL, GQA, VALUE_WIDTH, DROPOUT, SINKS, SOFTCAP, POSITION_BIAS})
 
-_NO_TENSOR = "the mask of a packed row is a description, not a tensor"
+_NO_TENSOR = "the mask of a packed sequence is a description, not a tensor"
 
 # (batch index, head index, query index, key index) -> may the query see the key; indices broadcast.
 MaskFunction = Callable[..., torch.Tensor]
@@ -47,11 +47,11 @@ Made = TypeVar("Made")
 
 
 class MaskUseError(UserError, AttributeError, TypeError):
-    """A model computes with the attention mask of a packed row instead of passing it on."""
+    """A model computes with the attention mask of a packed sequence instead of passing it on."""
 
 
 class MaskSpec:
-    """The mask of one packed row: no token sees another segment; ``kind`` describes the mask within a segment.
+    """The mask of one packed sequence: no token sees another segment; ``kind`` describes the mask within a segment.
 
     Models pass it to attention instead of a mask tensor, unchanged, also through activation recomputation and FSDP. It
     is therefore neither a tensor nor a dataclass (FSDP rebuilds dataclasses), and is equal only to itself.
@@ -60,10 +60,10 @@ class MaskSpec:
         offsets: ``(0, ..., T)``, strictly ascending.
         causal: a token sees no later token.
         window: number of tokens that a token sees, itself included; None: the whole segment.
-        general: instead of ``causal`` and ``window``: a function of row indices that is exact within each segment, or a
-            mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
+        general: instead of ``causal`` and ``window``: a function of token indices that is exact within each segment, or
+            a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
         use_vmap: whether ``general`` takes scalar indices, as transformers states for functions that models add.
-        shard: the slice of the row on this rank; None: the whole row. All other fields describe the whole row.
+        shard: the slice of the sequence on this rank; None: all of it. All other fields describe the whole sequence.
         ndim: ndim of the mask tensor that it replaces.
         shape: shape of the mask tensor that it replaces.
     """
@@ -120,16 +120,16 @@ class MaskSpec:
         return self._made[key]
 
     def on(self, shard: SequenceShard) -> MaskSpec:
-        """Return the same mask for a rank that has only ``shard`` of the row."""
+        """Return the same mask for a rank that has only ``shard`` of the sequence."""
         return self._with(self.general, shard)
 
     @property
     def whole(self) -> MaskSpec:
-        """The same mask, for a rank that has the whole row."""
+        """The same mask, for a rank that has the whole sequence."""
         return self if self._whole is None else self._whole
 
     def of_heads(self, start: int, stop: int) -> MaskSpec:
-        """Return the mask of the heads ``start`` to ``stop``, for a rank that has the whole row of these heads."""
+        """Return the mask of the heads ``start`` to ``stop``, for a rank that has the whole sequence of these heads."""
         if not isinstance(self.general, torch.Tensor) or self.general.size(1) == 1:
             return self.whole
         general = self.general[:, start:stop]
@@ -161,7 +161,7 @@ class MaskSpec:
         )
 
     def between(self, start: int, stop: int) -> MaskSpec:
-        """Return the spec of the tokens ``start`` to ``stop`` as a separate row; both must be offsets."""
+        """Return the spec of the tokens ``start`` to ``stop`` as a separate sequence; both must be offsets."""
         general = self.general
         if isinstance(general, torch.Tensor):
             general = general[..., start:stop, start:stop]
@@ -171,7 +171,7 @@ class MaskSpec:
         return MaskSpec(offsets, causal=self.causal, window=self.window, general=general, use_vmap=self.use_vmap)
 
     def function(self, device: torch.device) -> MaskFunction:
-        """Return the mask as a function of row indices, exact within each segment only.
+        """Return the mask as a function of token indices, exact within each segment only.
 
         Raises:
             TypeError: the mask is a float tensor, which is no function of indices.
@@ -186,8 +186,8 @@ class MaskSpec:
             return sliding_window_causal_mask_function(self.window)
         return causal_mask_function if self.causal else bidirectional_mask_function
 
-    def row_function(self, device: torch.device) -> MaskFunction:
-        """Return the mask as a function of row indices, exact for the whole row."""
+    def packed_function(self, device: torch.device) -> MaskFunction:
+        """Return the mask as a function of token indices, exact for the whole sequence."""
         segments = segment_numbers(self.offsets, device)
         return and_masks(partial(_same, segments), self.function(device))
 
@@ -200,7 +200,7 @@ class Call:
         query: ``[1, H, T, D]``.
         key: ``[1, K, T, D]``.
         value: ``[1, K, T, E]``.
-        mask: the mask of the row.
+        mask: the mask of the sequence.
         scale: factor on the scores; None: ``D ** -0.5``.
         dropout: probability of dropping an attention weight.
         softcap: scaled scores become ``softcap * tanh(score / softcap)``.
@@ -269,20 +269,20 @@ def repeat_heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 class SequenceShard(Protocol):
-    """This rank's slice of a row, and the ranks that have the other slices."""
+    """This rank's slice of a sequence, and the ranks that have the other slices."""
 
     @property
-    def num_rows(self) -> int:
-        """Number of tokens of the row on this rank."""
+    def num_local_tokens(self) -> int:
+        """Number of tokens of the sequence on this rank."""
         ...
 
     def attend(self, call: Call, compute: Callable[[Call], torch.Tensor]) -> torch.Tensor:
-        """Attend from this rank's tokens to the whole row. All ranks of the row must call it.
+        """Attend from this rank's tokens to the whole sequence. All ranks of the sequence must call it.
 
         Args:
             call: queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for
-                the whole row and all heads.
-            compute: computes attention ``[1, T, heads, E]`` of a call over a whole row, for some of the heads.
+                the whole sequence and all heads.
+            compute: computes attention ``[1, T, heads, E]`` of a call over a whole sequence, for some of the heads.
 
         Returns:
             ``[1, local tokens, H, E]``.
@@ -290,7 +290,7 @@ class SequenceShard(Protocol):
         ...
 
 
-# cu_seqlens tensor -> the slice of its row on this rank.
+# cu_seqlens tensor -> the slice of its sequence on this rank.
 _shards = WeakTensorKeyDictionary()
 
 
@@ -298,8 +298,8 @@ def offsets_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
     """Return a copy of ``cu_seqlens`` for a slice; layers that get it as ``cu_seq_lens_q`` attend from the slice.
 
     Args:
-        cu_seqlens: ``[segments + 1]`` int32 or int64, of the whole row.
-        shard: the slice of the row on this rank.
+        cu_seqlens: ``[segments + 1]`` int32 or int64, of the whole sequence.
+        shard: the slice of the sequence on this rank.
     """
     copy = cu_seqlens.clone()
     _shards[copy] = shard
@@ -307,13 +307,13 @@ def offsets_on(cu_seqlens: torch.Tensor, shard: SequenceShard) -> torch.Tensor:
 
 
 def shard_of(cu_seqlens: torch.Tensor) -> SequenceShard | None:
-    """Return the slice that was given to :func:`offsets_on`; None: the whole row is on this rank."""
+    """Return the slice that was given to :func:`offsets_on`; None: the whole sequence is on this rank."""
     shard: SequenceShard | None = _shards.get(cu_seqlens)
     return shard
 
 
 # A spec lives as long as something holds it; layers of a model alternate between at most two specs, so two are held
-# here. A packed row, or its offsets tensor, holds those of its layers: rows in flight may alternate, too.
+# here. A packed sequence, or its offsets tensor, holds those of its layers: sequences in flight may alternate, too.
 _specs: WeakValueDictionary[tuple[Any, ...], MaskSpec] = WeakValueDictionary()
 _latest: deque[MaskSpec] = deque(maxlen=2)
 

@@ -1,8 +1,8 @@
 """Causal attention over short segments on CPU: explicit scores, in few large calls.
 
 Torch's kernel processes one segment and head after the other, with small products and much overhead; for about ten
-tokens it is slower than computing all scores. A row also has only one backward here, which gathers once where autograd
-would slice, pad, scatter and concatenate batch by batch.
+tokens it is slower than computing all scores. A sequence also has only one backward here, which gathers once where
+autograd would slice, pad, scatter and concatenate batch by batch.
 
 Shapes: ``H`` heads, ``K`` key heads, ``G = H / K``; ``T`` tokens; of a batch: ``B`` segments, ``L`` its longest length,
 ``Q`` queries of a segment (``L``, unless some are skipped); ``D`` and ``E`` the widths of a query and of a value.
@@ -56,12 +56,12 @@ class _Padded:
 
 @dataclass(frozen=True)
 class ShortKeys:
-    """The batches of a row and the indices of their keys; layers with different queries share them.
+    """The batches of a sequence and the indices of their keys; layers with different queries share them.
 
     Attributes:
         tokens: ``T``.
         heads: ``K``.
-        batches: the padded positions of each batch, in order of the row.
+        batches: the padded positions of each batch, in order of the sequence.
         rows: for each padded key, its row of ``[T * K, D]``.
         padded: ``[T * K]``, the padded position of each of these rows.
     """
@@ -74,12 +74,12 @@ class ShortKeys:
 
 
 @dataclass(frozen=True)
-class ShortRow:
-    """The batches of a row, and the indices of its tokens in them. The rows of a head are contiguous, as matmuls need.
+class ShortSegments:
+    """The batches of a sequence, and the indices of its tokens in them. Each head is contiguous, as matmuls need.
 
     Attributes:
-        keys: the keys of the row.
-        batches: the batches, in order of the row.
+        keys: the keys of the sequence.
+        batches: the batches, in order of the sequence.
         queries: for each padded query, its row of ``[T * H, D]``.
         query_positions: for each requested row, its padded position.
         requested: the requested rows of ``[T * H, D]``; None: all. The output of the others is zero.
@@ -110,10 +110,10 @@ class ShortRow:
 
 
 def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
-    """Compute the indices of a row's keys.
+    """Compute the indices of a sequence's keys.
 
     Args:
-        groups: lengths of the segments of each batch, in order of the row.
+        groups: lengths of the segments of each batch, in order of the sequence.
         heads: ``K``.
     """
     batches = tuple(_padded_batches(groups))
@@ -121,55 +121,56 @@ def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
     return ShortKeys(sum(map(sum, groups)), heads, batches, rows, padded)
 
 
-def short_row(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortRow:
-    """Compute the indices of a row's queries.
+def short_segments(keys: ShortKeys, heads: int, read: torch.Tensor | None) -> ShortSegments:
+    """Compute the indices of a sequence's queries.
 
     Args:
-        keys: the keys of the row.
+        keys: the keys of the sequence.
         heads: ``H``.
         read: ``[T]`` bool, the tokens whose output is used; None: all.
     """
     queries = keys.batches if read is None else [_only_read(padded, read.numpy()) for padded in keys.batches]
     batches = tuple(_batch(*pair, heads, keys.heads) for pair in zip(queries, keys.batches, strict=True))
     rows, requested, padded = _by_head(queries, heads)
-    return ShortRow(keys, batches, rows, padded, None if read is None else requested)
+    return ShortSegments(keys, batches, rows, padded, None if read is None else requested)
 
 
 def attend_short(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: ShortRow, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: ShortSegments, scale: float
 ) -> torch.Tensor:
     """Attend: ``query`` ``[T, H, D]``, ``key`` ``[T, K, D]``, ``value`` ``[T, K, E]`` -> ``[T, H, E]``, all fp32."""
-    return _AttendShort.apply(query, key, value, row, scale)
+    return _AttendShort.apply(query, key, value, segments, scale)
 
 
 class _AttendShort(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: ShortRow, scale: float
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: ShortSegments, scale: float
     ) -> torch.Tensor:
-        q, k, v = _gathered(query, row.queries), _gathered(key, row.keys.rows), _gathered(value, row.keys.rows)
-        views = (row.of_queries(q), row.of_keys(k), row.of_keys(v))
+        keys = segments.keys.rows
+        q, k, v = _gathered(query, segments.queries), _gathered(key, keys), _gathered(value, keys)
+        views = (segments.of_queries(q), segments.of_keys(k), segments.of_keys(v))
         outputs, kept = [], []
-        for batch, q_NQD, k_NLD, v_NLE in zip(row.batches, *views, strict=True):
+        for batch, q_NQD, k_NLD, v_NLE in zip(segments.batches, *views, strict=True):
             weights = torch.baddbmm(batch.hidden, q_NQD, k_NLD.transpose(1, 2), alpha=scale).softmax(-1)
             if batch.is_real is not None:
                 weights *= batch.is_real  # what was filled up has no output, and so no gradient
             outputs.append((weights @ v_NLE).flatten(0, 1))  # anew: a selective recompute keeps what products return
             kept.append(weights)
-        ctx.row, ctx.scale = row, scale
+        ctx.segments, ctx.scale = segments, scale
         ctx.save_for_backward(q, k, v, *kept)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return _put_back(output, row.query_positions, row.tokens, row.requested, query.size(1))
+        return _put_back(output, segments.query_positions, segments.tokens, segments.requested, query.size(1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        row: ShortRow = ctx.row
+        segments: ShortSegments = ctx.segments
         q, k, v, *kept = ctx.saved_tensors
-        g = _gathered(grad, row.queries)
+        g = _gathered(grad, segments.queries)
         of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        of_queries = (row.of_queries(x) for x in (q, g, of_q))
-        of_keys = (row.of_keys(x) for x in (k, v, of_k, of_v))
+        of_queries = (segments.of_queries(x) for x in (q, g, of_q))
+        of_keys = (segments.of_keys(x) for x in (k, v, of_k, of_v))
         for weights, q_NQD, g_NQE, of_q_NQD, k_NLD, v_NLE, of_k_NLD, of_v_NLE in zip(
             kept, *of_queries, *of_keys, strict=True
         ):
@@ -179,9 +180,9 @@ class _AttendShort(torch.autograd.Function):
             torch.bmm(of_scores.transpose(1, 2), q_NQD, out=of_k_NLD)
             torch.bmm(weights.transpose(1, 2), g_NQE, out=of_v_NLE)
         return (
-            _put_back(of_q, row.query_positions, row.tokens, row.requested, grad.size(1)),
-            _put_back(of_k, row.keys.padded, row.tokens, None, row.keys.heads),
-            _put_back(of_v, row.keys.padded, row.tokens, None, row.keys.heads),
+            _put_back(of_q, segments.query_positions, segments.tokens, segments.requested, grad.size(1)),
+            _put_back(of_k, segments.keys.padded, segments.tokens, None, segments.keys.heads),
+            _put_back(of_v, segments.keys.padded, segments.tokens, None, segments.keys.heads),
             None,
             None,
         )

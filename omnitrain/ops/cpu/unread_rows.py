@@ -28,7 +28,7 @@ class ReadRows:
 
     Attributes:
         rows: ``[n]`` int64, unique.
-        length: ``T``, number of tokens of the whole row.
+        length: ``T``, number of tokens of the whole sequence.
     """
 
     rows: torch.Tensor

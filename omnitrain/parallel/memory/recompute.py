@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from omnitrain.ops.attention import inside, packed_row
+from omnitrain.ops.attention import inside, packed_sequence
 from omnitrain.ops.cpu.unread_rows import reading, rows_read
 from omnitrain.ops.delayed_wgrad import delayed_to, delaying
 from omnitrain.ops.experts import RoutingTape, is_experts
@@ -128,7 +128,7 @@ def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
     """
     forward: list[MakeContext] = []
     recompute: list[MakeContext] = [
-        partial(inside, packed_row()),
+        partial(inside, packed_sequence()),
         partial(reading, rows_read()),
         partial(dividing, tokens_divided()),
         partial(delaying, delayed_to()),

@@ -14,7 +14,7 @@ from torch import Tensor
 from omnitrain.models.foundation.sequence_slice import fewest_tokens
 from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.device import to_device
-from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_rows, rows_to_heads
+from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_tokens, tokens_to_heads
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.sequence import SequenceSplit, split_sequence
@@ -101,9 +101,9 @@ class RankSlice:
         """Compute over the whole sequence of this rank's heads; see :class:`SequenceSlice`."""
         counts = [len(positions) for positions in self.split.positions]
         heads = equal_spans(tensors[0].size(1), self.num_ranks)
-        gathered = rows_to_heads(tensors, [heads] * len(tensors), counts, self.group)
+        gathered = tokens_to_heads(tensors, [heads] * len(tensors), counts, self.group)
         whole = compute([states[self.in_order] for states in gathered], slice(*heads[self.rank]))
-        (local,) = heads_to_rows([whole[self.in_order.argsort()]], [heads], counts, self.group)
+        (local,) = heads_to_tokens([whole[self.in_order.argsort()]], [heads], counts, self.group)
         return local
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The all-to-alls of Ulysses: exchange some rows of all heads for all rows of some heads, and the inverse."""
+"""The all-to-alls of Ulysses: exchange some tokens of all heads for all tokens of some heads, and the inverse."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def gather_seq_scatter_heads(
     *,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Gather all rows of this rank's heads from the ranks' rows of all heads, for a custom attention under Ulysses.
+    """Gather all tokens of this rank's heads from the ranks' tokens of all heads, for a custom attention under Ulysses.
 
     One differentiable all-to-all; so is the backward. All ranks of the group must call it.
 
-    With 2 ranks, 4 heads and rows ``a b c``, of which rank 0 has two::
+    With 2 ranks, 4 heads and tokens ``a b c``, of which rank 0 has two::
 
         rank 0   a: 0 1 2 3   b: 0 1 2 3            a: 0 1   b: 0 1   c: 0 1
         rank 1   c: 0 1 2 3                   ->    a: 2 3   b: 2 3   c: 2 3
 
     Args:
         x: any shape and dtype; ``size(seq_dim)`` may differ between ranks, all other sizes must be equal.
-        seq_dim: dim of the rows.
+        seq_dim: dim of the tokens.
         head_dim: dim of the heads, or of heads and their widths flattened.
         group: the ranks that share the sequence; None: the ``sp_group`` of the parallel state.
-        lengths: number of rows of each rank; None: gathered by a small collective.
+        lengths: number of tokens of each rank; None: gathered by a small collective.
 
     Returns:
-        ``x`` with all rows along ``seq_dim``, those of the first rank first, and this rank's heads along ``head_dim``.
+        ``x`` with all tokens along ``seq_dim``, in order of the ranks, and this rank's heads along ``head_dim``.
 
     Raises:
         UserError: the ranks do not divide the heads. The message lists the numbers of ranks that do.
@@ -52,9 +52,9 @@ def gather_seq_scatter_heads(
     Source: DeepSpeed-Ulysses (arXiv 2309.14509).
     """
     group = get_parallel_state().sp_group if group is None else group
-    x_THW = _rows_first(x, seq_dim, head_dim)
-    rows = gathered_objects(len(x_THW), group) if lengths is None else lengths
-    (gathered,) = rows_to_heads([x_THW], [equal_spans(x_THW.size(1), group.size())], rows, group)
+    x_THW = _tokens_first(x, seq_dim, head_dim)
+    lengths = gathered_objects(len(x_THW), group) if lengths is None else lengths
+    (gathered,) = tokens_to_heads([x_THW], [equal_spans(x_THW.size(1), group.size())], lengths, group)
     return _as_before(gathered, x, seq_dim, head_dim)
 
 
@@ -66,34 +66,34 @@ def gather_heads_scatter_seq(
     *,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Invert :func:`gather_seq_scatter_heads`: gather this rank's rows of all heads from the ranks' heads of all rows.
+    """Invert :func:`gather_seq_scatter_heads`: gather all heads of this rank's tokens.
 
     One differentiable all-to-all; so is the backward. All ranks of the group must call it.
 
     Args:
         x: any shape and dtype; all sizes must be equal on all ranks.
         head_dim: dim of this rank's heads; all ranks have equally many.
-        seq_dim: dim of the rows.
+        seq_dim: dim of the tokens.
         group: the ranks that share the sequence; None: the ``sp_group`` of the parallel state.
-        lengths: number of rows that each rank gets; None: nearly equal, with one more on the first ranks.
+        lengths: number of tokens that each rank gets; None: nearly equal, with one more on the first ranks.
 
     Returns:
-        ``x`` with this rank's rows along ``seq_dim``, and all heads along ``head_dim``, those of the first rank first.
+        ``x`` with this rank's tokens along ``seq_dim``, and all heads along ``head_dim``, in order of the ranks.
 
     Raises:
-        UserError: ``lengths`` do not add up to the rows.
+        UserError: ``lengths`` do not add up to the tokens.
     """
     group = get_parallel_state().sp_group if group is None else group
-    x_THW = _rows_first(x, seq_dim, head_dim)
-    ranks, num_rows = group.size(), len(x_THW)
+    x_THW = _tokens_first(x, seq_dim, head_dim)
+    ranks, num_tokens = group.size(), len(x_THW)
     if lengths is None:
-        lengths = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
-    if len(lengths) != ranks or sum(lengths) != num_rows:
+        lengths = [num_tokens // ranks + (rank < num_tokens % ranks) for rank in range(ranks)]
+    if len(lengths) != ranks or sum(lengths) != num_tokens:
         raise UserError(
-            f"lengths: found {list(lengths)}; expected {ranks} numbers that add up to {num_rows}, the rows of x"
+            f"lengths: found {list(lengths)}; expected {ranks} numbers that add up to {num_tokens}, the tokens of x"
         )
     spans = equal_spans(x_THW.size(1) * ranks, ranks)
-    (scattered,) = heads_to_rows([x_THW], [spans], lengths, group)
+    (scattered,) = heads_to_tokens([x_THW], [spans], lengths, group)
     return _as_before(scattered, x, seq_dim, head_dim)
 
 
@@ -110,68 +110,68 @@ def equal_spans(num_heads: int, ranks: int) -> HeadSpans:
     return [(rank * share, (rank + 1) * share) for rank in range(ranks)]
 
 
-def rows_to_heads(
-    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+def tokens_to_heads(
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Gather all rows of this rank's heads of several tensors, by one differentiable all-to-all.
+    """Gather all tokens of this rank's heads of several tensors, by one differentiable all-to-all.
 
     Args:
-        tensors: ``[local rows, heads, width]``; heads, widths and dtypes may differ between tensors.
+        tensors: ``[local tokens, heads, width]``; heads, widths and dtypes may differ between tensors.
         spans: per tensor, the heads of each rank. Several ranks may get the same head; its gradients are summed in
             fp32.
-        rows: number of rows of each rank.
+        lengths: number of tokens of each rank.
         group: process group of the ranks.
 
     Returns:
-        Per tensor ``[all rows, local heads, width]``.
+        Per tensor ``[all tokens, local heads, width]``.
     """
-    return with_backward(*_gather_and_scatter(spans, rows, group), *tensors)
+    return with_backward(*_gather_and_scatter(spans, lengths, group), *tensors)
 
 
-def heads_to_rows(
-    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+def heads_to_tokens(
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Gather this rank's rows of all heads of several tensors, by one differentiable all-to-all.
+    """Gather this rank's tokens of all heads of several tensors, by one differentiable all-to-all.
 
     Args:
-        tensors: ``[all rows, local heads, width]``.
+        tensors: ``[all tokens, local heads, width]``.
         spans: per tensor, the heads of each rank; no head belongs to two ranks.
-        rows: number of rows of each rank.
+        lengths: number of tokens of each rank.
         group: process group of the ranks.
 
     Returns:
-        Per tensor ``[local rows, heads, width]``.
+        Per tensor ``[local tokens, heads, width]``.
     """
-    return with_backward(*_gather_and_scatter(spans, rows, group)[::-1], *tensors)
+    return with_backward(*_gather_and_scatter(spans, lengths, group)[::-1], *tensors)
 
 
 def _gather_and_scatter(
-    spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+    spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]:
     """The two exchanges, which are each other's transpose."""
     return (
-        lambda *tensors: start_gather(tensors, spans, rows, group)(),
-        lambda *tensors: start_scatter(tensors, spans, rows, group)(),
+        lambda *tensors: start_gather(tensors, spans, lengths, group)(),
+        lambda *tensors: start_scatter(tensors, spans, lengths, group)(),
     )
 
 
 def start_gather(
-    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> Arrival:
-    """Start :func:`rows_to_heads` without a graph; call the returned function once for the result.
+    """Start :func:`tokens_to_heads` without a graph; call the returned function once for the result.
 
-    Rank r receives ``[local rows, its heads of all tensors concatenated]``, so received rows need no reordering.
+    Rank r receives ``[local tokens, its heads of all tensors concatenated]``, so received tokens need no reordering.
     """
-    own, own_rows = dist.get_rank(group), len(tensors[0])
+    own, own_tokens = dist.get_rank(group), len(tensors[0])
     parts = _of_one_dtype(tensors)
     widths = _widths(parts, spans)
-    sent = [own_rows * sum(of_rank) for of_rank in widths]
+    sent = [own_tokens * sum(of_rank) for of_rank in widths]
     outgoing = parts[0].new_empty(sum(sent))
     for rank, to_rank in enumerate(outgoing.split(sent)):
         pieces = [part[:, slice(*of_ranks[rank])].flatten(1) for part, of_ranks in zip(parts, spans, strict=True)]
-        torch.cat(pieces, dim=1, out=to_rank.view(own_rows, sum(widths[rank])))
-    incoming = outgoing.new_empty(sum(rows), sum(widths[own]))
-    received = [number * incoming.size(1) for number in rows]
+        torch.cat(pieces, dim=1, out=to_rank.view(own_tokens, sum(widths[rank])))
+    incoming = outgoing.new_empty(sum(lengths), sum(widths[own]))
+    received = [number * incoming.size(1) for number in lengths]
     work = dist.all_to_all_single(incoming.view(-1), outgoing, received, sent, group=group, async_op=True)
 
     def arrived() -> tuple[Tensor, ...]:
@@ -185,9 +185,9 @@ def start_gather(
 
 
 def start_scatter(
-    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], rows: Sequence[int], group: dist.ProcessGroup
+    tensors: Sequence[Tensor], spans: Sequence[HeadSpans], lengths: Sequence[int], group: dist.ProcessGroup
 ) -> Arrival:
-    """Start :func:`heads_to_rows` without a graph; call the returned function once for the result.
+    """Start :func:`heads_to_tokens` without a graph; call the returned function once for the result.
 
     The transpose of :func:`start_gather`: it sums heads that several ranks have.
     """
@@ -196,15 +196,15 @@ def start_scatter(
     widths = _widths(parts, spans)
     columns = [part.flatten(1) for part in parts]
     outgoing = (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).contiguous()
-    received = [rows[own] * sum(of_rank) for of_rank in widths]
+    received = [lengths[own] * sum(of_rank) for of_rank in widths]
     incoming = outgoing.new_empty(sum(received))
-    sent = [number * outgoing.size(1) for number in rows]
+    sent = [number * outgoing.size(1) for number in lengths]
     work = dist.all_to_all_single(incoming, outgoing.view(-1), received, sent, group=group, async_op=True)
 
     def arrived() -> tuple[Tensor, ...]:
         work.wait()
         of_ranks = [
-            from_rank.view(rows[own], sum(of_rank)).split(of_rank, dim=1)
+            from_rank.view(lengths[own], sum(of_rank)).split(of_rank, dim=1)
             for from_rank, of_rank in zip(incoming.split(received), widths, strict=True)
         ]
         return tuple(
@@ -219,7 +219,7 @@ def start_scatter(
 
 
 def _put_together(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
-    """``[local rows, heads, width]`` from the heads of each rank; heads of several ranks are summed in fp32."""
+    """``[local tokens, heads, width]`` from the heads of each rank; heads of several ranks are summed in fp32."""
     if all(stop == start for (_, stop), (start, _) in pairwise(spans)):
         return torch.cat(list(pieces), dim=1)
     first = pieces[0]
@@ -231,7 +231,7 @@ def _put_together(pieces: Sequence[Tensor], spans: HeadSpans) -> Tensor:
 
 
 def _widths(parts: Sequence[Tensor], spans: Sequence[HeadSpans]) -> list[list[int]]:
-    """The number of elements in a row, per rank and tensor."""
+    """The number of elements of a token, per rank and tensor."""
     return [
         [(stop - start) * part.size(2) for part, (start, stop) in zip(parts, of_rank, strict=True)]
         for of_rank in zip(*spans, strict=True)
@@ -250,12 +250,12 @@ def _of_dtype(part: Tensor, like: Tensor) -> Tensor:
     return part if part.dtype == like.dtype else part.clone(memory_format=torch.contiguous_format).view(like.dtype)
 
 
-def _rows_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """``[rows, heads, all other dims]``."""
+def _tokens_first(x: Tensor, seq_dim: int, head_dim: int) -> Tensor:
+    """``[tokens, heads, all other dims]``."""
     return x.movedim((seq_dim, head_dim), (0, 1)).flatten(2) if x.ndim > 2 else x.movedim(seq_dim, 0).unsqueeze(2)
 
 
 def _as_before(x_THW: Tensor, like: Tensor, seq_dim: int, head_dim: int) -> Tensor:
-    """The inverse of :func:`_rows_first`, for other numbers of rows and heads."""
+    """The inverse of :func:`_tokens_first`, for other numbers of tokens and heads."""
     others = like.movedim((seq_dim, head_dim), (0, 1)).shape[2:]
     return x_THW.reshape(*x_THW.shape[:2], *others).movedim((0, 1), (seq_dim, head_dim))

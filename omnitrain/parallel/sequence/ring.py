@@ -120,7 +120,7 @@ class _Ring:
                 start += section.length
         return pieces
 
-    def num_rows(self, rank: int) -> int:
+    def num_tokens(self, rank: int) -> int:
         return sum(section.length for _, section in self.pieces(rank))
 
     def held(self, step: int) -> int:
@@ -150,9 +150,9 @@ class _Hop:
         """``arriving_from``: the rank whose keys arrive."""
         peers = dist.get_process_group_ranks(ring.group)
         after, before = peers[(ring.rank + 1) % ring.size], peers[(ring.rank - 1) % ring.size]
-        rows = ring.num_rows(arriving_from)
+        tokens = ring.num_tokens(arriving_from)
         self._sent = [tensor.contiguous() for tensor in sent]
-        self._arriving = [tensor.new_empty(tensor.size(0), rows, tensor.size(2)) for tensor in sent]
+        self._arriving = [tensor.new_empty(tensor.size(0), tokens, tensor.size(2)) for tensor in sent]
         self._works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, after, ring.group) for tensor in self._sent]
             + [dist.P2POp(dist.irecv, tensor, before, ring.group) for tensor in self._arriving]

@@ -15,7 +15,7 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention.spec import Call
 from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.device import to_device
-from omnitrain.parallel.sequence.head_exchange import HeadSpans, equal_spans, heads_to_rows, rows_to_heads
+from omnitrain.parallel.sequence.head_exchange import HeadSpans, equal_spans, heads_to_tokens, tokens_to_heads
 from omnitrain.parallel.sequence.ring import ring_attention
 from omnitrain.plan.sequence import SequenceSplit
 
@@ -98,7 +98,7 @@ class UlyssesShard:
     def lengths_of_ranks(self) -> list[int]:
         """The number of tokens of each rank of ``sp_group``."""
         cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
-        return [len(rows) for rows in self.split.positions_of_ring(cp_rank)]
+        return [len(positions) for positions in self.split.positions_of_ring(cp_rank)]
 
     @cached_property
     def rank(self) -> int:
@@ -106,7 +106,7 @@ class UlyssesShard:
         return dist.get_rank(self.sp_group)
 
     @property
-    def num_rows(self) -> int:
+    def num_local_tokens(self) -> int:
         """The number of tokens of this rank."""
         return self.lengths_of_ranks[self.rank]
 
@@ -123,10 +123,12 @@ class UlyssesShard:
         if self.split.sp == 1:
             return self.attend_own_heads(call, heads, compute)
         states = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
-        gathered = rows_to_heads(states, [heads.queries, heads.keys, heads.keys], self.lengths_of_ranks, self.sp_group)
+        gathered = tokens_to_heads(
+            states, [heads.queries, heads.keys, heads.keys], self.lengths_of_ranks, self.sp_group
+        )
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in gathered)
         output = self.attend_own_heads(replace(call, query=query, key=key, value=value), heads, compute)
-        (local,) = heads_to_rows([output[0]], [heads.queries], self.lengths_of_ranks, self.sp_group)
+        (local,) = heads_to_tokens([output[0]], [heads.queries], self.lengths_of_ranks, self.sp_group)
         return local[None]
 
     def attend_own_heads(self, call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:

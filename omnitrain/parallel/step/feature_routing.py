@@ -182,7 +182,7 @@ def positions_of(pack: Pack, component: PlannedComponent) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype=np.int64), *(pack.inputs[name].positions.numpy() for name in names)])
 
 
-def rows_for_parts(
+def routes_to_slices(
     routes: RowRoutes, rank: int, positions: np.ndarray, split: SequenceSplit, made: Sequence[int]
 ) -> tuple[RowRoutes, list[int]]:
     """Route each row to the rank that has its token, instead of whole items to all ranks of a sequence group.

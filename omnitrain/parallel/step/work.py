@@ -13,7 +13,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.sequence.apply import slice_of
 from omnitrain.parallel.step.feature_exchange import Exchange
-from omnitrain.parallel.step.feature_routing import positions_of, rows_for_parts
+from omnitrain.parallel.step.feature_routing import positions_of, routes_to_slices
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.plan import PlannedComponent
 
@@ -40,7 +40,7 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
             if sequence_slice is not None and component.place != "world" and component.head is None:
                 cut.add(component.name)
                 positions = positions_of(batch.packs[micro_batch], component)
-                routes, made = rows_for_parts(routes, rank, positions, sequence_slice.split, made)
+                routes, made = routes_to_slices(routes, rank, positions, sequence_slice.split, made)
             routes = replace(routes, producer=ranks[routes.producer], consumer=ranks[routes.consumer])
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)

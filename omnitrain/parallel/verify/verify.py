@@ -377,7 +377,7 @@ def _train_on_rank(
         state = init_state_of(case.plan)
         table = micro_batches(model, batch, state.dp_size, case.accumulation)
         for pack in chain(*table) if state.size("sequence") > 1 else ():
-            model.runner.in_forward.require_whole_row(pack)
+            model.runner.in_forward.require_whole_sequence(pack)
         build_parallelize_model(model, parallel_plan=case.plan, enable_mixed_precision=False)
     except UserError as error:
         return str(error)

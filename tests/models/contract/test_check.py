@@ -21,7 +21,7 @@ from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.discovery import MediaFeatures, discover, init_peaked_
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import foundation_class
-from omnitrain.ops.attention import PackedRow, entry, packed
+from omnitrain.ops.attention import PackedSequence, entry, packed
 from omnitrain.ops.attention.spec import plain_spec
 from tests.families import FAMILIES
 from tests.models.acceptance import unpacked_errors
@@ -40,7 +40,7 @@ def facts(contract: Contract, check: str) -> str:
 def test_a_sound_model_passes_every_check() -> None:
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
     assert [finding.outcome for finding in contract.findings] == ["passed"] * 6
-    assert contract == Contract(findings=contract.findings, row_local=contract.row_local, without_tails=True)
+    assert contract == Contract(findings=contract.findings, tokenwise=contract.tokenwise, without_tails=True)
     assert "bit for bit" in facts(contract, "attention")
 
 
@@ -48,18 +48,18 @@ def test_modules_behind_the_last_mixing_of_rows_are_found() -> None:
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
     layer = "model.layers.-1"
     attention = [f"{layer}.self_attn.{name}" for name in ("q_proj", "o_proj", "q_norm")]
-    assert set(contract.row_local) == {*attention, f"{layer}.mlp", f"{layer}.post_attention_layernorm", "model.norm"}
+    assert set(contract.tokenwise) == {*attention, f"{layer}.mlp", f"{layer}.post_attention_layernorm", "model.norm"}
 
 
 def test_where_rows_mix_at_the_end_only_what_follows_is_row_local() -> None:
     contract = checked(broken.MixingAtTheEnd)
-    assert contract.row_local == ("model.norm.1",)
+    assert contract.tokenwise == ("model.norm.1",)
 
 
 def test_a_model_with_experts_computes_all_rows() -> None:
     config = FAMILIES["qwen3_vl_moe"]()
     contract = check_contract(foundation_class(config), config)
-    assert contract.row_local == () and not contract.without_tails
+    assert contract.tokenwise == () and not contract.without_tails
 
 
 def test_a_model_that_looks_ahead_is_given_whole_samples() -> None:
@@ -68,10 +68,10 @@ def test_a_model_that_looks_ahead_is_given_whole_samples() -> None:
 
 def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = ("model.layers.-1.self_attn.k_proj",)
-    monkeypatch.setattr("omnitrain.models.contract.check.row_local_modules", lambda trial: wrong)
+    monkeypatch.setattr("omnitrain.models.contract.check.tokenwise_modules", lambda trial: wrong)
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
-    assert contract.row_local == () and not contract.without_tails
-    assert all("all tokens are computed" in facts(contract, check) for check in ("last rows", "tails"))
+    assert contract.tokenwise == () and not contract.without_tails
+    assert all("all tokens are computed" in facts(contract, check) for check in ("unread tokens", "tails"))
     assert facts(contract, "gradients").startswith("passed")
 
 
@@ -160,7 +160,7 @@ def test_positions_of_a_model_that_looks_them_up_begin_where_its_own_do() -> Non
 
 def test_images_that_no_feature_method_makes_rows_of_are_read_by_the_models_own_forward() -> None:
     fact = facts(checked(broken.CrossAttending), "modality image")
-    assert fact.startswith("fallback: read by the model's own forward, one sample per row: ")
+    assert fact.startswith("fallback: read by the model's own forward, one sample per pack: ")
     assert fact.endswith("its forward takes pixel_values, but it has no get_image_features to compute features")
 
 
@@ -255,7 +255,7 @@ def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample()
 
     def run() -> torch.Tensor:
         return runner.run(
-            ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, row=PackedRow((0, 5, 11))
+            ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, packed=PackedSequence((0, 5, 11))
         ).logits
 
     apart = [plain(input_ids=part, use_cache=False).logits[0] for part in (ids[:, :5], ids[:, 5:])]

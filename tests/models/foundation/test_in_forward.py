@@ -49,10 +49,10 @@ def test_the_check_and_the_table_say_it() -> None:
     model, _ = omni("qwen2_audio")
     (finding,) = [found for found in model.runner.contract.findings if found.check == "modality audio"]
     assert finding.outcome == "fallback"
-    assert finding.fact.startswith("read by the model's own forward, one sample per row: its forward takes input_")
+    assert finding.fact.startswith("read by the model's own forward, one sample per pack: its forward takes input_")
     assert model.runner.contract.packs  # texts share rows
     (foundation,) = component_rows(model)
-    assert "audio: in its own forward, one sample per row" in foundation.ops
+    assert "audio: in its own forward, one sample per pack" in foundation.ops
 
 
 def test_a_tower_is_frozen_by_its_module_and_no_component_is_made_up() -> None:

@@ -11,7 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from omnitrain.models.foundation.linear_attention_heads import by_heads
-from omnitrain.ops.attention import PackedRow, inside
+from omnitrain.ops.attention import PackedSequence, inside
 from tests.families import FAMILIES
 
 
@@ -40,7 +40,7 @@ def test_a_share_of_the_heads_over_all_samples_is_that_share_of_the_layer(family
     layer = kind(FAMILIES[family]().get_text_config(), 0)
     rows = torch.randn(1, 19, layer.hidden_size)
     shared, part = by_heads(kind.forward), HeadByHead()
-    with inside(PackedRow((0, 4, 19), part)):
+    with inside(PackedSequence((0, 4, 19), part)):
         found = shared(layer, rows, cu_seq_lens_q=torch.tensor([0, 4, 19]))
     expected = torch.cat([layer(rows[:, :4]), layer(rows[:, 4:])], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

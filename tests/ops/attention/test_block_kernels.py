@@ -1,4 +1,4 @@
-"""Attention of a row by blocks, from kernels that return the log-sum-exp, against attention over the whole row."""
+"""Attention of a sequence by blocks, from kernels that return the log-sum-exp, against attention over all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry point: what it takes for a packed row, what it hands through, what it refuses."""
+"""The entry point: what it takes for a packed sequence, what it hands through, what it refuses."""
 
 import itertools
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_row, spec
+from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, attention_report, packed, packed_sequence, spec
 from omnitrain.ops.attention.hf_arguments import HONOURED, IRRELEVANT
 
 OFFSETS = (0, 4, 8, 13)
@@ -126,7 +126,7 @@ def test_a_padding_mask_is_not_taken_for_a_mask_of_queries_and_keys() -> None:
     padding = torch.ones(1, 13, dtype=torch.bool)
     with pytest.raises(UserError, match=r"TowerLayer passes a padding mask of shape \(1, 13\)"):
         attend(TowerLayer(), *draw(), padding)
-    with packed(OFFSETS), pytest.raises(UserError, match=r"shape \(1, 13\) does not fit a packed row"):
+    with packed(OFFSETS), pytest.raises(UserError, match=r"shape \(1, 13\) does not fit a packed sequence"):
         attend(TowerLayer(), *draw(), padding)
 
 
@@ -229,11 +229,11 @@ def test_contexts_nest_and_can_be_entered_again() -> None:
     row = packed([0, 2, 2, 5])
     with row:
         with packed(None):
-            assert packed_row() is None
+            assert packed_sequence() is None
         with row, row:
-            assert packed_row().offsets == (0, 2, 2, 5)
-        assert packed_row().offsets == (0, 2, 2, 5)
-    assert packed_row() is None
+            assert packed_sequence().offsets == (0, 2, 2, 5)
+        assert packed_sequence().offsets == (0, 2, 2, 5)
+    assert packed_sequence() is None
 
 
 @pytest.mark.parametrize("offsets", [(), (1, 4), (0, 5, 3)])
@@ -261,4 +261,4 @@ def test_a_recomputation_that_lost_the_offsets_is_refused() -> None:
     assert torch.equal(found, expected)
     alone = forward(None)
     with packed(None):
-        torch.autograd.grad(alone.sum(), query)  # says that its row was not packed
+        torch.autograd.grad(alone.sum(), query)  # says that its input was not packed

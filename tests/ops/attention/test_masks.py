@@ -1,4 +1,4 @@
-"""The masks that transformers composes for a packed row, against the masks that it makes for each sample alone."""
+"""The masks that transformers composes for a packed sequence, against the masks that it makes for each sample alone."""
 
 import itertools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 )
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, packed, packed_row
+from omnitrain.ops.attention import ATTENTION_NAME, MaskSpec, packed, packed_sequence
 from omnitrain.ops.attention.backends.segments import CAUSAL_SLACK, batches_of
 from omnitrain.ops.attention.spec import segment_starts
 from tests.waits import DEVICE, Device
@@ -122,9 +122,9 @@ MASKS: dict[str, tuple[Make, str]] = {
 
 
 def opened(spec: MaskSpec) -> torch.Tensor:
-    """``[T, T]``: what the row function lets through."""
+    """``[T, T]``: what the spec lets through."""
     places = torch.arange(OFFSETS[-1])
-    seen = spec.row_function(CPU)(torch.zeros((), dtype=torch.long), 0, places[:, None], places[None])
+    seen = spec.packed_function(CPU)(torch.zeros((), dtype=torch.long), 0, places[:, None], places[None])
     return seen.expand(OFFSETS[-1], OFFSETS[-1])
 
 
@@ -198,7 +198,7 @@ def test_a_row_that_is_entered_again_keeps_no_masks_of_the_forward_before() -> N
     for _ in range(3):
         with row:
             spec = blocks(ATTENTION_NAME, 0, 18)
-            assert packed_row().masks == [spec]
+            assert packed_sequence().masks == [spec]
 
 
 def test_a_mask_that_an_outer_model_made_stays() -> None:
@@ -214,13 +214,13 @@ def test_padding_in_a_packed_row_is_refused() -> None:
     with packed(OFFSETS):
         assert create_causal_mask(config(ATTENTION_NAME), embeds, mask, None).kind == "causal"
         mask[0, -1] = 0
-        with pytest.raises(UserError, match="packed row has no padding"):
+        with pytest.raises(UserError, match="packed sequence has no padding"):
             create_causal_mask(config(ATTENTION_NAME), embeds, mask, None)
 
 
 @pytest.mark.parametrize("shape", [(1, 19, 8), (2, 18, 8)])
 def test_a_causal_mask_that_does_not_fit_the_row_is_refused(shape: tuple[int, ...]) -> None:
-    with packed(OFFSETS), pytest.raises(UserError, match="packed row of 18 tokens"):
+    with packed(OFFSETS), pytest.raises(UserError, match="packed sequence of 18 tokens"):
         create_causal_mask(config(ATTENTION_NAME), torch.zeros(shape), None, None)
 
 
@@ -243,7 +243,7 @@ def test_code_that_computes_on_a_mask_is_told_what_it_is() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda spec: spec.row_function(DEVICE),
+        lambda spec: spec.packed_function(DEVICE),
         lambda spec: segment_starts(spec.offsets, DEVICE),
         lambda spec: batches_of(spec, CAUSAL_SLACK, DEVICE),
     ],

@@ -1,4 +1,4 @@
-"""Unmodified models of transformers: packed rows equal each sample alone, unpacked input equals plain transformers.
+"""Unmodified models of transformers: packed samples equal each sample alone, unpacked input equals plain transformers.
 
 Weights are redrawn so that attention is peaked: masks and offsets that are wrong would show.
 """

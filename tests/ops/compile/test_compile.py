@@ -46,7 +46,7 @@ def pack(lengths: list[int]) -> dict[str, Any]:
 
 
 def run(model: nn.Module, arguments: dict[str, Any]) -> torch.Tensor:
-    """Logits of a packed row."""
+    """Logits of a packed sequence."""
     with packed(arguments["cu_seq_lens_q"].tolist()):
         return model(**arguments).logits
 

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 import omnitrain as ot
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.parallel.sequence.head_exchange import rows_to_heads
+from omnitrain.parallel.sequence.head_exchange import tokens_to_heads
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 
 LENGTHS = {1: [5], 2: [3, 4], 4: [1, 5, 0, 2]}
@@ -68,7 +68,7 @@ def adjoint(spans: list[list[tuple[int, int]]]) -> float:
     """<Gx, y> - <x, G'y> over all ranks, for tensors of several widths and dtypes."""
     rank, rows = dist.get_rank(), [2, 0, 3, 1]
     own = [draw(rows[rank], 4, 3).requires_grad_(), draw(rows[rank], 2, 5).bfloat16().requires_grad_()]
-    outputs = rows_to_heads(own, spans, rows, dist.group.WORLD)
+    outputs = tokens_to_heads(own, spans, rows, dist.group.WORLD)
     gradients = [torch.randint(-4, 5, output.shape).to(output.dtype) for output in outputs]  # exact in bf16, too
     back = torch.autograd.grad(outputs, own, gradients)
     there = sum((x.double() * y.double()).sum() for x, y in zip(outputs, gradients, strict=True))

@@ -1,4 +1,4 @@
-"""The tokens of a row on several ranks: losses and gradients are those of the whole row on one."""
+"""The tokens of a sequence on several ranks: losses and gradients are those of the whole sequence on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of ranks that share a row against attention over the row in one process."""
+"""Attention of ranks that share a sequence against attention over it in one process."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def gradients(call: Call, output: Tensor, rows: Tensor) -> dict[str, Tensor]:
 
 
 def shard_call(call: Call, shard: UlyssesShard, rows: Tensor) -> Call:
-    """As a layer makes it of its own rows; all else is of the whole row."""
+    """As a layer makes it of its local tokens; all else is of the whole sequence."""
     own = {name: getattr(call, name).detach()[:, :, rows].requires_grad_() for name in LEAVES[:3]}
     return replace(call, **own, mask=call.mask.on(shard))
 
@@ -49,7 +49,7 @@ def attend_by_shard(call: Call, state: ParallelState, recompute: bool = False) -
     split = split_sequence(call.query.size(2), sp=state.size("sp"), cp=state.size("cp"))
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
     rows = torch.from_numpy(split.positions[dist.get_rank()])
-    assert shard.num_rows == len(rows)
+    assert shard.num_local_tokens == len(rows)
     expected_output = REFERENCE.attend(call)
     expected = gradients(call, expected_output, torch.arange(split.num_tokens))
     own = shard_call(call, shard, rows)
@@ -141,7 +141,7 @@ def rows_sent(offsets: tuple[int, ...]) -> list[int]:
     state = init_parallel_state(cp_size=dist.get_world_size())
     split = split_sequence(offsets[-1], sp=1, cp=2)
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
-    states = [torch.zeros(1, 2, shard.num_rows, 4, requires_grad=True) for _ in range(3)]
+    states = [torch.zeros(1, 2, shard.num_local_tokens, 4, requires_grad=True) for _ in range(3)]
     sent = []
     with pytest.MonkeyPatch.context() as patch:
         made = dist.P2POp
@@ -184,7 +184,7 @@ def bytes_sent(num_heads: int, num_key_heads: int, tokens: int, dtype: torch.dty
     split = split_sequence(tokens, sp=dist.get_world_size())
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
     states = [
-        torch.zeros(1, heads, shard.num_rows, 8, dtype=dtype, requires_grad=True)
+        torch.zeros(1, heads, shard.num_local_tokens, 8, dtype=dtype, requires_grad=True)
         for heads in (num_heads, num_key_heads, num_key_heads)
     ]
     with counted_collectives() as sent:

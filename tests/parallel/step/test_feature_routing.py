@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omnitrain.parallel.step.feature_routing import rows_for_parts
+from omnitrain.parallel.step.feature_routing import routes_to_slices
 from omnitrain.plan.sequence import split_sequence
 from omnitrain.plan.step import RowRoutes
 
@@ -27,7 +27,7 @@ def test_each_row_of_a_medium_goes_to_the_rank_of_its_token_and_to_no_other(sp: 
     made_by, received = {}, None
     for rank in range(first, first + ranks):
         made = generator.permutation(numbers[producer == rank]).tolist()
-        runs, order = rows_for_parts(routes, rank, taken, split, made)
+        runs, order = routes_to_slices(routes, rank, taken, split, made)
         lengths = dict(zip(runs.item.tolist(), runs.rows.tolist(), strict=True))
         sent = np.concatenate([np.zeros(0, dtype=int), *(tokens[number - 10] for number in made)])
         stops = np.cumsum([lengths[run] for run in order]).astype(int)

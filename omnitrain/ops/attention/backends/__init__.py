@@ -1,4 +1,4 @@
-"""The backends that compute attention over a packed row, in the order in which ``auto`` tries them."""
+"""The backends that compute attention over a packed sequence, in the order in which ``auto`` tries them."""
 
 from omnitrain.ops.attention.backends.flash import FLASH
 from omnitrain.ops.attention.backends.flex import FLEX

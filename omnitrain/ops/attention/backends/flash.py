@@ -18,19 +18,19 @@ def attend(call: Call) -> torch.Tensor:
     """See :class:`Backend`."""
     function = _function()
 
-    def kernel(rows: ragged.Ragged) -> torch.Tensor:
+    def kernel(packed: ragged.Ragged) -> torch.Tensor:
         return function(
-            rows.query,
-            rows.key,
-            rows.value,
-            cu_seqlens_q=rows.offsets,
-            cu_seqlens_k=rows.offsets,
-            max_seqlen_q=rows.max_length,
-            max_seqlen_k=rows.max_length,
+            packed.query,
+            packed.key,
+            packed.value,
+            cu_seqlens_q=packed.offsets,
+            cu_seqlens_k=packed.offsets,
+            max_seqlen_q=packed.max_length,
+            max_seqlen_k=packed.max_length,
             dropout_p=call.dropout,
             softmax_scale=call.scaling,
             causal=call.mask.causal,
-            window_size=rows.window,
+            window_size=packed.window,
             softcap=call.softcap or 0.0,
         )
 

@@ -1,4 +1,4 @@
-"""torch's flex attention: one kernel for the row, with the mask as a function; compiled on CUDA, eager elsewhere."""
+"""torch's flex attention: one kernel, with the mask as a function; compiled on CUDA, eager elsewhere."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _block_mask(call: Call) -> Any:
     return mask.remember(
         (FLEX.name, device),
         lambda: _mask_function(device.type == "cuda")(
-            mask.row_function(device), None, per_head, length, length, device=device
+            mask.packed_function(device), None, per_head, length, length, device=device
         ),
     )
 

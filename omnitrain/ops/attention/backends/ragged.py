@@ -1,4 +1,4 @@
-"""Convert a call for kernels over ragged rows: tokens first, ``cu_seqlens`` as a tensor, windows ``(left, right)``."""
+"""Convert a call for varlen kernels: tokens first, ``cu_seqlens`` as a tensor, windows ``(left, right)``."""
 
 from __future__ import annotations
 

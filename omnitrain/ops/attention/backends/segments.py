@@ -1,4 +1,4 @@
-"""Attention segment by segment: the row is cut between its segments, so they cannot influence each other.
+"""Attention segment by segment: the sequence is cut between its segments, so they cannot influence each other.
 
 Neighbouring segments of about equal length (packs are sorted by length) share one call.
 """
@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from omnitrain.ops.attention.spec import Call, MaskSpec
-from omnitrain.ops.cpu.short_attention import ShortKeys, ShortRow, attend_short, short_keys, short_row
+from omnitrain.ops.cpu.short_attention import ShortKeys, ShortSegments, attend_short, short_keys, short_segments
 from omnitrain.ops.cpu.unread_rows import ReadRows
 from omnitrain.ops.device import to_device
 
@@ -49,11 +49,11 @@ class Batch:
     """Neighbouring segments that share one call.
 
     Attributes:
-        segments: the segments, in order of the row.
+        segments: the segments, in order of the sequence.
         length: length of the longest segment; the others are padded at their ends.
         causal: whether no token sees a later one.
         mask: ``[1 or segments, 1 or heads, length, length]``; None: the mask is causal or full.
-        padded_rows: ``[segments * length]``, the token at each padded position; None: no padding.
+        padded_tokens: ``[segments * length]``, the token at each padded position; None: no padding.
         real_places: ``[tokens]``, the padded position of each token; None: no padding.
     """
 
@@ -61,7 +61,7 @@ class Batch:
     length: int
     causal: bool
     mask: torch.Tensor | None
-    padded_rows: torch.Tensor | None
+    padded_tokens: torch.Tensor | None
     real_places: torch.Tensor | None
 
     @property
@@ -71,8 +71,8 @@ class Batch:
 
     def fold(self, x_THD: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, dim] -> [segments, heads, length, dim]``."""
-        rows = x_THD if self.padded_rows is None else _FillUp.apply(x_THD, self.padded_rows, self.real_places)
-        return rows.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
+        padded = x_THD if self.padded_tokens is None else _FillUp.apply(x_THD, self.padded_tokens, self.real_places)
+        return padded.unflatten(0, (len(self.segments), self.length)).transpose(1, 2)
 
     def unfold(self, x_BHLD: torch.Tensor) -> torch.Tensor:
         """``[segments, heads, length, dim] -> [tokens, heads, dim]``."""
@@ -92,9 +92,9 @@ class _FillUp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, padded_rows: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, padded_tokens: torch.Tensor, real_places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(real_places)
-        return x.index_select(0, padded_rows)
+        return x.index_select(0, padded_tokens)
 
     @staticmethod
     @once_differentiable
@@ -137,23 +137,23 @@ def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> torch.Te
     parts = _parts_of(call, slack, short)
     # Tokens first, as projections lay them out, so gradients of the parts are concatenated in that layout, too.
     query, key, value = (states[0].transpose(0, 1) for states in (call.query, call.key, call.value))
-    if len(parts) == 1 and isinstance(parts[0], ShortRow):  # nothing to split or concatenate
+    if len(parts) == 1 and isinstance(parts[0], ShortSegments):  # nothing to split or concatenate
         return attend_short(query, key, value, parts[0], call.scaling)[None]
-    rows = (states.split([part.tokens for part in parts]) for states in (query, key, value))
+    split = (states.split([part.tokens for part in parts]) for states in (query, key, value))
     outputs = [
         attend_short(q, k, v, part, call.scaling)
-        if isinstance(part, ShortRow)
+        if isinstance(part, ShortSegments)
         else part.unfold(kernel(part.fold(q), part.fold(k), part.fold(v), part))
-        for part, q, k, v in zip(parts, *rows, strict=True)
+        for part, q, k, v in zip(parts, *split, strict=True)
     ]
     return torch.cat(outputs)[None]
 
 
 def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batch, ...]:
-    """Return the batches of a row, computed once per mask.
+    """Return the batches of a sequence, computed once per mask.
 
     Args:
-        mask: mask of the row.
+        mask: mask of the sequence.
         slack: in a batch of causal segments, the longest is at most this many times the shortest; other batches have
             segments of equal length.
         device: device of the index tensors and masks.
@@ -161,7 +161,7 @@ def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batc
     return mask.remember((slack, device), lambda: _make_batches(mask, slack, device))
 
 
-def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortRow, ...]:
+def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortSegments, ...]:
     mask, device = call.mask, call.query.device
     if not short:
         return batches_of(mask, slack, device)
@@ -184,12 +184,14 @@ def _make_runs(
             yield from (_batch(tuple(group), mask.window, device) for group in _grouped(neighbours, slack))
 
 
-def _make_parts(runs: Sequence[Batch | ShortKeys], heads: int, read: ReadRows | None) -> Iterator[Batch | ShortRow]:
+def _make_parts(
+    runs: Sequence[Batch | ShortKeys], heads: int, read: ReadRows | None
+) -> Iterator[Batch | ShortSegments]:
     flags, start = None if read is None else read.flags, 0
     for run in runs:
         stop = start + run.tokens
         if isinstance(run, ShortKeys):
-            yield short_row(run, heads, None if flags is None else flags[start:stop])
+            yield short_segments(run, heads, None if flags is None else flags[start:stop])
         else:
             yield run
         start = stop
@@ -238,9 +240,9 @@ def _batch(segments: tuple[Segment, ...], window: int | None, device: torch.devi
     sizes = torch.tensor(lengths)[:, None]
     starts = sizes.cumsum(0) - sizes
     place = torch.arange(longest)[None]
-    rows = starts + place.minimum(sizes - 1)  # padding repeats the last token; no real token attends to it
+    tokens = starts + place.minimum(sizes - 1)  # padding repeats the last token; no real token attends to it
     real = (place < sizes).flatten().nonzero().flatten()
-    return Batch(segments, longest, causal, mask, to_device(rows.flatten(), device), to_device(real, device))
+    return Batch(segments, longest, causal, mask, to_device(tokens.flatten(), device), to_device(real, device))
 
 
 def _window(length: int, window: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""torch's attention over ragged rows, on CUDA."""
+"""torch's attention over packed sequences, on CUDA."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def attend(call: Call) -> torch.Tensor:
     """See :class:`Backend`."""
     function = _function()
 
-    def kernel(rows: Ragged) -> torch.Tensor:
-        key, value, grouped = rows.key, rows.value, {}
-        if rows.query.size(1) != key.size(1) and _takes_grouped_heads(function):
+    def kernel(packed: Ragged) -> torch.Tensor:
+        key, value, grouped = packed.key, packed.value, {}
+        if packed.query.size(1) != key.size(1) and _takes_grouped_heads(function):
             grouped = {"enable_gqa": True}
         else:
-            key, value = repeat_heads(key, rows.query.size(1)), repeat_heads(value, rows.query.size(1))
-        offsets, length = rows.offsets, rows.max_length
+            key, value = repeat_heads(key, packed.query.size(1)), repeat_heads(value, packed.query.size(1))
+        offsets, length = packed.offsets, packed.max_length
         return function(
-            rows.query,
+            packed.query,
             key,
             value,
             offsets,
@@ -33,7 +33,7 @@ def attend(call: Call) -> torch.Tensor:
             length,
             length,
             scale=call.scaling,
-            window_size=rows.window,
+            window_size=packed.window,
             **grouped,
         )
 

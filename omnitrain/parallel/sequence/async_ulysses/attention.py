@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.models.discovery.parameter_reads import leaves
-from omnitrain.models.foundation.recurrent_segments import each, row_dim
+from omnitrain.models.foundation.recurrent_segments import each, token_dim
 from omnitrain.ops.attention import MaskSpec
 from omnitrain.ops.attention.spec import Call
 from omnitrain.ops.patch_forward import forward_of, own_forward, set_forward
 from omnitrain.parallel.sequence.async_ulysses.projections import (
     Projection,
-    RowExchange,
+    TokenExchange,
     project_and_gather,
     scatter_and_project,
 )
@@ -83,12 +83,12 @@ class OwnHeadsShard:
     """A :class:`~omnitrain.ops.attention.spec.SequenceShard` whose exchanges the projections make.
 
     Attributes:
-        num_rows: number of tokens.
+        num_local_tokens: number of tokens of the whole sequence, all of which it gets.
         heads: the heads of each rank.
         attend_own_heads: see :meth:`UlyssesShard.attend_own_heads`.
     """
 
-    num_rows: int
+    num_local_tokens: int
     heads: OwnHeads
     attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor]
 
@@ -109,7 +109,7 @@ def use_async_ulysses(module: nn.Module, layout: AttentionLayout) -> None:
         shard = _shard_in((args, kwargs))
         if shard is None or shard.split.sp == 1:
             return plain(*args, **kwargs)
-        exchange = RowExchange(shard.lengths_of_ranks, shard.sp_group)
+        exchange = TokenExchange(shard.lengths_of_ranks, shard.sp_group)
         arguments = signature.bind(*args, **kwargs)
         return run_async(self, plain, layout, exchange, arguments, shard.gather_tables, shard.attend_own_heads)
 
@@ -120,7 +120,7 @@ def run_async(
     module: nn.Module,
     plain: Callable[..., Any],
     layout: AttentionLayout,
-    exchange: RowExchange,
+    exchange: TokenExchange,
     arguments: inspect.BoundArguments,
     gather_tables: Callable[[Tensor, int], Tensor],
     attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor],
@@ -139,11 +139,11 @@ def run_async(
     Returns:
         The return value of ``plain``, with this rank's tokens in its first output.
     """
-    heads = deal_heads(layout.num_heads, layout.num_key_heads, len(exchange.rows), exchange.rank)
-    num_rows = sum(exchange.rows)
+    heads = deal_heads(layout.num_heads, layout.num_key_heads, len(exchange.lengths), exchange.rank)
+    num_tokens = sum(exchange.lengths)
     hidden: Tensor = arguments.arguments[layout.hidden]
-    stand_in = hidden.new_zeros(()).expand(1, num_rows, hidden.size(-1))
-    shard = OwnHeadsShard(num_rows, heads, attend_own_heads)
+    stand_in = hidden.new_zeros(()).expand(1, num_tokens, hidden.size(-1))
+    shard = OwnHeadsShard(num_tokens, heads, attend_own_heads)
 
     def whole(value: Any) -> Any:
         if value is hidden:
@@ -151,7 +151,7 @@ def run_async(
         if isinstance(value, MaskSpec):
             return value.whole.on(shard)
         if isinstance(value, Tensor):
-            dim = row_dim(value.shape, hidden.size(1))
+            dim = token_dim(value.shape, hidden.size(1))
             return value if dim is None else gather_tables(value, dim)
         return each(value, whole)
 
@@ -186,7 +186,7 @@ class _Run:
     """The replaced forwards during one forward of the module."""
 
     def __init__(
-        self, module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: RowExchange, hidden: Tensor
+        self, module: nn.Module, layout: AttentionLayout, heads: OwnHeads, exchange: TokenExchange, hidden: Tensor
     ) -> None:
         self._module, self._layout, self._heads, self._exchange, self._hidden = module, layout, heads, exchange, hidden
         self._norms = {i.norm: module.get_submodule(i.norm).forward for i in layout.inputs if i.norm}

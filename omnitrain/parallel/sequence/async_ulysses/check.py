@@ -22,11 +22,11 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.harness import Failure, Trial, attempt
 from omnitrain.models.foundation.runner import EncodedMedia
-from omnitrain.ops.attention import MaskSpec, PackedRow
+from omnitrain.ops.attention import MaskSpec, PackedSequence
 from omnitrain.ops.attention.spec import Call
 from omnitrain.ops.collectives import with_backward
 from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_async
-from omnitrain.parallel.sequence.async_ulysses.projections import RowExchange, Rows
+from omnitrain.parallel.sequence.async_ulysses.projections import TokenExchange, TokenSpans
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
 from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
 
@@ -89,7 +89,7 @@ def _attention_calls(trial: Trial) -> list[tuple[nn.Module, inspect.BoundArgumen
     with ExitStack() as hooks:
         for module in trial.ours.modules():
             hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
-        trial.logits(pack, EncodedMedia(), PackedRow(tuple(pack.cu_seqlens.tolist())))
+        trial.logits(pack, EncodedMedia(), PackedSequence(tuple(pack.cu_seqlens.tolist())))
     innermost = [m for m in calls if not any(inner in calls for inner in m.modules() if inner is not m)]
     return list({kind_of(module): (module, calls[module]) for module in innermost}.values())
 
@@ -133,7 +133,7 @@ class _Plain:
 class _RecordingShard:
     """A :class:`SequenceShard` with the whole sequence, which records the calls of attention."""
 
-    num_rows: int
+    num_local_tokens: int
     calls: list[Call]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
@@ -262,7 +262,7 @@ def _difference(
 
 
 @dataclass(frozen=True, eq=False)
-class _Pretended(RowExchange):
+class _Pretended(TokenExchange):
     """A simulated rank that has all tokens, and exchanges with itself what other ranks would send."""
 
     simulated_rank: int = 0
@@ -270,21 +270,21 @@ class _Pretended(RowExchange):
 
     @classmethod
     def of(cls, plain: _Plain, ranks: int, rank: int) -> _Pretended:
-        rows = [plain.call.query.size(2) if other == rank else 0 for other in range(ranks)]
-        return cls(rows, _NO_GROUP, rank)
+        lengths = [plain.call.query.size(2) if other == rank else 0 for other in range(ranks)]
+        return cls(lengths, _NO_GROUP, rank)
 
     @property
     def rank(self) -> int:
         return self.simulated_rank
 
-    def start_gather(self, x_NHW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
+    def start_gather(self, x_NHW: Tensor, spans: HeadSpans, run: TokenSpans) -> Arrival:
         return lambda: (x_NHW[:, slice(*spans[self.rank])],)
 
-    def start_scatter(self, x_THW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
-        rows = x_THW[slice(*run[self.rank])]
-        whole = rows.new_zeros(len(rows), spans[-1][1], rows.size(2))
-        whole[:, slice(*spans[self.rank])] = rows
-        self.returned.append(rows.flatten(1))
+    def start_scatter(self, x_THW: Tensor, spans: HeadSpans, run: TokenSpans) -> Arrival:
+        tokens = x_THW[slice(*run[self.rank])]
+        whole = tokens.new_zeros(len(tokens), spans[-1][1], tokens.size(2))
+        whole[:, slice(*spans[self.rank])] = tokens
+        self.returned.append(tokens.flatten(1))
         return lambda: (whole,)
 
 

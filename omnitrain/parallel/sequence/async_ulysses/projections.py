@@ -23,10 +23,10 @@ from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans, start_
 # The first or last projection's exchange has no other projection to overlap with, so it is divided into chunks. Chunks
 # have a minimum size, because a matrix product of few rows rounds differently.
 MOST_CHUNKS = 4
-FEWEST_ROWS = 16
+FEWEST_TOKENS = 16
 
-# Some rows of each rank: (start, stop).
-Rows = list[tuple[int, int]]
+# Some tokens of each rank: (start, stop).
+TokenSpans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Projection:
 
 
 @dataclass(frozen=True, eq=False)
-class RowExchange:
+class TokenExchange:
     """The ranks that exchange tokens for heads.
 
     Attributes:
-        rows: number of tokens of each rank.
+        lengths: number of tokens of each rank.
         group: process group of the ranks.
     """
 
-    rows: Sequence[int]
+    lengths: Sequence[int]
     group: dist.ProcessGroup
 
     @property
@@ -90,29 +90,29 @@ class RowExchange:
     @property
     def num_chunks(self) -> int:
         """The number of chunks, the same on all ranks."""
-        return max(1, min(MOST_CHUNKS, min(self.rows) // FEWEST_ROWS))
+        return max(1, min(MOST_CHUNKS, min(self.lengths) // FEWEST_TOKENS))
 
-    def chunks(self, number: int) -> list[Rows]:
+    def chunks(self, number: int) -> list[TokenSpans]:
         """Divide each rank's tokens into ``number`` nearly equal chunks: per chunk, ``(start, stop)`` on each rank."""
-        cuts = [[rows * index // number for index in range(number + 1)] for rows in self.rows]
+        cuts = [[length * index // number for index in range(number + 1)] for length in self.lengths]
         return [list(run) for run in zip(*(pairwise(of_rank) for of_rank in cuts), strict=True)]
 
-    def places(self, run: Rows) -> list[slice]:
+    def places(self, run: TokenSpans) -> list[slice]:
         """Return the positions of each rank's tokens of a chunk in the whole sequence."""
-        starts = [0, *accumulate(self.rows)]
+        starts = [0, *accumulate(self.lengths)]
         return [slice(first + start, first + stop) for first, (start, stop) in zip(starts, run, strict=False)]
 
-    def start_gather(self, x_NHW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
+    def start_gather(self, x_NHW: Tensor, spans: HeadSpans, run: TokenSpans) -> Arrival:
         """Send this rank's tokens of a chunk with all heads; receive all ranks' tokens of it with local heads."""
         return start_gather([x_NHW], [spans], [stop - start for start, stop in run], self.group)
 
-    def start_scatter(self, x_THW: Tensor, spans: HeadSpans, run: Rows) -> Arrival:
+    def start_scatter(self, x_THW: Tensor, spans: HeadSpans, run: TokenSpans) -> Arrival:
         """Send the whole sequence with local heads; receive this rank's tokens of a chunk with all heads."""
-        rows = torch.cat([x_THW[place] for place in self.places(run)])
-        return start_scatter([rows], [spans], [stop - start for start, stop in run], self.group)
+        tokens = torch.cat([x_THW[place] for place in self.places(run)])
+        return start_scatter([tokens], [spans], [stop - start for start, stop in run], self.group)
 
 
-def project_and_gather(x: Tensor, projections: Sequence[Projection], exchange: RowExchange) -> tuple[Tensor, ...]:
+def project_and_gather(x: Tensor, projections: Sequence[Projection], exchange: TokenExchange) -> tuple[Tensor, ...]:
     """Project this rank's tokens, and exchange them for the whole sequence of its heads.
 
     Args:
@@ -127,7 +127,7 @@ def project_and_gather(x: Tensor, projections: Sequence[Projection], exchange: R
     return _ProjectAndGather.apply(projections, exchange, x, *parameters)
 
 
-def scatter_and_project(x: Tensor, projection: Projection, exchange: RowExchange) -> Tensor:
+def scatter_and_project(x: Tensor, projection: Projection, exchange: TokenExchange) -> Tensor:
     """Exchange the whole sequence of this rank's heads for its tokens with all heads, and project them.
 
     Args:
@@ -144,9 +144,9 @@ def scatter_and_project(x: Tensor, projection: Projection, exchange: RowExchange
 class _ProjectAndGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, projections: Sequence[Projection], exchange: RowExchange, x: Tensor, *parameters: Tensor
+        ctx: Any, projections: Sequence[Projection], exchange: TokenExchange, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        arriving: list[list[tuple[Rows, Arrival]]] = []
+        arriving: list[list[tuple[TokenSpans, Arrival]]] = []
         before_norm: list[Tensor] = []
         for index, projection in enumerate(projections):
             # Later projections compute while the exchange of the one before is in flight.
@@ -161,13 +161,13 @@ class _ProjectAndGather(torch.autograd.Function):
                 before_norm.append(_concatenated(made))
         ctx.projections, ctx.exchange = projections, exchange
         ctx.save_for_backward(x, *before_norm, *parameters)
-        return tuple(_whole_row(runs, exchange) for runs in arriving)
+        return tuple(_whole_sequence(runs, exchange) for runs in arriving)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         projections: Sequence[Projection] = ctx.projections
-        exchange: RowExchange = ctx.exchange
+        exchange: TokenExchange = ctx.exchange
         x, *saved = ctx.saved_tensors
         before_norm = [None if projection.norm is None else saved.pop(0) for projection in projections]
         parameters = [[saved.pop(0) for _ in projection.parameters] for projection in projections]
@@ -181,7 +181,7 @@ class _ProjectAndGather(torch.autograd.Function):
         of_parameters: dict[int, list[Tensor | None]] = {}
         for index in order:
             backward = _LinearBackward(projections[index], parameters[index], before_norm[index])
-            own = _concatenated([backward.rows(arrived()[0].flatten(1)) for arrived in arriving[index]])
+            own = _concatenated([backward.of_input(arrived()[0].flatten(1)) for arrived in arriving[index]])
             of_x = own if of_x is None else of_x + own
             of_parameters[index] = backward.parameters(x)
         return None, None, of_x, *(found for index in range(len(projections)) for found in of_parameters[index])
@@ -196,7 +196,7 @@ class _LinearBackward:
         self._gradients: list[Tensor] = []
         self._of_norm: list[Tensor | None] = []
 
-    def rows(self, gradient: Tensor) -> Tensor:
+    def of_input(self, gradient: Tensor) -> Tensor:
         """The gradient of some input tokens, from ``gradient`` ``[tokens, features]`` of the output."""
         if self._before_norm is not None:
             gradient = self._through_norm(self._before_norm, gradient)
@@ -232,48 +232,48 @@ def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _start_back(gradient: Tensor, projection: Projection, exchange: RowExchange, is_first: bool) -> list[Arrival]:
+def _start_back(gradient: Tensor, projection: Projection, exchange: TokenExchange, is_first: bool) -> list[Arrival]:
     """Start the exchange of gradients back to local tokens; one chunk if a norm needs all tokens at once."""
     heads = gradient.unflatten(1, (-1, projection.head_width))
     runs = exchange.chunks(exchange.num_chunks if is_first and projection.norm is None else 1)
     return [exchange.start_scatter(heads, projection.spans, run) for run in runs]
 
 
-def _whole_row(arriving: Sequence[tuple[Rows, Arrival]], exchange: RowExchange) -> Tensor:
+def _whole_sequence(arriving: Sequence[tuple[TokenSpans, Arrival]], exchange: TokenExchange) -> Tensor:
     """``[all tokens, features of local heads]`` from the chunks of all ranks."""
     parts = [arrived()[0].flatten(1) for _, arrived in arriving]
     if len(parts) == 1:
         return parts[0]
-    whole = parts[0].new_empty(sum(exchange.rows), parts[0].size(1))
+    whole = parts[0].new_empty(sum(exchange.lengths), parts[0].size(1))
     for (run, _), part in zip(arriving, parts, strict=True):
-        for place, rows in zip(exchange.places(run), part.split([stop - start for start, stop in run]), strict=True):
-            whole[place] = rows
+        for place, tokens in zip(exchange.places(run), part.split([stop - start for start, stop in run]), strict=True):
+            whole[place] = tokens
     return whole
 
 
 class _ScatterAndProject(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, spans: HeadSpans, exchange: RowExchange, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, spans: HeadSpans, exchange: TokenExchange, x: Tensor, *parameters: Tensor) -> Tensor:
         start, stop = spans[exchange.rank]
         heads = x.unflatten(1, (stop - start, -1))
         arriving = [exchange.start_scatter(heads, spans, run) for run in exchange.chunks(exchange.num_chunks)]
-        rows: list[Tensor] = []
+        inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         for arrived in arriving:
-            rows.append(arrived()[0].flatten(1))
-            outputs.append(F.linear(rows[-1], *parameters))
+            inputs.append(arrived()[0].flatten(1))
+            outputs.append(F.linear(inputs[-1], *parameters))
         ctx.spans, ctx.exchange = spans, exchange
-        ctx.save_for_backward(_concatenated(rows), *parameters)
+        ctx.save_for_backward(_concatenated(inputs), *parameters)
         return _concatenated(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        exchange: RowExchange = ctx.exchange
-        rows, weight, *bias = ctx.saved_tensors
+        exchange: TokenExchange = ctx.exchange
+        inputs, weight, *bias = ctx.saved_tensors
         arriving = []
         for run in exchange.chunks(exchange.num_chunks):
             heads = gradient[slice(*run[exchange.rank])].mm(weight).unflatten(1, (ctx.spans[-1][1], -1))
             arriving.append((run, exchange.start_gather(heads, ctx.spans, run)))
-        of_parameters = _of_linear(gradient, rows, weight, *bias)
-        return None, None, _whole_row(arriving, exchange), *of_parameters
+        of_parameters = _of_linear(gradient, inputs, weight, *bias)
+        return None, None, _whole_sequence(arriving, exchange), *of_parameters

@@ -24,7 +24,7 @@ from omnitrain.ops.fused.swiglu import is_swiglu
 from omnitrain.recipe.globs import any_layer
 
 
-def row_local_modules(trial: Trial) -> tuple[str, ...]:
+def tokenwise_modules(trial: Trial) -> tuple[str, ...]:
     """Return modules in which each token of the output reaches only the same token of the last hidden states.
 
     We measure on a text: the gradient of one token of the last hidden states with respect to a module's output must be
