@@ -73,6 +73,26 @@ def _locate(location: Path, root: type[BaseModel]) -> _Spot:
     return _Spot(tuple(path), field, keys)
 
 
+def nearest_key(dotted: str, root: type[BaseModel]) -> str | None:
+    """Return ``dotted`` with each unknown key in it replaced by the nearest one; None: no key is near.
+
+    Args:
+        dotted: a path such as ``train.stepss``.
+        root: class of the root of the tree.
+    """
+    annotation: Any = root
+    path = []
+    for part in dotted.split("."):
+        node = _branches(annotation)[0]
+        _, keys, annotation = _step_into(node, part)
+        if keys and part not in keys:
+            if (near := nearest(part, keys)) is None:
+                return None
+            part, annotation = near, _step_into(node, near)[2]
+        path.append(part)
+    return ".".join(path)
+
+
 def _step_into(node: Any, part: str | int) -> tuple[FieldInfo | None, tuple[str, ...], Any]:
     if isinstance(node, type) and issubclass(node, BaseModel):
         field = node.model_fields.get(str(part))

@@ -44,6 +44,12 @@ run R train.steps
     2  override `train.steps`: expected key.sub=value, such as train.steps=20
 run R --train.steps=20
     2  --train.steps: keys of a recipe have no dashes; write `train.steps=20`
+run R --train.stepss=20
+    2  --train.stepss: keys...no dashes, and none is called `train.stepss`; did you mean `train.steps=20`?
+check R --train.log-every 5 --trian.optimizer.learning-rate 1e-3
+    2  and none is called `train.log-every`; did you mean `train.log_every=5`?
+run R --train.banana=20
+    2  and none is called `train.banana`; `omnitrain schema` prints all
 check R --pack-tokens 64
     2  --pack-tokens: keys of a recipe have no dashes; write `data.pack_tokens=64`
 run R --learning_rate=1e-4
