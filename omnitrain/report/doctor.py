@@ -6,8 +6,11 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -17,6 +20,7 @@ from omnitrain.packages import install_command, installed_version, torchvision_p
 from omnitrain.parallel.memory.allocator import available_memory
 
 _GIB = 2**30
+_PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"  # of a checkout; an installed package has none there
 
 
 @dataclass(frozen=True)
@@ -92,18 +96,43 @@ def render(findings: list[Finding]) -> str:
     return "\n".join([*lines[1:], "", verdict])
 
 
-def _versions() -> list[Finding]:
+def _versions(pyproject: Path = _PYPROJECT) -> list[Finding]:
+    """Compare versions with what a checkout's pyproject.toml requires, else with what the installed omnitrain does.
+
+    An editable install keeps the requirements of its day, whatever the checkout's pyproject.toml says since.
+    """
     python = Finding("versions", "python", platform.python_version(), True)
     try:
         metadata = importlib.metadata.metadata("omnitrain")
     except importlib.metadata.PackageNotFoundError:
         return [python, Finding("versions", "omnitrain", "not installed; run `make install` or `pip install .`", False)]
-    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
+    installed = list(map(Requirement, metadata.get_all("Requires-Dist") or []))
+    wanted, supported = installed, metadata["Requires-Python"] or ""
+    omnitrain = Finding("versions", "omnitrain", metadata["Version"], True)
+    if pyproject.is_file():
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        wanted, supported = _requirements_of(project), project["requires-python"]
+        if set(map(_normal, wanted)) != set(map(_normal, installed)):
+            stale = f"{metadata['Version']}, installed with other requirements than those of {pyproject}"
+            omnitrain = Finding("versions", "omnitrain", f"{stale}; run `make install` or `pip install -e .`", False)
     return [
-        Finding("versions", "omnitrain", metadata["Version"], True),
-        _in_range("python", platform.python_version(), SpecifierSet(metadata["Requires-Python"] or "")),
-        *(_requirement(one) for one in requirements if one.marker is None or one.marker.evaluate({"extra": ""})),
+        omnitrain,
+        _in_range("python", platform.python_version(), SpecifierSet(supported)),
+        *(_requirement(one) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})),
     ]
+
+
+def _requirements_of(project: Mapping[str, Any]) -> list[Requirement]:
+    """Return a project's requirements, those of its extras with the marker that installed metadata have."""
+    extras = project.get("optional-dependencies", {}).items()
+    return [
+        *map(Requirement, project["dependencies"]),
+        *(Requirement(f'{one}; extra == "{extra}"') for extra, several in extras for one in several),
+    ]
+
+
+def _normal(requirement: Requirement) -> tuple[str, ...]:
+    return requirement.name, str(requirement.specifier), str(requirement.marker or "")
 
 
 def _requirement(requirement: Requirement) -> Finding:

@@ -18,6 +18,25 @@ def test_report_names_every_section_and_never_raises() -> None:
         assert name in text
 
 
+def test_a_checkout_with_newer_requirements_than_those_it_was_installed_with_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable install keeps its metadata; a `git pull` changes pyproject.toml."""
+    (tmp_path / "omnitrain-0.1.0.dist-info").mkdir()
+    lines = ["Name: omnitrain", "Version: 0.1.0", "Requires-Dist: torch<4,>=1", 'Requires-Dist: av; extra == "video"']
+    (tmp_path / "omnitrain-0.1.0.dist-info" / "METADATA").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    project = '[project]\nrequires-python = ">=3.11"\ndependencies = ["torch>={}, <4"]\n'
+    project += 'optional-dependencies = {{video = ["av"]}}\n'
+    (tmp_path / "pyproject.toml").write_text(project.format(1))
+    assert all(finding.ok for finding in doctor._versions(tmp_path / "pyproject.toml"))
+    (tmp_path / "pyproject.toml").write_text(project.format(3))
+    stale, python, torch = doctor._versions(tmp_path / "pyproject.toml")
+    assert stale.ok is False and stale.found.endswith("run `make install` or `pip install -e .`")
+    assert python.ok and torch.ok is False and torch.found.endswith("(not supported; expected <4,>=3)")
+    assert all(finding.ok for finding in doctor._versions(tmp_path / "none.toml"))
+
+
 def test_missing_backend_is_allowed_and_says_how_to_get_it() -> None:
     finding = doctor._backend(doctor.Backend("no_such_module", "no-such", "nothing", "video"))
     assert finding.ok is None
