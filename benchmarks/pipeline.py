@@ -4,10 +4,14 @@
 them run on two cores. The step's time is compared with the closed form of the schedule (``zbv``: with the simulator).
 ``compute``: two ranks with one core each run a real model. The simulator gets the seconds of each stage's forward and
 backward, measured in the same steps, and its makespan is compared with the step's time; the sides take turns.
+``weights``: one process computes a backward as a whole, and in two parts: gradients of inputs, then those of weights;
+of a dense model, and of one with experts. Seconds are those of the processor. The process keeps freed memory, as
+torch's allocator on a device does: the gradients that wait for the second part need more of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import defaultdict
 from functools import partial
@@ -26,7 +30,8 @@ from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.delayed_wgrad import delayed_to
+from omnitrain.ops.delayed_wgrad import WeightGradients, delayed_to, delaying
+from omnitrain.ops.experts import use_omnitrain_experts
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.executor import Executor
@@ -39,7 +44,7 @@ from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSched
 FORMULA = (
     "sleep: measured seconds of a step / closed form: 1f1b m (F + B) + (p - 1) (F + B); interleaved m (F + B) + "
     "(p - 1) (F + B) / v; zbv: makespan of the simulator; compute: measured seconds of a step / makespan of the "
-    "simulator"
+    "simulator; weights: seconds of both parts of a backward / seconds of the backward"
 )
 SECONDS = 0.12  # of a stage's forward, and of each half of its backward
 KINDS = {"1f1b": 1, "interleaved": 2, "zbv": 2}  # kind -> stages per rank
@@ -72,11 +77,12 @@ def sleeping(block: torch.nn.Module, _arguments: Any, output: Tensor) -> Tensor:
     return _SleepInBackward.apply(output, SECONDS)
 
 
-def pipeline_of(kind: str, ranks: int, blocks: int, width: int) -> OmniModel:
-    """A Qwen3 of equal blocks on stages."""
+def model_of(blocks: int, width: int, experts: int = 0) -> OmniModel:
+    """A Qwen3 of equal blocks; with experts, each token goes to two of them."""
     torch.manual_seed(0)
+    of_experts = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": width} if experts else {}
     config = AutoConfig.for_model(
-        "qwen3",
+        "qwen3_moe" if experts else "qwen3",
         vocab_size=64,
         hidden_size=width,
         intermediate_size=3 * width,
@@ -84,8 +90,16 @@ def pipeline_of(kind: str, ranks: int, blocks: int, width: int) -> OmniModel:
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=width // 4,
+        **of_experts,
     )
-    model = build_omni_model(foundation=foundation_class(config)(config)).train()
+    foundation = foundation_class(config)(config)
+    use_omnitrain_experts(foundation)
+    return build_omni_model(foundation=foundation).train()
+
+
+def pipeline_of(kind: str, ranks: int, blocks: int, width: int) -> OmniModel:
+    """A Qwen3 of equal blocks on stages."""
+    model = model_of(blocks, width)
     schedule = PipelineSchedule(kind=kind, split=[blocks // (ranks * KINDS[kind])] * (ranks * KINDS[kind]))
     if kind == "interleaved":
         schedule = schedule.model_copy(update={"chunks": KINDS[kind]})
@@ -179,7 +193,7 @@ def closed_form(kind: str, ranks: int, number: int) -> float:
 
 
 def compute_on_rank(number: int, rounds: int, width: int, tokens: int) -> dict[str, list[dict[str, float]]]:
-    """Return kind -> for each round, the measured and simulated seconds of a step, and those of its backward passes."""
+    """Return kind -> for each round, the measured and simulated seconds of a step."""
     settle()
     models = {kind: pipeline_of(kind, 2, 8, width) for kind in KINDS}
     batches = {kind: step_planner(model)(packs_of(number, tokens)) for kind, model in models.items()}
@@ -192,10 +206,47 @@ def compute_on_rank(number: int, rounds: int, width: int, tokens: int) -> dict[s
             of_stage = {(Kind(k), s): value for one in everyone for (k, s), value in one.items()}
             schedule = layout_of(models[kind]).pipeline.schedule_of(number)
             if index >= 0:
-                sums = {k: sum(value for (of, _), value in of_stage.items() if of is Kind(k)) for k in "BIW"}
-                found[kind].append(
-                    {"measured": seconds, "simulated": float(simulate(schedule, of_stage).makespan), **sums}
-                )
+                found[kind].append({"measured": seconds, "simulated": float(simulate(schedule, of_stage).makespan)})
+    return found
+
+
+def backward_in(parts: int, model: OmniModel, pack: Pack) -> list[float]:
+    """Return the processor's seconds of a backward, or of its two parts."""
+    model.zero_grad(set_to_none=True)
+    work = WeightGradients() if parts == 2 else None
+    with delaying(work):
+        loss = model(pack).losses["text"].sum
+    began = time.thread_time()
+    loss.backward()
+    ended = [time.thread_time()]
+    if work is not None:
+        work.accumulate()
+        ended.append(time.thread_time())
+    return [end - start for start, end in zip((began, *ended), ended, strict=False)]
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for this process, where it is glibc."""
+    trim_threshold, mmap_threshold = -1, -3
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, 2 << 30)
+
+
+def split_backward(rounds: int, width: int, tokens: int) -> dict[str, dict[str, list[float]]]:
+    """Return model -> seconds of a backward (``B``), and of its gradients of inputs (``I``) and of weights (``W``)."""
+    keep_freed_memory()
+    (pack,) = packs_of(1, tokens)
+    found = {}
+    for name, experts in (("dense", 0), ("experts", 8)):
+        model = model_of(4, width, experts)
+        found[name] = {kind: [] for kind in "BIW"}
+        for index in range(-2, rounds):
+            for kinds in in_turn(("B", "IW"), index):
+                taken = backward_in(len(kinds), model, pack)
+                if index >= 0:
+                    for kind, seconds in zip(kinds, taken, strict=True):
+                        found[name][kind].append(seconds)
     return found
 
 
@@ -221,9 +272,11 @@ def main() -> None:
         figures[f"compute_{kind}"] = median(step["measured"] / step["simulated"] for step in steps)
         for name in ("measured", "simulated"):
             rounds[f"compute_{kind}_{name}"] = [step[name] for step in steps]
-    split = list(zip(of_compute["zbv"], of_compute["1f1b"], strict=True))
-    figures["split_backward_to_backward"] = median((zbv["I"] + zbv["W"]) / plain["B"] for zbv, plain in split)
-    figures["weights_of_backward"] = median(zbv["W"] / plain["B"] for zbv, plain in split)
+    for name, seconds in split_backward(given.rounds, given.width, 2 * given.tokens).items():
+        rounds |= {f"weights_{name}_{kind}_seconds": values for kind, values in seconds.items()}
+        steps = list(zip(*seconds.values(), strict=True))
+        figures[f"weights_{name}_both_parts"] = median((inputs + weights) / whole for whole, inputs, weights in steps)
+        figures[f"weights_{name}_second_part"] = median(weights / whole for whole, _, weights in steps)
     report(Result("pipeline", FORMULA, figures, rounds), given.json)
 
 

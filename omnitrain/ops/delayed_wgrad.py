@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 MakeGradient = Callable[[], Tensor]
 Later = Callable[[MakeGradient], None]
@@ -66,7 +66,8 @@ class WeightGradients:
         """Compute the delayed gradients and add them to ``grad`` of their keys, which are parameters."""
         for parameter, gradient in self.made():
             whole = _like(parameter, gradient)
-            parameter.grad = whole if parameter.grad is None else parameter.grad + whole
+            with torch.no_grad():
+                parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -104,27 +105,42 @@ def delaying(work: WeightGradients | None) -> Iterator[None]:
     """
     token = _delayed_to.set(work)
     try:
-        with nullcontext() if work is None else _Delaying(work):
+        with nullcontext() if work is None else _linear_asks():
             yield
     finally:
         _delayed_to.reset(token)
 
 
-class _Delaying(TorchFunctionMode):
-    def __init__(self, work: WeightGradients) -> None:
-        super().__init__()
-        self._work = work
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and torch.is_grad_enabled():
-            x, weight, bias = _of_linear(*args, **(kwargs or {}))
-            if weight.requires_grad and weight.is_leaf and not isinstance(weight, DTensor):
-                return _DelayedLinear.apply(x, weight, bias, self._work.of(weight))
-        return func(*args, **(kwargs or {}))
+_linear = F.linear
+_asking = 0  # how many contexts are open, in all threads
+_lock = Lock()
 
 
-def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
+@contextmanager
+def _linear_asks() -> Iterator[None]:
+    """Let ``torch.nn.functional.linear`` ask where its forward delays; in a forward that does not, nothing changes.
+
+    A torch function mode would also see every other operation, which costs a tenth of a small model's forward.
+    """
+    global _asking
+    with _lock:
+        _asking += 1
+        F.linear = _linear_or_delayed
+    try:
+        yield
+    finally:
+        with _lock:
+            _asking -= 1
+            if not _asking:
+                F.linear = _linear
+
+
+def _linear_or_delayed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    work = _delayed_to.get()
+    is_trained = weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
+    if work is None or not is_trained or isinstance(weight, DTensor):
+        return _linear(input, weight, bias)
+    return _DelayedLinear.apply(input, weight, bias, work.of(weight))
 
 
 class _DelayedLinear(torch.autograd.Function):
@@ -134,7 +150,7 @@ class _DelayedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.later = later
-        return F.linear(x, weight, bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable

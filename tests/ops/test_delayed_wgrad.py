@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.ops.delayed_wgrad import WeightGradients, delayed_to, delaying
+from omnitrain.ops.experts import use_omnitrain_experts
+from omnitrain.parallel.memory.recompute import recompute_blocks
 from tests.parallel import factories
 
 
@@ -72,3 +78,63 @@ def test_micro_batches_in_flight_have_stores_of_their_own(order: tuple[int, int]
     for x in inputs:
         module(x.clone().requires_grad_()).square().sum().backward()
     assert all(torch.equal(one, p.grad) for one, p in zip(found, module.parameters(), strict=True))
+
+
+def flops_of_grouped_mm(rows: tuple[int, int], other: tuple[int, ...], *_: object, **__: object) -> int:
+    """Rows of all experts by their matrices ``[E, K, N]``, or ``[M, rows]`` by ``[rows, N]``."""
+    return 2 * rows[0] * rows[1] * other[-1]
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_both_parts_of_a_backward_have_its_bits_and_compute_its_products_once(family: str, recomputed: bool) -> None:
+    """So both together take as long, and a quarter or more of it can wait."""
+    torch.manual_seed(0)
+    model = getattr(factories, family)().train()
+    use_omnitrain_experts(model)
+    if recomputed:
+        recompute_blocks(block for block in model.modules() if isinstance(block, GradientCheckpointingLayer))
+    ids = torch.randint(0, model.config.vocab_size, (1, 48))
+
+    def step(work: WeightGradients | None) -> tuple[list[int], list[Tensor | None]]:
+        model.zero_grad()
+        with delaying(work):
+            loss = model(ids, use_cache=False).logits.float().logsumexp(-1).sum()
+        parts = [loss.backward, *([work.accumulate] if work is not None else [])]
+        flops = []
+        for part in parts:
+            counter = FlopCounterMode(
+                display=False, custom_mapping={torch.ops.aten._grouped_mm.default: flops_of_grouped_mm}
+            )
+            with counter:
+                part()
+            flops.append(counter.get_total_flops())
+        return flops, [parameter.grad for parameter in model.parameters()]
+
+    (whole,), expected = step(None)
+    (of_inputs, of_weights), found = step(WeightGradients())
+    assert of_weights >= (0.19 if recomputed else 0.25) * whole
+    # A recomputation ends at the last tensor that is saved: a linear layer's input, which a delayed one saves last.
+    assert whole <= of_inputs + of_weights <= (1.1 if recomputed and family == "qwen3" else 1) * whole
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None)
+    assert [gradient is None for gradient in found] == [gradient is None for gradient in expected]
+
+
+def test_only_the_forward_that_delays_sees_another_linear() -> None:
+    layer, x, graphs = nn.Linear(4, 4), torch.randn(2, 4), {}
+
+    def forward(name: str) -> None:
+        graphs[name] = type(layer(x).grad_fn).__name__
+
+    plain = F.linear
+    forward("before")
+    with delaying(WeightGradients()):
+        forward("delaying")
+        with delaying(None):
+            forward("not delaying")
+        thread = threading.Thread(target=forward, args=["thread"])
+        thread.start()
+        thread.join()
+    forward("after")
+    assert graphs == dict.fromkeys(graphs, "AddmmBackward0") | {"delaying": "_DelayedLinearBackward"}
+    assert F.linear is plain
