@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -18,17 +18,19 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class MediaGroup:
-    """Items of one component that stack without padding: their features have equal names, dtypes and trailing shapes.
+    """Items that one call of a component can take: their features have equal names, dtypes and trailing shapes.
 
     Attributes:
         features: the component's arguments, with items concatenated along dim 0.
         num_rows: argument name -> dim-0 rows of each item.
         num_tokens: tokens of each item in the sequence.
+        samples: sample id of each item, for messages.
     """
 
     features: dict[str, torch.Tensor]
     num_rows: dict[str, tuple[int, ...]]
     num_tokens: tuple[int, ...]
+    samples: tuple[str, ...]
 
     def split(self, sizes: Sequence[int]) -> Iterator[MediaGroup]:
         """Yield runs of ``sizes`` items as separate groups, for components that must not get all items at once."""
@@ -36,12 +38,11 @@ class MediaGroup:
             rows = {name: counts[start:stop] for name, counts in self.num_rows.items()}
             first = {name: sum(counts[:start]) for name, counts in self.num_rows.items()}
             features = {name: t.narrow(0, first[name], sum(rows[name])) for name, t in self.features.items()}
-            yield MediaGroup(features, rows, self.num_tokens[start:stop])
+            yield MediaGroup(features, rows, self.num_tokens[start:stop], self.samples[start:stop])
 
     def to(self, device: torch.device) -> MediaGroup:
         """Return the group on ``device``."""
-        features = {name: to_device(tensor, device) for name, tensor in self.features.items()}
-        return MediaGroup(features, self.num_rows, self.num_tokens)
+        return replace(self, features={name: to_device(tensor, device) for name, tensor in self.features.items()})
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Pack:
         text_rows = [start + tokens for start, tokens in zip(offsets, predicting, strict=False)]
         text_labels = [sample.input_ids[tokens + 1] for tokens, sample in zip(predicting, ordered, strict=True)]
         media = [
-            _PackedSpan(i, start + span.positions, span)
+            _PackedSpan(i, sample.id, start + span.positions, span)
             for i, (start, sample) in enumerate(zip(offsets, ordered, strict=False))
             for span in sample.spans
         ]
@@ -188,6 +189,7 @@ class Pack:
 
 class _PackedSpan(NamedTuple):
     sample: int  # index in the pack
+    id: str  # of the sample
     positions: np.ndarray
     span: MediaSpan
 
@@ -221,7 +223,7 @@ def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
     groups = list(_grouped(spans, lambda entry: _stacking_key(entry.span.item)).values())
     ordered = [entry for group in groups for entry in group]
     return MediaBatch(
-        groups=tuple(_media_group([entry.span.item for entry in group]) for group in groups),
+        groups=tuple(map(_media_group, groups)),
         positions=torch.from_numpy(np.concatenate([entry.positions for entry in ordered])),
         samples=tuple(entry.sample for entry in ordered),
     )
@@ -231,12 +233,14 @@ def _stacking_key(item: MediaItem) -> tuple[Any, ...]:
     return tuple((name, array.dtype, array.shape[1:]) for name, array in sorted(item.features.items()))
 
 
-def _media_group(items: list[MediaItem]) -> MediaGroup:
+def _media_group(spans: list[_PackedSpan]) -> MediaGroup:
+    items = [entry.span.item for entry in spans]
     names = items[0].features
     return MediaGroup(
         features={name: torch.from_numpy(np.concatenate([item.features[name] for item in items])) for name in names},
         num_rows={name: tuple(len(item.features[name]) for item in items) for name in names},
         num_tokens=tuple(item.num_tokens for item in items),
+        samples=tuple(entry.id for entry in spans),
     )
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.components.media_calls import Apart, MediaCall, media_calls
+from omnitrain.models.components.media_calls import Apart, media_calls
 from omnitrain.models.components.outputs import FoundationOutput
 from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
 from omnitrain.models.discovery.text_run import StopRunError, first_block, text_blocks
@@ -38,29 +38,17 @@ Head = Callable[[Tensor, nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
-class InsertedEmbeddings:
-    """Features that replace token embeddings.
-
-    Attributes:
-        positions: ``[n]`` int64, positions in the flattened batch ``[B * T]``; on the host.
-        rows: ``[n, hidden]``.
-    """
-
-    positions: Tensor
-    rows: Tensor
-
-
-@dataclass(frozen=True)
 class EncodedMedia:
     """The features of all media of a pack.
 
     Attributes:
         native: modality -> features for the foundation's own placeholders, in the order of the placeholders.
-        inserted: features of attached components.
+        inserted: features of attached components, which replace token embeddings: positions ``[n]`` int64 in the
+            flattened batch ``[B * T]``, on the host, and embeddings ``[n, hidden]``.
     """
 
     native: dict[str, MediaFeatures] = field(default_factory=dict)
-    inserted: list[InsertedEmbeddings] = field(default_factory=list)
+    inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class FoundationRunner:
@@ -121,11 +109,11 @@ class FoundationRunner:
         }
         return self.joined(features, {name: batch.positions for name, batch in batches.items()})
 
-    def calls(self, pack: Pack, name: str) -> list[MediaCall]:
-        """Return the calls that encode a modality (``foundation.image``, ...) of a pack; often one, or none."""
+    def calls(self, pack: Pack, name: str) -> list[MediaGroup]:
+        """Return the items of each call for a modality (``foundation.image``, ...) of a pack; often one, or none."""
         if name not in pack.inputs:
             return []
-        return list(media_calls(pack.inputs[name], pack.info.ids, apart=self.apart.get(name)))
+        return list(media_calls(pack.inputs[name], apart=self.apart.get(name)))
 
     @property
     def apart(self) -> dict[str, Apart]:
@@ -135,11 +123,11 @@ class FoundationRunner:
             NATIVE_PREFIX + m: "items" for m, interface in self.native.interfaces.items() if not interface.items_stack
         }
 
-    def encode_call(self, name: str, call: MediaCall) -> MediaFeatures:
+    def encode_call(self, name: str, items: MediaGroup) -> MediaFeatures:
         """Run one call of a modality (``foundation.image``, ...); see :meth:`encode`.
 
         Returns:
-            The features in the order of the call's items.
+            The features in the order of the items.
 
         Raises:
             UserError: the model does not read the modality, or the numbers of features and placeholders differ.
@@ -149,26 +137,28 @@ class FoundationRunner:
         if interface is None:
             reason = self.native.refused.get(modality, f"it reads {sorted(self.native.interfaces) or 'only text'}")
             raise UserError(f"{type(self.model).__name__} cannot be trained with {modality} inputs: {reason}")
-        rows = interface.encode(self.model, call.items.features)
-        if len(rows.counts) == len(call.samples):
-            check_rows(modality, call.items.num_tokens, rows.counts, call.samples)
+        features = interface.encode(self.model, items.features)
+        if len(features.counts) == len(items.samples):
+            check_rows(modality, items.num_tokens, features.counts, items.samples)
         else:  # the output has no pieces per item, so only the sum can be checked
-            check_rows(modality, [sum(call.items.num_tokens)], [rows.main.size(0)], [", ".join(call.samples)])
-        return rows
+            check_rows(modality, [sum(items.num_tokens)], [features.main.size(0)], [", ".join(items.samples)])
+        return features
 
-    def joined(self, rows: Mapping[str, MediaFeatures], positions: Mapping[str, Tensor]) -> dict[str, MediaFeatures]:
+    def joined(
+        self, features: Mapping[str, MediaFeatures], positions: Mapping[str, Tensor]
+    ) -> dict[str, MediaFeatures]:
         """Join the features of calls as :meth:`encode` returns them.
 
         Args:
-            rows: modality (``foundation.image``, ...) -> features.
+            features: modality (``foundation.image``, ...) -> features.
             positions: modality -> ``[n]`` int64, the tokens that the features replace.
         """
         by_token: dict[int, list[str]] = {}
-        for name in rows:
+        for name in features:
             by_token.setdefault(self.native.interfaces[name.removeprefix(NATIVE_PREFIX)].token_id, []).append(name)
         native = {}
         for names in by_token.values():
-            together = _end_to_end([rows[name] for name in names])
+            together = _end_to_end([features[name] for name in names])
             order = torch.cat([positions[name] for name in names]).argsort()
             native[names[0].removeprefix(NATIVE_PREFIX)] = together.at(order)
         return native
@@ -182,9 +172,9 @@ class FoundationRunner:
             encoded: results of :meth:`encode`.
         """
         by_token: dict[int, list[tuple[str, MediaFeatures]]] = {}
-        for modality, rows in (item for media in encoded for item in media.items()):
-            by_token.setdefault(self.native.interfaces[modality].token_id, []).append((modality, rows))
-        return {entries[0][0]: _end_to_end([rows for _, rows in entries]) for entries in by_token.values()}
+        for modality, features in (item for media in encoded for item in media.items()):
+            by_token.setdefault(self.native.interfaces[modality].token_id, []).append((modality, features))
+        return {entries[0][0]: _end_to_end([features for _, features in entries]) for entries in by_token.values()}
 
     def text_loss(
         self,
@@ -394,16 +384,17 @@ def _end_to_end(parts: Sequence[MediaFeatures]) -> MediaFeatures:
     return MediaFeatures.cat([replace(features, layout=parts[0].layout) for features in parts])
 
 
-def _inserting(embedding: Any, input_ids: Tensor, inserted: Sequence[InsertedEmbeddings]) -> Callable[[Tensor], Tensor]:
+def _inserting(
+    embedding: Any, input_ids: Tensor, inserted: Sequence[tuple[Tensor, Tensor]]
+) -> Callable[[Tensor], Tensor]:
     def forward(ids: Tensor) -> Tensor:
         embeds: Tensor = embedding.forward(ids)
         if ids.shape != input_ids.shape:  # the model looks up a single token, such as a placeholder
             return embeds
         length = ids.size(1)
-        for features in inserted:  # the result must be no view: torch.compile would compile the first block separately
-            positions = features.positions
+        for positions, features in inserted:  # no view, or torch.compile would compile the first block separately
             where = (to_device(positions // length, ids.device), to_device(positions % length, ids.device))
-            embeds = embeds.index_put(where, features.rows.to(embeds.dtype))
+            embeds = embeds.index_put(where, features.to(embeds.dtype))
         return embeds
 
     return forward

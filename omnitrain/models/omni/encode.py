@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
-from omnitrain.models.components.media_calls import MediaCall, media_calls
-from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.foundation.runner import EncodedMedia, InsertedEmbeddings
+from omnitrain.models.components.media_calls import media_calls
+from omnitrain.models.discovery.features import MediaFeatures, RowLayout
+from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention import SequenceSlice
-from omnitrain.ops.device import to_device
 
 Exchange = Callable[..., tuple[Tensor, ...]]
 
@@ -36,7 +35,7 @@ class MicroBatchWork:
     Attributes:
         calls: name -> number of calls on every rank. Without an entry, a rank makes the calls that its pack needs.
         heads: decoders whose head every rank calls, with targets or without.
-        media_calls: name -> the calls of this rank. Without an entry, it encodes the items of its own pack.
+        media_calls: name -> the items of each call of this rank. Without an entry, it encodes those of its own pack.
         exchanges: component -> sends the features that this rank encoded to the ranks that need them, and returns
             those that its own pack needs, name by name in the order of their items. Without an entry, every rank
             encodes for itself.
@@ -47,7 +46,7 @@ class MicroBatchWork:
 
     calls: Mapping[str, int] = field(default_factory=dict)
     heads: Collection[str] = ()
-    media_calls: Mapping[str, Sequence[MediaCall]] = field(default_factory=dict)
+    media_calls: Mapping[str, Sequence[MediaGroup]] = field(default_factory=dict)
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
     sequence_slice: SequenceSlice | None = None
     cut: Collection[str] = ()
@@ -91,7 +90,7 @@ class EncodedPack:
             name: features.with_tensors([leaf(tensor) for tensor in features.tensors()], features.counts)
             for name, features in self.media.native.items()
         }
-        inserted = [replace(embeddings, rows=leaf(embeddings.rows)) for embeddings in self.media.inserted]
+        inserted = [(positions, leaf(embeddings)) for positions, embeddings in self.media.inserted]
         idle = [leaf(tensor) for tensor in self.idle]
         return replace(self, media=EncodedMedia(native, inserted), idle=idle), pairs
 
@@ -105,7 +104,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         work: of this rank in this micro-batch.
         components: whose media to encode; None: all.
     """
-    inserted: list[InsertedEmbeddings] = []
+    inserted: list[tuple[Tensor, Tensor]] = []
     native: dict[str, MediaFeatures] = {}
     labels: dict[str, Tensor] = {}
     idle: list[Tensor] = []
@@ -116,17 +115,18 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
             continue
         batches = {name: drawn[name] for name in names if name in drawn}
         places = {name: local_positions(work.sequence_slice, batch.positions) for name, batch in batches.items()}
-        made: dict[str, list[_Made]] = {}
-        minimal: list[_Made] = []
+        made: dict[str, list[MediaFeatures]] = {}
+        minimal: list[MediaFeatures] = []
         for name in names:  # the same order on all ranks, with or without data
             calls = work.media_calls[name] if name in work.media_calls else own_calls(model, pack, name)
             with work.together.get(component, nullcontext)():
-                made[name] = [_encoded(model, name, call) for call in calls]
+                made[name] = [_encoded(model, name, items) for items in calls]
             minimal += [_minimal(model, name) for _ in range(work.calls.get(name, 0) - len(calls))]
-        idle += [tensor for rows in minimal for tensor in _tensors(rows) if tensor.is_floating_point()]
+        idle += [tensor for features in minimal for tensor in features.tensors() if tensor.is_floating_point()]
         if component in work.exchanges:
-            own = [rows for parts in made.values() for rows in parts]
-            received = work.exchanges[component](*_sent(own or minimal[:1], is_empty=not own))
+            own = [features for calls in made.values() for features in calls]
+            sent = [torch.cat(tensors) for tensors in zip(*(f.tensors() for f in own or minimal[:1]), strict=True)]
+            received = work.exchanges[component](*(sent if own else [tensor[:0] for tensor in sent]))
             idle += [tensor for tensor in received if not len(tensor)]  # their backward is a collective, too
             counts = {name: batch.num_tokens for name, batch in batches.items()}
             if component in work.cut:
@@ -134,17 +134,18 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
             made = _cut(received, (own or minimal)[0], counts)
         for name in batches:
             index, where[name] = places[name]
-            rows, codes = _together(made[name], name in pack.targets)
-            if codes is not None:
-                labels[name] = codes
+            features = MediaFeatures.cat(made[name])
+            if name in pack.targets:
+                labels[name] = features.side[_LABELS]
+                features = replace(features, side={})
             if work.sequence_slice is not None and component not in work.cut:
-                rows = rows.at(index) if isinstance(rows, MediaFeatures) else rows[to_device(index, rows.device)]
+                features = features.at(index)
             if not len(index):  # the model runs as it does over text
-                idle += _tensors(rows)
-            elif isinstance(rows, MediaFeatures):
-                native[name] = rows
+                idle += features.tensors()
+            elif name.startswith(NATIVE_PREFIX):
+                native[name] = features
             else:
-                inserted.append(InsertedEmbeddings(where[name], rows))
+                inserted.append((where[name], features.main))
     return EncodedPack(pack, work, EncodedMedia(model.runner.joined(native, where), inserted), labels, idle)
 
 
@@ -158,12 +159,12 @@ def num_calls(model: Any, pack: Pack) -> dict[str, int]:
     return {name: len(own_calls(model, pack, name)) for name in (*pack.inputs, *pack.targets)}
 
 
-def own_calls(model: Any, pack: Pack, name: str) -> list[MediaCall]:
-    """Return the calls for the items of a pack under one of its names; empty if it has no such items."""
+def own_calls(model: Any, pack: Pack, name: str) -> list[MediaGroup]:
+    """Return the items of each call for the items of a pack under one of its names; empty if it has no such items."""
     if name.startswith(NATIVE_PREFIX):
         return model.runner.calls(pack, name)
     batch = pack.inputs.get(name) or pack.targets.get(name)
-    return [] if batch is None else list(media_calls(batch, pack.info.ids))
+    return [] if batch is None else list(media_calls(batch))
 
 
 def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
@@ -181,52 +182,32 @@ def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
     return term + torch.stack(zeros).sum() if zeros else term
 
 
-_Rows = Any  # MediaFeatures, or rows [n, hidden]
-_Made = Any  # MediaFeatures; or rows [n, hidden]; or a decoder's embeddings [n, hidden] and labels [n]
+_LABELS = "labels"
 
 
-def _encoded(model: Any, name: str, call: MediaCall) -> _Made:
+def _encoded(model: Any, name: str, items: MediaGroup) -> MediaFeatures:
     if name.startswith(NATIVE_PREFIX):
-        return model.runner.encode_call(name, call)
-    return model.get_submodule(name).lm_encode(call.items.features, call.items.num_tokens)
+        return model.runner.encode_call(name, items)
+    return _of_component(model.get_submodule(name).lm_encode(items.features, items.num_tokens))
 
 
-def _minimal(model: Any, name: str) -> _Made:
+def _minimal(model: Any, name: str) -> MediaFeatures:
     features, num_tokens = model.minimal_input(name)
     if name.startswith(NATIVE_PREFIX):
         return model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
-    return model.get_submodule(name).lm_encode(features, num_tokens)
+    return _of_component(model.get_submodule(name).lm_encode(features, num_tokens))
 
 
-def _tensors(made: _Made) -> list[Tensor]:
-    if isinstance(made, MediaFeatures):
-        return made.tensors()
-    return [made] if isinstance(made, Tensor) else list(made)
+def _of_component(output: Tensor | tuple[Tensor, Tensor]) -> MediaFeatures:
+    """The output of ``lm_encode``: an encoder's features ``[n, hidden]``, or a decoder's features and labels."""
+    main, side = (output, {}) if isinstance(output, Tensor) else (output[0], {_LABELS: output[1]})
+    return MediaFeatures(main, side, {}, (len(main),), RowLayout(None, {}, (), ()))
 
 
-def _together(made: Sequence[_Made], is_target: bool) -> tuple[_Rows, Tensor | None]:
-    """Concatenate the features of several calls, and the labels of a decoder."""
-    if is_target:
-        rows, labels = (torch.cat(part) for part in zip(*made, strict=True))
-        return rows, labels
-    return MediaFeatures.cat(made) if isinstance(made[0], MediaFeatures) else torch.cat(list(made)), None
-
-
-def _sent(made: Sequence[_Made], *, is_empty: bool) -> list[Tensor]:
-    """Return the tensors to exchange: the features of several calls, concatenated; ``is_empty``: no rows of them."""
-    joined = [torch.cat(parts) for parts in zip(*map(_tensors, made), strict=True)]
-    return [tensor[:0] for tensor in joined] if is_empty else joined
-
-
-def _cut(received: Sequence[Tensor], pattern: _Made, counts: Mapping[str, Sequence[int]]) -> dict[str, list[_Made]]:
-    """Split received features by name, in the form of ``pattern``. ``counts``: name -> rows of each item."""
+def _cut(
+    received: Sequence[Tensor], pattern: MediaFeatures, counts: Mapping[str, Sequence[int]]
+) -> dict[str, list[MediaFeatures]]:
+    """Split received features by name, in the form of ``pattern``. ``counts``: name -> features of each item."""
     sizes = [sum(own) for own in counts.values()]
     pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
-    return {name: [_like(pattern, piece, own)] for (name, own), piece in zip(counts.items(), pieces, strict=True)}
-
-
-def _like(pattern: _Made, tensors: Sequence[Tensor], num_tokens: Sequence[int]) -> _Made:
-    """The inverse of :func:`_tensors`: put tensors back into the form of ``pattern``."""
-    if isinstance(pattern, MediaFeatures):
-        return pattern.with_tensors(tensors, num_tokens)
-    return tensors[0] if isinstance(pattern, Tensor) else tuple(tensors)
+    return {name: [pattern.with_tensors(piece, own)] for (name, own), piece in zip(counts.items(), pieces, strict=True)}

@@ -25,7 +25,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.foundation.runner import EncodedMedia, Head, InsertedEmbeddings
+from omnitrain.models.foundation.runner import EncodedMedia, Head
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.lockstep import idle_prompt, in_step
 from omnitrain.models.omni.model import OmniModel
@@ -280,10 +280,10 @@ class _Foundation:
                 native.append(media.native)
                 lengths = torch.tensor(pack.info.lengths)
                 ends = lengths.cumsum(0)
-                for part in media.inserted:
-                    sample = torch.bucketize(part.positions, ends, right=True)
-                    columns = part.positions - (ends - lengths)[sample] + pads[first + sample]
-                    self.inserted.append(_Cells(first + sample, columns, part.rows))
+                for positions, embeds in media.inserted:
+                    sample = torch.bucketize(positions, ends, right=True)
+                    columns = positions - (ends - lengths)[sample] + pads[first + sample]
+                    self.inserted.append(_Cells(first + sample, columns, embeds))
                 first += len(lengths)
         return self.runner.one_batch(native)
 
@@ -319,7 +319,7 @@ class _Foundation:
         """Run a stage, or the whole model, over the columns that its cache does not hold."""
         columns = slice(self.seen, None)
         width = self.input_ids.size(1) - self.seen
-        inserted = [InsertedEmbeddings(c.prompts * width + c.columns - self.seen, c.embeds) for c in self.inserted]
+        inserted = [(cells.prompts * width + cells.columns - self.seen, cells.embeds) for cells in self.inserted]
         cache = self._cache_of(stage)
         output = self.runner.run(
             self.input_ids[:, columns],

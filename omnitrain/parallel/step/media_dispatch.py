@@ -12,11 +12,11 @@ import torch
 
 from omnitrain.data.loading.socket_message import as_bytes
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
-from omnitrain.models.components.media_calls import MediaCall, media_calls
+from omnitrain.models.components.media_calls import media_calls
 from omnitrain.plan import StepPlan
 
 Swap = Callable[[Sequence[bytes]], list[bytes]]
-MediaCallsByName = Mapping[str, tuple[MediaCall, ...]]
+MediaCallsByName = Mapping[str, tuple[MediaGroup, ...]]
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class StepBatch:
     Attributes:
         packs: its micro-batches.
         plan: the plan of all ranks.
-        media_calls: for each micro-batch, media name -> the calls that this rank makes. Media without an entry: the
-            calls of the rank's pack.
+        media_calls: for each micro-batch, media name -> the items of each call that this rank makes. Media without an
+            entry: the calls of the rank's pack.
     """
 
     packs: tuple[Pack, ...]
@@ -48,7 +48,7 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     names = {name for component in moving for name in plan.topology.component(component).media}
     if not names:
         return StepBatch(tuple(packs), plan, tuple({} for _ in packs))
-    parcels: list[dict[int, MediaCall]] = [{} for _ in range(plan.topology.world_size)]
+    parcels: list[dict[int, MediaGroup]] = [{} for _ in range(plan.topology.world_size)]
     for index, name, item in _owned_items(plan, rank, packs):
         if name in names:
             parcels[plan.producer[index]][index] = item
@@ -60,45 +60,42 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     return StepBatch(tuple(_without_features(pack, names) for pack in packs), plan, calls)
 
 
-def _owned_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaCall]]:
-    """Index, media name, and a call with only this item, for all items that the rank owns."""
+def _owned_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaGroup]]:
+    """Index, media name, and a group with only this item, for all items that the rank owns."""
     indices = iter(np.flatnonzero(plan.owner == rank).tolist())
     for pack in packs if plan.topology.is_owner(rank) else ():
         batches = {**pack.inputs, **pack.targets}
         for name in plan.topology.media:
-            for call in media_calls(batches[name], pack.info.ids) if name in batches else ():
-                for item, sample in zip(call.items.split([1] * len(call.samples)), call.samples, strict=True):
-                    yield next(indices), name, MediaCall(item, (sample,))
+            for item in media_calls(batches[name], apart="items") if name in batches else ():
+                yield next(indices), name, item
 
 
 def _calls(
-    plan: StepPlan, rank: int, components: Sequence[str], micro_batch: int, items: Mapping[int, MediaCall]
-) -> dict[str, tuple[MediaCall, ...]]:
-    calls: dict[str, list[MediaCall]] = {}
+    plan: StepPlan, rank: int, components: Sequence[str], micro_batch: int, items: Mapping[int, MediaGroup]
+) -> dict[str, tuple[MediaGroup, ...]]:
+    calls: dict[str, list[MediaGroup]] = {}
     for component in components:
         for call in plan.calls_of(rank, component, micro_batch):
             if call.items:
                 name = plan.topology.call_sites[call.call_site].name
-                calls.setdefault(name, []).append(_one_call([items[index] for index in call.items]))
+                calls.setdefault(name, []).append(_one_group([items[index] for index in call.items]))
     return {name: tuple(of_media) for name, of_media in calls.items()}
 
 
-def _one_call(items: Sequence[MediaCall]) -> MediaCall:
-    """Concatenate items with equal shapes into one call."""
-    groups = [item.items for item in items]
-    return MediaCall(
-        MediaGroup(
-            features={name: torch.cat([group.features[name] for group in groups]) for name in groups[0].features},
-            num_rows={name: tuple(n for group in groups for n in group.num_rows[name]) for name in groups[0].num_rows},
-            num_tokens=tuple(count for group in groups for count in group.num_tokens),
-        ),
-        tuple(sample for item in items for sample in item.samples),
+def _one_group(groups: Sequence[MediaGroup]) -> MediaGroup:
+    """Concatenate items with equal shapes, for one call."""
+    return MediaGroup(
+        features={name: torch.cat([group.features[name] for group in groups]) for name in groups[0].features},
+        num_rows={name: tuple(n for group in groups for n in group.num_rows[name]) for name in groups[0].num_rows},
+        num_tokens=tuple(count for group in groups for count in group.num_tokens),
+        samples=tuple(sample for group in groups for sample in group.samples),
     )
 
 
 def _without_features(pack: Pack, names: set[str]) -> Pack:
     def stripped(batch: MediaBatch) -> MediaBatch:
-        return dataclasses.replace(batch, groups=tuple(MediaGroup({}, {}, group.num_tokens) for group in batch.groups))
+        groups = (dataclasses.replace(group, features={}, num_rows={}) for group in batch.groups)
+        return dataclasses.replace(batch, groups=tuple(groups))
 
     def strip(batches: Mapping[str, MediaBatch]) -> dict[str, MediaBatch]:
         return {name: stripped(batch) if name in names else batch for name, batch in batches.items()}

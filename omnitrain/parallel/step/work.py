@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import torch.distributed as dist
 
-from omnitrain.models.components.media_calls import MediaCall
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
@@ -45,8 +44,7 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
             group = _group_of(layout, component)
             exchanges[component.name] = Exchange(routes, group, made=made, is_differentiable=component.is_trained)
     media_calls = {
-        name: [MediaCall(call.items.to(model.device), call.samples) for call in drawn]
-        for name, drawn in batch.media_calls[micro_batch].items()
+        name: [items.to(model.device) for items in drawn] for name, drawn in batch.media_calls[micro_batch].items()
     }
     towers = {} if layout is None else {name: found.tower for name, found in layout.components.items()}
     together = {name: tower.sharing for name, tower in towers.items() if tower is not None}
