@@ -161,7 +161,7 @@ run R train.steps=2 train.optimizer.warmup_steps=100
     0  warmup_steps is 100, but the run has 2 steps: the learning rate only reaches 2% of its peak
 """
 
-IN_A_SHELL = ("show quikstart", "cp quickstart", "run broken.yaml", "run R --train.steps", "check R --pack-tokens")
+IN_A_SHELL = ("show quikstart", "cp quickstart", "run broken.yaml", "run R --train.steps=", "check R --pack-tokens")
 
 
 def mistakes(table: str) -> list[tuple[str, int, str]]:
