@@ -22,14 +22,15 @@ def test_a_recipe_is_verified_on_its_own_model_and_data(tmp_path: Path, ranks: R
 
 
 def test_a_recipe_stands_for_its_model(tmp_path: Path, ranks: RankPool) -> None:
-    recipe, ids = Recipe.load(str(tiny_recipe(tmp_path))), torch.arange(7)
+    recipe, ids = Recipe.load(str(tiny_recipe(tmp_path, text_only=True))), torch.arange(7)
     (row,) = verify(recipe, [{"input_ids": ids, "labels": ids}], ["dp2"], pool=ranks).rows
     assert row.status == "equal", row.reason
 
 
 def test_a_recipe_too_large_for_the_machine_is_shrunk_in_depth_and_rows(tmp_path: Path, ranks: RankPool) -> None:
     config = "model.foundation.config"
-    recipe = Recipe.load(str(tiny_recipe(tmp_path)), [f"{config}.num_hidden_layers=7", f"{config}.vocab_size=5000"])
+    path = tiny_recipe(tmp_path, text_only=True)
+    recipe = Recipe.load(str(path), [f"{config}.num_hidden_layers=7", f"{config}.vocab_size=5000"])
     parameters = num_parameters(model_of(recipe, "meta"))
     memory = needed_memory(parameters, 2) - 1
     report = verify_recipe(recipe, ["dp2"], nproc=2, num_samples=7, pool=ranks, memory=memory)
