@@ -6,16 +6,20 @@ tensor is therefore a partial gradient; the sum over all ranks is the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
+
+_BUCKET_BYTES = 2**26  # per collective
 
 # torch 2.13 renames them.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -82,6 +86,38 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = tensor.new_empty(group.size(), *tensor.shape)
     _all_gather(parts.view(-1), tensor.reshape(-1), group=group)
     return parts
+
+
+@torch.no_grad()
+def all_reduce_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """All-reduce tensors in place, many in one collective.
+
+    Args:
+        tensors: any shapes and dtypes, in the same order on all ranks; of a DTensor, this rank's shard.
+        group: the ranks.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        by_kind.setdefault((local.dtype, local.device), []).append(local)
+    for of_kind in by_kind.values():
+        for bucket in _buckets(of_kind):
+            flat = _flatten_dense_tensors(bucket)
+            dist.all_reduce(flat, group=group)
+            torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        size += tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
 
 
 def with_backward(forth: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:

@@ -208,7 +208,7 @@ def test_where_the_first_rank_cannot_write_no_rank_waits_for_it(ranks: RankPool,
 
 def refused_twice_then_trained(empty: Path) -> list[str]:
     ot.init_parallel_state()
-    foundation, told = qwen3_of_four_heads(), []
+    foundation, messages = qwen3_of_four_heads(), []
     frozen = ot.ParallelPlan(default=ot.ComponentPlan(freeze=True))
     with pytest.raises((UserError, WeightsError)):
         ot.build_parallelize_model(foundation, weights_path=str(empty), parallel_plan=frozen, **PLAIN)
@@ -217,9 +217,9 @@ def refused_twice_then_trained(empty: Path) -> list[str]:
     for build in (ot.build_parallelize_model, lambda m: ot.build_omni_model(foundation=m)):
         with pytest.raises(UserError, match="parallelized already") as again:
             build(foundation)
-        told.append(str(again.value))
+        messages.append(str(again.value))
     ot.accumulate_gradients(model, ot.step_planner(model)(packs()))
-    return told
+    return messages
 
 
 def test_after_a_refusal_the_model_is_as_it_was_and_a_second_layout_leaves_the_first(

@@ -43,11 +43,11 @@ def misspell_each_key(tree: Any, scratch: Path) -> int:
     Those of one depth are misspelt together. One that the refusal leaves out, as others came first, is misspelt alone.
     """
     cases = list(keys(tree))
-    told = {
+    refusals = {
         depth: refusal(tree, [key for key in cases if len(key) == depth], scratch) for depth in set(map(len, cases))
     }
     for key in cases:
-        together = line_of(key, told[len(key)])
+        together = line_of(key, refusals[len(key)])
         if f"did you mean `{key[-1]}`?" not in together:
             alone = refusal(tree, [key], scratch)
             line = line_of(key, alone)
@@ -63,10 +63,10 @@ def refusal(tree: Any, misspelt_keys: list[Key], scratch: Path) -> str:
     return str(refused.value)
 
 
-def line_of(key: Key, told: str) -> str:
+def line_of(key: Key, text: str) -> str:
     """The line about a misspelt key, or nothing."""
     path = ".".join(map(str, (*key[:-1], misspell(str(key[-1])))))
-    return next((line for line in told.splitlines() if line.startswith(f"  {path}: ")), "")
+    return next((line for line in text.splitlines() if line.startswith(f"  {path}: ")), "")
 
 
 def keys(node: Any, above: Key = ()) -> Iterator[Key]:

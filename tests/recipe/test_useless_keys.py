@@ -166,7 +166,7 @@ STANDS: dict[str, Always | Idle] = {
     "ExpertsBalance.bias_rate": idle("has no experts", "train.experts.bias_rate=0.1", base="text"),
     "ExpertsBalance.record": idle("has no experts", "train.experts.record=routes", base="text"),
     "ExpertsBalance.replay": idle("has no experts", "train.experts.replay=routes", base="text"),
-    "Track.to": Always("programs are told"),
+    "Track.to": Always("these programs get what is measured"),
     "Track.project": idle("only wandb and trackio use it", "train.track.to=[tensorboard]", "train.track.project=mine"),
     "Track.name": idle("only wandb and trackio use it", "train.track.name=mine"),
     "Trace.steps": idle("has no experts", "train.trace.steps=[1]", base="text"),

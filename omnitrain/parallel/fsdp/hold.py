@@ -80,10 +80,10 @@ class HeldUnits:
             for group in _groups(unit):
                 group.post_backward()
 
-    def add_up(self, names: Sequence[str]) -> None:
-        """Add gradients that were computed after the backward (in ``parameter.grad``) to those that units hold."""
-        for name in names:
-            for group in _groups(self._units[name]):
+    def add_up(self) -> None:
+        """Add gradients that were computed after a backward (in ``parameter.grad``) to those that units hold."""
+        for unit in self._units.values():
+            for group in _groups(unit):
                 for parameter in group.fsdp_params:
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.collectives import all_reduce_in_buckets
 from omnitrain.optim.gradients import Stages
 from omnitrain.parallel.pipeline.channel import Direction, StageChannel
 from omnitrain.parallel.pipeline.stages import (
@@ -134,15 +135,16 @@ def _new_group(columns: np.ndarray) -> dist.ProcessGroup:
 def units_by_stage(model: OmniModel, stages: PipelineStages) -> dict[int, tuple[str, ...]]:
     """Return stage of this rank -> its FSDP units, in the order of modules.
 
-    What is not part of a block belongs to this rank's first stage, if it is the model's first, else to its last.
+    What is not part of a block, such as embeddings that several stages read, belongs to this rank's first stage: its
+    backward is the last one, so all gradients are there when its units are reduced.
     """
     path = path_of_blocks(model)
     stage_of_block = {f"{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])}
-    home = 0 if 0 in stages.local else stages.local[-1]
+    first = stages.local[0]
     units: dict[int, list[str]] = {stage: [] for stage in stages.local}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            inside = next((s for block, s in stage_of_block.items() if f"{name}.".startswith(f"{block}.")), home)
+            inside = next((s for block, s in stage_of_block.items() if f"{name}.".startswith(f"{block}.")), first)
             units[inside].append(name)
     return {stage: tuple(names) for stage, names in units.items()}
 
@@ -159,11 +161,12 @@ def add_up_over_stages(model: nn.Module, pipeline: Pipeline, active: Sequence[st
         active: names of the parameters that got a gradient on some stage in this step; the same on all ranks.
     """
     wanted = set(active)
+    by_ranks: dict[tuple[int, ...], list[torch.Tensor]] = {ranks: [] for ranks in pipeline.shared}
     for name, parameter in model.named_parameters():
-        group = pipeline.shared.get(pipeline.held_by[name])
-        if group is None or name not in wanted or not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-        dist.all_reduce(local, group=group)
+        ranks = pipeline.held_by[name]
+        if ranks in by_ranks and name in wanted and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_ranks[ranks].append(parameter.grad)
+    for ranks, gradients in by_ranks.items():
+        all_reduce_in_buckets(gradients, pipeline.shared[ranks])

@@ -22,8 +22,8 @@ T = TypeVar("T")
 class PipelineRelay:
     """:class:`~omnitrain.models.omni.relay.StageRelay` of a pipeline.
 
-    Unlike :class:`~omnitrain.parallel.pipeline.messages.StageMessages`, it has no plan that tells the shapes of what a
-    stage sends, so they are sent first.
+    Unlike :class:`~omnitrain.parallel.pipeline.messages.StageMessages`, there is no step plan that gives the
+    shapes, so they are sent first.
 
     Args:
         pipeline: the pipeline.
@@ -53,11 +53,11 @@ class PipelineRelay:
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Return on all ranks what ``make`` returns on the rank with the first stage."""
-        return self._told(self._stages.first_rank, make)
+        return self._broadcast(self._stages.first_rank, make)
 
     def from_last(self, make: Callable[[], T]) -> T:
         """Return on all ranks what ``make`` returns on the rank with the last stage."""
-        return self._told(self._stages.last_rank, make)
+        return self._broadcast(self._stages.last_rank, make)
 
     def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:
         peer = self._stages.ranks[stage]
@@ -71,26 +71,26 @@ class PipelineRelay:
         buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in layout[0]]
         return self._channel.receive("F", buffers, peer, stage).wait()
 
-    def _told(self, teller: int, make: Callable[[], T]) -> T:
-        told: list[Any] = [None]
-        if self._stages.rank != teller:
-            dist.broadcast_object_list(told, group=self._column.group, group_src=teller)
-            return self._loaded(told[0])
+    def _broadcast(self, source: int, make: Callable[[], T]) -> T:
+        message: list[Any] = [None]
+        if self._stages.rank != source:
+            dist.broadcast_object_list(message, group=self._column.group, group_src=source)
+            return self._loaded(message[0])
         try:
             made = make()
-            told[0] = _saved(made, self._device)
+            message[0] = _saved(made, self._device)
             return made
-        except Exception as error:  # raised again here; the other ranks raise what they are told
+        except Exception as error:  # raised on the other ranks, too
             is_users = isinstance(error, UserError)
-            told[0] = UserError(str(error)) if is_users else TrainingError(f"{type(error).__name__}: {error}")
+            message[0] = UserError(str(error)) if is_users else TrainingError(f"{type(error).__name__}: {error}")
             raise
         finally:
-            dist.broadcast_object_list(told, group=self._column.group, group_src=teller)
+            dist.broadcast_object_list(message, group=self._column.group, group_src=source)
 
-    def _loaded(self, told: Any) -> Any:
-        if isinstance(told, Exception):
-            raise told
-        device, saved = told
+    def _loaded(self, received: Any) -> Any:
+        if isinstance(received, Exception):
+            raise received
+        device, saved = received
         return torch.load(io.BytesIO(saved), map_location={device: str(self._device)}, weights_only=False)
 
 

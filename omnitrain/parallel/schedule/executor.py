@@ -75,9 +75,9 @@ class Executor:
         batch: this rank's packs, and the step plan.
         weights: head -> weight of its loss; 1 where it is not given.
         on_output: see :func:`~omnitrain.parallel.schedule.accumulate.accumulate_gradients`.
-        on_phase: likewise.
-        forward_context: likewise.
-        routers: likewise.
+        on_phase: see there, as for the next two.
+        forward_context: a context around each forward.
+        routers: the model's routers.
     """
 
     def __init__(
@@ -141,7 +141,15 @@ class Executor:
                 self._held.finish()
             if self._pipeline is not None:
                 self._pipeline.channel.finish()
-        assert not self._live, f"no backward of {sorted(self._live)}"
+        left = {
+            *self._live,
+            *self._delayed,
+            *self._forward_in,
+            *self._forward_out,
+            *self._backward_in,
+            *self._backward_out,
+        }
+        assert not left, f"(stage, micro-batch) without all their actions: {sorted(left)}"
         return self._total
 
     def _open_messages(self) -> StageMessages:
@@ -174,8 +182,7 @@ class Executor:
             losses += self._losses(output) if self._trains else []
         else:
             sent = output
-            self._forward_out[stage, micro_batch] = sent
-            self._hand_over(self._forward_in, (stage + 1, micro_batch), sent)
+            self._hand_over(sent, self._forward_out, (stage, micro_batch), self._forward_in, stage + 1)
         balance = self._routers.loss() if self._routers is not None and self._trains else None
         if balance is not None:
             losses.append(balance)
@@ -205,8 +212,7 @@ class Executor:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if live.arrived:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
-            self._backward_out[key] = back
-            self._hand_over(self._backward_in, (key[0] - 1, key[1]), back)
+            self._hand_over(back, self._backward_out, key, self._backward_in, key[0] - 1)
 
     def _backward_of_inputs(self, action: Action) -> None:
         live = self._live[_key(action)]
@@ -218,7 +224,7 @@ class Executor:
         delayed = self._delayed.pop(_key(action))
         if self._trains and delayed is not None:
             delayed.accumulate()
-            self._held.add_up(self._units[action.stage])
+            self._held.add_up()
 
     def _send(self, action: Action) -> None:
         assert self._messages is not None and action.peer is not None
@@ -264,10 +270,20 @@ class Executor:
             return ()
         return tuple(tensor.requires_grad_(requires_grad) for tensor in inbox.pop(key).wait())
 
-    def _hand_over(self, inbox: dict[_Key, Arrival], key: _Key, tensors: Sequence[Tensor]) -> None:
-        """Give tensors to another stage of this rank; other ranks get them by a message."""
-        if self._pipeline is not None and self._pipeline.stages.ranks[key[0]] == self._pipeline.stages.rank:
-            inbox[key] = Arrival(tuple(tensor.detach() for tensor in tensors), ())
+    def _hand_over(
+        self,
+        tensors: tuple[Tensor, ...],
+        outbox: dict[_Key, tuple[Tensor, ...]],
+        key: _Key,
+        inbox: dict[_Key, Arrival],
+        to_stage: int,
+    ) -> None:
+        """Give what a stage made to another stage: to this rank's ``inbox``, or to ``outbox`` for a later send."""
+        assert self._pipeline is not None
+        if self._pipeline.stages.ranks[to_stage] == self._pipeline.stages.rank:
+            inbox[to_stage, key[1]] = Arrival(tuple(tensor.detach() for tensor in tensors), ())
+        else:
+            outbox[key] = tensors
 
     def _note(self, schedule: Schedule, number: int, action: Action) -> None:
         """Tell the position of this rank before its action ``number``."""

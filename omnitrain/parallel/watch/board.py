@@ -39,7 +39,7 @@ class StallBoard:
 
     def somebody_told(self) -> bool:
         """Return whether a rank has detected a stall."""
-        return self._store.check(["told"])
+        return self._store.check(["stalled"])
 
     def leave(self) -> None:
         """Note that this rank has left the loop."""
@@ -48,7 +48,7 @@ class StallBoard:
     def tell(self, answer: Answer, seconds: float) -> str | None:
         """Store this rank's answer; the first caller waits for the other answers and returns the report."""
         self._store.set(f"answer/{self.rank}", json.dumps(asdict(answer) | {"place": _plain(answer.place)}))
-        self._store.set("told", "")
+        self._store.set("stalled", "")
         if not self.may_report():
             return None
         finished = {rank for rank in range(self._world) if self._has(f"left/{rank}")}

@@ -81,7 +81,7 @@ class Answer:
     stack: str
 
 
-def behind(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[int]:
+def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[int]:
     """Return the ranks that the others wait for.
 
     Args:
@@ -143,7 +143,7 @@ def report(
         finished: ranks that had left the loop.
         seconds: time since the last progress of any rank, in seconds.
     """
-    culprits = behind(answers, silent)
+    culprits = awaited_ranks(answers, silent)
     lines = [f"the run stalled: no rank made progress for {seconds:.0f} s (train.stall_seconds)"]
     for rank in culprits:
         if rank in silent:

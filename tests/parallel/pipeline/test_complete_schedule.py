@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -8,6 +9,7 @@ from omnitrain.errors import ScheduleError
 from omnitrain.parallel.pipeline import apply
 from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.plan.schedule import Kind, Schedule, lower
+from omnitrain.plan.schedule.generators import KINDS
 from omnitrain.recipe.parallel import PipelineSchedule
 
 
@@ -47,3 +49,13 @@ def test_a_schedule_is_made_and_validated_once_for_each_number_of_micro_batches(
     schedules = [complete_schedule(PipelineSchedule(), 2, m) for m in (3, 4, 3, 4, 3)]
     assert made == [3, 4] and schedules[0] is schedules[2]
     assert any(action.kind is Kind.RECV_F for action in schedules[0].actions[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_reduces_its_first_stage_last(kind: str) -> None:
+    """So this stage may own the units that several stages of the rank read."""
+    for ranks, chunks, number in product((2, 4), (2, 3) if kind == "interleaved" else (None,), (4, 8, 9)):
+        schedule = complete_schedule(PipelineSchedule(kind=kind, chunks=chunks), ranks, number)
+        for rank, row in enumerate(schedule.actions):
+            reduced = [action.stage for action in row if action.kind is Kind.REDUCE]
+            assert reduced[-1] == schedule.stages_of(rank)[0]

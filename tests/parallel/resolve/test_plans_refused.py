@@ -274,7 +274,7 @@ def foundation_plan(**fields: Any) -> ot.ParallelPlan:
 
 
 @pytest.mark.parametrize(
-    ("pp", "parallel_plan", "told"),
+    ("pp", "parallel_plan", "message"),
     [
         (4, ot.ParallelPlan(), "pp: found 4: "),
         (2, foundation_plan(schedule={"split": [1, 2]}), r"split \[1, 2\] adds up to 3 blocks, but the model has 2"),
@@ -284,9 +284,9 @@ def foundation_plan(**fields: Any) -> ot.ParallelPlan:
     ],
 )
 def test_stages_that_do_not_fit_are_refused(
-    model: ot.OmniModel, pp: int, parallel_plan: ot.ParallelPlan, told: str
+    model: ot.OmniModel, pp: int, parallel_plan: ot.ParallelPlan, message: str
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         resolve(model, parallel_plan, pp=pp)
 
 

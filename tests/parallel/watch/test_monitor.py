@@ -22,7 +22,7 @@ from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
 from omnitrain.parallel.watch.monitor import StallMonitor
-from omnitrain.parallel.watch.report import Answer, Collectives, Place, behind, described, report
+from omnitrain.parallel.watch.report import Answer, Collectives, Place, awaited_ranks, described, report
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 
@@ -47,7 +47,7 @@ def sleep() -> None:
 
 
 def stop() -> None:
-    time.sleep(0.5)  # this place is told
+    time.sleep(0.5)  # until its position is stored
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -84,8 +84,8 @@ def test_the_rank_with_the_store_leaves_last() -> None:
     boards = [StallBoard(store, "stall", rank, 2) for rank in range(2)]
     answer = Answer(Place(), 0.0, {}, "")
     with ThreadPoolExecutor(1) as thread:
-        told = thread.submit(boards[0].tell, answer, 1.0)
-        assert (boards[1].tell(answer, 1.0) is None) != (told.result() is None)
+        first = thread.submit(boards[0].tell, answer, 1.0)
+        assert (boards[1].tell(answer, 1.0) is None) != (first.result() is None)
         parting = thread.submit(boards[0].part, has_reported=True)
         time.sleep(0.3)
         assert not parting.done()
@@ -140,30 +140,30 @@ def answer(place: Place, **counts: int) -> Answer:
 
 def test_the_rank_is_behind_that_has_begun_fewer_collectives_though_all_are_at_one_place() -> None:
     place = Place(3, 0, "encode", "image_encoder")
-    assert behind({0: answer(place, world=8), 1: answer(place, world=7), 2: answer(place, world=8)}) == [1]
+    assert awaited_ranks({0: answer(place, world=8), 1: answer(place, world=7), 2: answer(place, world=8)}) == [1]
 
 
-def test_a_rank_that_is_late_because_it_waits_for_another_is_not_behind() -> None:
+def test_a_rank_that_is_late_because_it_waits_for_another_is_not_named() -> None:
     place = Place(3, 0, "forward")
     # 0 waits for 1 in `dp`, 1 waits for 2 in `sp`.
-    assert behind({0: answer(place, dp=5), 1: answer(place, dp=4, sp=9), 2: answer(place, sp=8)}) == [2]
+    assert awaited_ranks({0: answer(place, dp=5), 1: answer(place, dp=4, sp=9), 2: answer(place, sp=8)}) == [2]
 
 
-def test_ranks_that_wait_for_each_other_are_all_behind() -> None:
+def test_ranks_that_wait_for_each_other_are_all_named() -> None:
     place = Place(3, 0, "forward")
-    assert behind({0: answer(place, a=2, b=1), 1: answer(place, a=1, b=2)}) == [0, 1]
+    assert awaited_ranks({0: answer(place, a=2, b=1), 1: answer(place, a=1, b=2)}) == [0, 1]
 
 
 def test_where_collectives_tell_nothing_the_least_progress_does_and_ties_are_all_named() -> None:
     places = [Place(3, 1, "backward"), Place(3, 1, "forward"), Place(3, None, "optimizer"), Place(3, 1, "forward")]
-    assert behind({rank: answer(place) for rank, place in enumerate(places)}) == [1, 3]
+    assert awaited_ranks({rank: answer(place) for rank, place in enumerate(places)}) == [1, 3]
     places = [Place(4, None, "data"), Place(4, 0, "encode"), Place(3, None, "save")]
-    assert behind({rank: answer(place) for rank, place in enumerate(places)}) == [2]
-    assert behind({rank: answer(place) for rank, place in enumerate(places[:2])}) == [0]
+    assert awaited_ranks({rank: answer(place) for rank, place in enumerate(places)}) == [2]
+    assert awaited_ranks({rank: answer(place) for rank, place in enumerate(places[:2])}) == [0]
 
 
 def test_a_silent_rank_is_behind_whatever_the_others_tell() -> None:
-    assert behind({0: answer(Place(1), world=1), 1: answer(Place(1), world=2)}, silent=[2]) == [2]
+    assert awaited_ranks({0: answer(Place(1), world=1), 1: answer(Place(1), world=2)}, silent=[2]) == [2]
 
 
 def test_the_report_names_place_samples_collective_and_those_that_wait() -> None:

@@ -30,7 +30,7 @@ def sleep() -> None:
 
 
 def stop() -> None:
-    time.sleep(0.5)  # this place is told
+    time.sleep(0.5)  # until its position is stored
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
