@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
-from pathlib import Path
 
 import pytest
 import torch
 
 from omnitrain.parallel.spawn.pool import RankPool
+from tests.side_by_side import CACHE
 
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 
-TESTS = Path(__file__).parent
 _POOLS: list[RankPool] = []
 _PRELOAD = ["omnitrain.train.trainer", "tests.tiny", "pytest"]  # what ranks of most tests import
 
@@ -29,9 +29,9 @@ def _rank_server(request: pytest.FixtureRequest, _own_cache: None) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Contracts are checked anew, and the user's cache is left alone."""
+    """Contracts are checked anew, once for all sessions, and the user's cache is left alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", os.environ.get(CACHE) or str(tmp_path_factory.mktemp("cache")))
         yield
 
 
@@ -48,8 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
-            if "parallel" not in item.path.relative_to(TESTS).parts:
-                item.add_marker("runs")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

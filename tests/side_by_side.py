@@ -1,27 +1,36 @@
-"""``make test``: three pytest sessions side by side, since ranks wait for each other much of the time.
+"""``make test``: four pytest sessions side by side, since ranks wait for each other much of the time.
 
-The sessions run the tests without ranks, the tests of ``tests/parallel`` on ranks, and all other tests on ranks. Each
-session on ranks has one warm pool. Tests are imported and collected once; the sessions are forks of that process.
-Arguments are those of pytest.
+Two sessions run the tests on ranks, each with one warm pool, and two the other tests. Tests are imported and collected
+once; the sessions are forks of that process. They share a cache of contracts. Arguments are those of pytest.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import sys
 import tempfile
+from pathlib import Path
 from typing import IO
 
 import pytest
 
 NO_TESTS = 5  # exit code of pytest where nothing was selected
+CACHE = "OMNITRAIN_TEST_CACHE"  # environment variable with the folder of the contracts
+RANKS, MORE_RANKS, ALONE, MORE_ALONE = "ranks", "more ranks", "alone", "more alone"
+SESSIONS = (RANKS, MORE_RANKS, ALONE, MORE_ALONE)
+TESTS = Path(__file__).parent
+OF_MORE_RANKS = ("schedule", "pipeline", "verify")  # folders of tests/parallel; chosen so that both take as long
+OF_MORE_ALONE = ("train", "cli", "benchmarks")
 
 
 def session_of(item: pytest.Item) -> str:
     """Return the name of the session that runs a test."""
+    room, *rest = item.path.relative_to(TESTS).parts
     if item.get_closest_marker("ranks") is None:
-        return "not ranks"
-    return "ranks and not runs" if item.get_closest_marker("runs") is None else "ranks and runs"
+        return MORE_ALONE if room in OF_MORE_ALONE else ALONE
+    return RANKS if room == "parallel" and rest[0] not in OF_MORE_RANKS else MORE_RANKS
 
 
 class SideBySide:
@@ -36,7 +45,9 @@ class SideBySide:
         """Keep the tests of one session in this process, and start the others."""
         if session.testsfailed or session.config.option.collectonly:
             return
-        own, *others = ("ranks and not runs", "ranks and runs", "not ranks")
+        gc.collect()
+        gc.freeze()  # no session collects what all have imported and collected
+        own, *others = SESSIONS
         for name in others:
             output = tempfile.TemporaryFile()  # noqa: SIM115 -- read when its process has ended
             sys.stdout.flush()
@@ -75,10 +86,12 @@ def _print_into(output: IO[bytes], session: pytest.Session) -> None:
 def main(arguments: list[str]) -> int:
     """Run all sessions; 0 if all passed. The first one prints at once, the others when it has ended."""
     sessions = SideBySide()
+    os.environ[CACHE] = tempfile.mkdtemp()
     code = int(pytest.main(["-q", "-m", "not slow", *arguments], plugins=[sessions]))
     if sessions.is_fork:
         return code
     codes = [code, *sessions.wait()]
+    shutil.rmtree(os.environ[CACHE])
     return int(any(code not in (0, NO_TESTS) for code in codes) or set(codes) == {NO_TESTS})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,18 @@ def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | 
             stages hold may be anything.
         pipeline: the pipeline; None: every rank holds all.
     """
+    if pipeline is None:
+        return {name: _whole(value) for name, value in values.items()}
     whole: dict[str, Tensor | None] = {}
-    for name, value in values.items():
-        holders = (0,) if pipeline is None else pipeline.held_by[name]
-        tensor = None
-        if pipeline is None or pipeline.stages.rank in holders:
-            tensor = _whole(value)
-        if pipeline is not None:
-            sent = [tensor]
-            dist.broadcast_object_list(sent, group=pipeline.group, group_src=holders[0])
-            tensor = sent[0]
-        whole[name] = tensor
-    return whole
+    for source in sorted({pipeline.held_by[name][0] for name in values}):
+        names = [name for name in values if pipeline.held_by[name][0] == source]
+        # A stage that holds them, too, must gather its shards with the others of its mesh.
+        sent: list[Any] = [
+            _whole(values[name]) if pipeline.stages.rank in pipeline.held_by[name] else None for name in names
+        ]
+        dist.broadcast_object_list(sent, group=pipeline.group, group_src=source)
+        whole |= dict(zip(names, sent, strict=True))
+    return {name: whole[name] for name in values}
 
 
 def _whole(value: Tensor | None) -> Tensor | None:

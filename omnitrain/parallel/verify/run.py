@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,10 +97,11 @@ def train(
     first_loss, collectives = 0.0, 0
     routed = _Routing(model, routing)
     for step in range(steps):
-        with _Collectives() as communication:
+        counted = _Collectives() if step == 0 else None
+        with counted or nullcontext():
             loss = accumulate_gradients(model, batch, forward_context=partial(routed.forward_context, step)).item()
-        if step == 0:
-            first_loss, collectives = _summed(loss), communication.count
+        if counted is not None:
+            first_loss, collectives = _summed(loss), counted.count
             gradients = whole({name: parameter.grad for name, parameter in trained.items()})
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

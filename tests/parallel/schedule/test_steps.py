@@ -33,7 +33,7 @@ def four_blocks() -> OmniModel:
 
 
 def random_steps() -> Drawn:
-    """Thirty steps of one to nine micro-batches: any modalities, nothing at all, text alone."""
+    """Thirty steps: one to nine micro-batches, then one to three; any modalities, nothing at all, text alone."""
     rng = np.random.default_rng(0)
     every = tiny_samples(tiny_processor(four_blocks()), 3 * len(TASKS))
     text = [sample for sample in every if not sample.spans]
@@ -42,7 +42,7 @@ def random_steps() -> Drawn:
         pool = [every, every, text, []][int(rng.integers(4))] if step % 5 else text
         return [pool[i] for i in rng.integers(0, len(pool), int(rng.integers(1, 3)))] if pool else []
 
-    numbers = [1 + step % MOST for step in range(STEPS)]
+    numbers = [1 + step % MOST if step < MOST else 1 + step % 3 for step in range(STEPS)]
     return [[[drawn(step) for _ in range(number)] for _ in range(2)] for step, number in enumerate(numbers)]
 
 
