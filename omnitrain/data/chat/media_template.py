@@ -44,6 +44,6 @@ def template_with_media(template: str, media: Mapping[str, str]) -> str:
     )
 
 
-def _literal(value: object) -> str:
+def _literal(value: str | Mapping[str, str]) -> str:
     """Write texts, and dicts of texts, as Jinja reads them."""
-    return json.dumps(value if isinstance(value, str) else dict(value), ensure_ascii=False)  # type: ignore[call-overload]
+    return json.dumps(value if isinstance(value, str) else dict(value), ensure_ascii=False)

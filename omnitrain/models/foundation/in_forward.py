@@ -86,11 +86,7 @@ class ForwardReader:
         Raises:
             UserError: names the sample.
         """
-        if pack.forward_inputs:
-            raise UserError(
-                f"sample {pack.info.ids[0]!r}: the forward of {self._name} reads its media and needs the whole pack, "
-                "but ranks share its sequence; set ulysses and cp to 1, or remove such samples"
-            )
+        self._refuse(pack, "and needs the whole pack, but ranks share its sequence; set ulysses and cp to 1")
 
     def require_whole_model(self, pack: Pack) -> None:
         """Refuse a pack for a pipeline stage if the foundation's own forward reads its media.
@@ -98,10 +94,13 @@ class ForwardReader:
         Raises:
             UserError: names the sample.
         """
+        self._refuse(pack, "and each pipeline stage would run its towers; set pp to 1")
+
+    def _refuse(self, pack: Pack, reason: str) -> None:
         if pack.forward_inputs:
             raise UserError(
-                f"sample {pack.info.ids[0]!r}: the forward of {self._name} reads its media, and each "
-                "pipeline stage would run their towers; set pp to 1, or remove such samples"
+                f"sample {pack.info.ids[0]!r}: the forward of {self._name} reads its media, {reason}, or remove such "
+                "samples"
             )
 
     def reaches_alone(self, name: str) -> bool:

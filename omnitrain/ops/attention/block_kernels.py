@@ -70,9 +70,9 @@ class CpuFlash:
     def attend(  # noqa: D102
         self, query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float
     ) -> tuple[Tensor, Tensor]:
-        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
+        states = _equal_heads(query, key, value)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x[None] for x in states), 0.0, seen == CAUSAL_SEEN, scale=scale
+            *states, 0.0, seen == CAUSAL_SEEN, scale=scale
         )
         return out[0], lse[0]
 
@@ -87,9 +87,9 @@ class CpuFlash:
         seen: Seen,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        states = (query, repeat_heads(key[None], len(query))[0], repeat_heads(value[None], len(query))[0])
+        states = _equal_heads(query, key, value)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x[None] for x in (grad, *states, out, lse)), 0.0, seen == CAUSAL_SEEN, scale=scale
+            grad[None], *states, out[None], lse[None], 0.0, seen == CAUSAL_SEEN, scale=scale
         )
         return dq[0], _of_key_heads(dk[0], len(key)), _of_key_heads(dv[0], len(value))
 
@@ -109,11 +109,8 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor]:
         width = aligned(query.size(-1))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(_rows(x, width) for x in (query, key, value)),
-            None,
-            None,
-            query.size(1),
-            key.size(1),
+            *(_tokens_first(x, width) for x in (query, key, value)),
+            *_lengths(query, key),
             0.0,
             seen == CAUSAL_SEEN,
             return_debug_mask=False,
@@ -121,7 +118,7 @@ class CudaFlash:
             window_size_left=seen[0],
             window_size_right=seen[1],
         )
-        return _heads(out, value.size(-1)), lse[0]
+        return _heads_first(out, value.size(-1)), lse[0]
 
     def attend_backward(  # noqa: D102
         self,
@@ -137,12 +134,9 @@ class CudaFlash:
         width = aligned(query.size(-1))
         no_dropout = query.new_empty(0)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *(_rows(x, width) for x in (grad, query, key, value, out)),
+            *(_tokens_first(x, width) for x in (grad, query, key, value, out)),
             lse[None].contiguous(),  # the kernel reads no strides of the lse
-            None,
-            None,
-            query.size(1),
-            key.size(1),
+            *_lengths(query, key),
             0.0,
             seen == CAUSAL_SEEN,
             no_dropout,
@@ -151,20 +145,30 @@ class CudaFlash:
             window_size_left=seen[0],
             window_size_right=seen[1],
         )
-        return _heads(dq, query.size(-1)), _heads(dk, key.size(-1)), _heads(dv, value.size(-1))
+        return _heads_first(dq, query.size(-1)), _heads_first(dk, key.size(-1)), _heads_first(dv, value.size(-1))
 
 
 KERNELS: dict[str, BlockKernel] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
 
 
-def _rows(states_HNX: Tensor, width: int) -> Tensor:
+def _tokens_first(states_HNX: Tensor, width: int) -> Tensor:
     """``[1, N, H, width]``, padded with zeros."""
     return padded(states_HNX.transpose(0, 1)[None], width)
 
 
-def _heads(rows_1NHX: Tensor, width: int) -> Tensor:
+def _heads_first(states_1NHX: Tensor, width: int) -> Tensor:
     """``[H, N, width]``, without the padding."""
-    return rows_1NHX[0, ..., :width].transpose(0, 1)
+    return states_1NHX[0, ..., :width].transpose(0, 1)
+
+
+def _lengths(query: Tensor, key: Tensor) -> tuple[None, None, int, int]:
+    """Arguments of the CUDA kernels: no ``cu_seqlens`` of queries and keys, numbers of queries and keys."""
+    return None, None, query.size(1), key.size(1)
+
+
+def _equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``[1, H, tokens, width]`` each."""
+    return query[None], repeat_heads(key[None], len(query)), repeat_heads(value[None], len(query))
 
 
 def _of_key_heads(grad_HMX: Tensor, key_heads: int) -> Tensor:

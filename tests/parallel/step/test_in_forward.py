@@ -31,7 +31,7 @@ def test_a_text_only_rank_gives_the_gradients_of_one_process(ranks: RankPool) ->
     assert (data.status, tensor.status) == ("equal", "equal"), report
     assert sequence.status == "refused"
     assert (
-        "the forward of Qwen2AudioForConditionalGeneration reads its media and needs the whole pack" in sequence.reason
+        "the forward of Qwen2AudioForConditionalGeneration reads its media, and needs the whole pack" in sequence.reason
     )
 
 
