@@ -39,9 +39,10 @@ def find_recipe(path: str | Path) -> Path:
     shipped = list_recipes()
     if str(path) in shipped:
         return shipped[str(path)]
+    advice = hint(Path(path).stem, shipped) if shipped else "that folder contains no recipe"
     raise RecipeError(
         f"no recipe `{path}`: looked for the file {Path(path).absolute()} and for a shipped recipe with that name in "
-        f"{recipes_folder()}; {_advice(Path(path).stem, shipped)}"
+        f"{recipes_folder()}; {advice}"
     )
 
 
@@ -75,7 +76,3 @@ def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> P
     except OSError as error:
         raise RecipeError(f"{target} cannot be written: {error.strerror}; choose another destination") from None
     return target
-
-
-def _advice(stem: str, shipped: dict[str, Path]) -> str:
-    return hint(stem, shipped) if shipped else "that folder contains no recipe"

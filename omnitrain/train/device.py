@@ -33,16 +33,11 @@ def use_device(settings: Train) -> torch.device:
     if device.type == "cpu":
         return device
     if local_world_size() > 1:
-        device = _device_of_rank(device)
+        require_devices(device, local_world_size())
+        device = torch.device("cuda", local_rank())
     if device.index is not None:  # triton kernels, process groups and meshes use the current device
         torch.cuda.set_device(device)
     return device
-
-
-def _device_of_rank(requested: torch.device) -> torch.device:
-    """Return the CUDA device of this rank if the machine has several ranks."""
-    require_devices(requested, local_world_size())
-    return torch.device("cuda", local_rank())
 
 
 def require_devices(requested: torch.device, ranks: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from omnitrain.data.loading.data_process import run_ahead
-from omnitrain.data.loading.order import Draw, SampleOrder
+from omnitrain.data.loading.order import SampleOrder
 from omnitrain.data.loading.packer import SlotPacker
 from omnitrain.data.loading.slot_rows import PreparedRows, SlotRows
 from omnitrain.data.loading.slots import LoaderState, RankShare, SlotState, share_of_rank
@@ -68,7 +68,10 @@ class _Steps:
             UserError: the model cannot use the data.
             TrainingError: a process that prepares rows was killed.
         """
-        draws = {slot: self._draws(state) for slot, state in self.slots.items()}
+        draws = {
+            slot: chain([self.order[index] for index in state.held], self.order.draws(state.next_index))
+            for slot, state in self.slots.items()
+        }
         context = self.then if isinstance(self.then, AbstractContextManager) else contextlib.nullcontext()
         with context, SlotRows(self.rows, draws, helpers=max(0, self.data.workers - 1)) as rows:
             packers = [
@@ -80,9 +83,6 @@ class _Steps:
                 slots = {slot: packer.state for slot, packer in zip(self.slots, packers, strict=True)}
                 rejected = tuple(row for packer in packers for row in packer.take_rejected())
                 yield _LoadedStep(self.then(packs) if self.then else packs, slots, rejected)
-
-    def _draws(self, state: SlotState) -> Iterator[Draw]:
-        return chain((self.order[index] for index in state.held), self.order.draws(state.next_index))
 
     def _pack(self, chosen: list[Sample]) -> Pack:
         samples = balanced_shares(chosen, self.share.num_shares)[self.share.share]

@@ -143,9 +143,10 @@ def build_omni_model(
         _require_hidden_size(hidden_size, attached, names)
         _require_new_modalities(attached, names)
         parts = {"foundation": base, **attached["encoders"], **attached["decoders"]}
+        loaded = saved.config if saved is not None and base is saved.foundation else base
         config = OmniConfig(
             foundation=as_dict(base.config),
-            unused_tensors=_unused_tensors(base, saved),
+            unused_tensors=getattr(loaded, "unused_tensors", None),
             **{
                 kind: {name: as_dict(component.config) for name, component in group.items()}
                 for kind, group in attached.items()
@@ -156,12 +157,6 @@ def build_omni_model(
         kept = {name for name, part in parts.items() if getattr(saved, name, None) is part}
         model.renamed = {name: now for name, now in saved.renamed.items() if name.partition(".")[0] in kept}
     return model if init_device == "meta" else model.to(init_device)
-
-
-def _unused_tensors(base: PreTrainedModel, saved: OmniModel | None) -> Any:
-    if saved is not None and base is saved.foundation:
-        return saved.config.unused_tensors
-    return getattr(base, "unused_tensors", None)
 
 
 def _require_new_names(saved: OmniModel, encoders: dict[str, Any], decoders: dict[str, Any]) -> None:

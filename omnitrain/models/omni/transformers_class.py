@@ -41,7 +41,9 @@ def as_transformers_class(model: OmniModel) -> PreTrainedModel:
     encoder = _only_vision_encoder(model)
     foundation = model.foundation
     features, num_tokens = encoder.minimal_input()
-    features = features | {"pixel_values": _noise(features["pixel_values"])}
+    zeros = features["pixel_values"]
+    noise = torch.randn(zeros.shape, generator=torch.Generator().manual_seed(0)).to(zeros.dtype)
+    features = features | {"pixel_values": noise}
     settings = ProjectorSettings(**(encoder.config.projector or {}))
     config = AutoConfig.for_model(
         vision_config=as_dict(encoder.tower.config),
@@ -76,10 +78,6 @@ def _only_vision_encoder(model: OmniModel) -> VisionEncoder:
     if encoders[0].takes_grid:
         raise UserError(f"no class of transformers joins a {type(encoders[0].tower).__name__} to any language model")
     return encoders[0]
-
-
-def _noise(like: torch.Tensor) -> torch.Tensor:
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like.dtype)
 
 
 def _tokens_before_patches(encoder: VisionEncoder, pixels: torch.Tensor) -> int:

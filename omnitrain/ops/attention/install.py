@@ -73,14 +73,11 @@ def use_omnitrain_attention(model: torch.nn.Module, backend: str = AUTO) -> tupl
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation_internal", None) is not None and id(config) not in fixed_configs:
-            config._attn_implementation_internal = _register(_implementation(config, backend))
+            # With "flash" in the name, transformers would refuse chunked attention, which a spec describes exactly.
+            passes_offsets = config_value(config, "attention_chunk_size") is None
+            implementation = Implementation(backend, plain_implementation(config), passes_offsets)
+            config._attn_implementation_internal = _register(implementation)
     return tuple(sorted({type(module).__name__ for module in fixed}))
-
-
-def _implementation(config: Any, backend: str) -> Implementation:
-    # With "flash" in the name, transformers would refuse chunked attention, which a spec describes exactly.
-    passes_offsets = config_value(config, "attention_chunk_size") is None
-    return Implementation(backend, plain_implementation(config), passes_offsets)
 
 
 def _register(implementation: Implementation) -> str:

@@ -8,7 +8,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
@@ -101,7 +100,7 @@ def linear_cross_entropy(
         count = int((labels != IGNORED).sum())
     kept = None if count == labels.numel() else (labels != IGNORED).nonzero().flatten()
     chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
-    group = _group_of(weight)
+    group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None  # ranks that share the classes
     if group is not None:
         if backend not in ("auto", "torch"):
             raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
@@ -114,11 +113,6 @@ def linear_cross_entropy(
         hidden, weight, bias, labels, kept, chunk_rows, chosen.run, torch.is_grad_enabled()
     )
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows)
-
-
-def _group_of(weight: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that share the classes; None: this one has them all."""
-    return weight.device_mesh.get_group() if isinstance(weight, DTensor) else None
 
 
 def _own(tensor: Any) -> Any:

@@ -60,8 +60,8 @@ class PipelineRelay:
         return self._broadcast(self._stages.last_rank, make)
 
     def _send(self, stage: int, tensors: Sequence[Tensor]) -> None:
-        peer = self._stages.ranks[stage]
-        dist.send_object_list([_layout_of(tensors)], group=self._column.group, group_dst=peer)
+        peer, layout = self._stages.ranks[stage], [(tensor.shape, tensor.dtype) for tensor in tensors]
+        dist.send_object_list([layout], group=self._column.group, group_dst=peer)
         self._channel.send("F", tensors, peer, stage)
 
     def _received(self, stage: int) -> tuple[Tensor, ...]:
@@ -92,10 +92,6 @@ class PipelineRelay:
             raise received
         device, saved = received
         return torch.load(io.BytesIO(saved), map_location={device: str(self._device)}, weights_only=False)
-
-
-def _layout_of(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _saved(value: object, device: torch.device) -> tuple[str, bytes]:

@@ -22,7 +22,7 @@ def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchW
     plan = batch.plan
     layout = layout_of(model)
     ranks = np.array(layout.state.loss_ranks if layout is not None else range(plan.topology.world_size))
-    rank = int(np.searchsorted(ranks, _rank()))
+    rank = int(np.searchsorted(ranks, dist.get_rank() if dist.is_initialized() else 0))
     calls, heads, exchanges, cut = {}, set(), {}, set()
     sequence_slice = (
         None if layout is None else slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
@@ -64,7 +64,3 @@ def _group_of(layout: ModelLayout | None, component: PlannedComponent) -> dist.P
     if layout is None:
         return None
     return layout.state.loss_group if component.place == "world" else layout.state.sequence_group
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
