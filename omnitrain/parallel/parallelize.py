@@ -1,8 +1,9 @@
-"""``build_parallelize_model``: resolve the plan of every component, then apply each feature in a fixed order."""
+"""``build_parallelize_model``: prepare (merge settings, refuse contradictions), load, apply each feature in order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.adapters.lora import adapters_of, add_lora
+from omnitrain.models.adapters.lora import Adapters, adapters_of, add_lora
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.build import build_omni_model, require_device
@@ -109,13 +110,48 @@ def build_parallelize_model(
         enable_fsdp_offload=(enable_fsdp_offload, bool, "True or False"),
     )
     require_device(init_device or "cpu")
-    weights_path = None if weights_path is None else str(weights_path)
-    state = parallel_state or get_parallel_state()
+    flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
+    path = None if weights_path is None else str(weights_path)
+    prepared = _prepare(model, path, parallel_state or get_parallel_state(), parallel_plan or ParallelPlan(), flags)
+    broadcasts = _load(prepared, model, path, init_device)
+    _apply(prepared, broadcasts=broadcasts, full_shard=enable_full_shard)
+    return prepared.model
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What to apply to a model: all settings merged, and accepted.
+
+    Attributes:
+        model: the omni model, not changed yet.
+        state: the ranks.
+        plan: the user's plan.
+        plans: component -> its complete plan.
+        tensors: the styles of tensor parallelism.
+        tokens: whether Megatron's sequence parallelism applies; None: the plan does not ask for it.
+        adapters: component -> LoRA adapters that its plan adds.
+        stored: component -> LoRA adapters in the checkpoint.
+        lacks_weights: for each rank, whether its model is on the meta device.
+    """
+
+    model: OmniModel
+    state: ParallelState
+    plan: ParallelPlan
+    plans: dict[str, ComponentPlan]
+    tensors: TensorPlan
+    tokens: TokenSharding | None
+    adapters: Mapping[str, Adapters]
+    stored: Mapping[str, Adapters]
+    lacks_weights: Sequence[bool]
+
+
+def _prepare(
+    model: PreTrainedModel, weights_path: str | None, state: ParallelState, plan: ParallelPlan, flags: CallFlags
+) -> _Prepared:
+    """Merge the plan, the state and the flags; refuse contradictions. The model stays as it is."""
     if is_spread(model):
         raise UserError("the model is parallelized already; build a new one to use another layout")
     omni = model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
-    flags = CallFlags(enable_mixed_precision, enable_gradient_checkpointing, enable_fsdp_offload)
-    plan = parallel_plan or ParallelPlan()
     tensors = tensor_plan(omni, plan, state.size("tp"))
     stored = rank0_first(partial(adapters_at, weights_path, omni)) if weights_path is not None and omni is model else {}
     present = stored | adapters_of(omni)
@@ -126,46 +162,68 @@ def build_parallelize_model(
     require_one_source(omni, weights_path, is_bare=lacks_weights[SOURCE])
     require_same_math(omni.foundation, tensors.styles, state)
     tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
+    return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, lacks_weights)
 
+
+def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None, init_device: str | None) -> bool:
+    """Load the weights on rank 0; return whether the other ranks get theirs from it while the model is sharded."""
+    omni = prepared.model
     if weights_path is not None:
         rank0_first(partial(load_weights, model, weights_path))
-        add_lora(omni, stored)
+        add_lora(omni, prepared.stored)
     if init_device not in (None, "meta") and omni.device.type != "meta":
         omni.to(init_device)
-    broadcasts = state.world_size > 1 and (weights_path is not None or any(lacks_weights))
+    broadcasts = prepared.state.world_size > 1 and (weights_path is not None or any(prepared.lacks_weights))
     (require_same_parameters if broadcasts else require_equal_weights)(omni)
+    return broadcasts
 
+
+def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
+    """Apply each feature, in this order."""
+    omni, state, plans, tokens = prepared.model, prepared.state, prepared.plans, prepared.tokens
+    foundation, device = plans[FOUNDATION], device_of(state.fsdp_mesh)
+
+    # What trains, and in which precision
     _freeze(omni, plans)
-    add_lora(omni, adapters)
+    add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    loader = BroadcastLoader(omni, device_of(state.fsdp_mesh)) if broadcasts else None
+    loader = BroadcastLoader(omni, device) if broadcasts else None
     _set_precision(omni, plans)  # the broadcast casts each tensor to the dtype set here
-    pipeline = cut_into_stages(omni, plans[FOUNDATION], state)
+
+    # Pipeline: which parameters this rank has
+    pipeline = cut_into_stages(omni, foundation, state)
     absent = frozenset() if pipeline is None else pipeline.absent
     if loader is not None:
         loader.absent = absent
     else:
         drop_parameters(omni, absent)
-    ends = () if tokens is None else tokens.ends_in(tensors.styles)
-    shard_matrices(omni, styles_with_adapters(tensors.styles, omni.renamed), state.tp_mesh, ends)
+
+    # Tensor parallelism, with Megatron's sequence parallelism
+    ends = () if tokens is None else tokens.ends_in(prepared.tensors.styles)
+    shard_matrices(omni, styles_with_adapters(prepared.tensors.styles, omni.renamed), state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
         apply_sequence_parallel(omni.foundation, [omni.get_submodule(name) for name in ends], state.tp_mesh.get_group())
-    experts = _spread_experts(omni, plans, plan, state)
-    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if plans[FOUNDATION].async_ulysses else None
+
+    # Experts, async Ulysses, towers that ranks share
+    experts = _spread_experts(omni, plans, prepared.plan, state)
+    async_ulysses = apply_async_ulysses(omni, state.size("sp")) if foundation.async_ulysses else None
     towers = _share_towers(omni, plans, state)
+
+    # Each FSDP unit: recompute and offload, compile, shard
     units = find_units(omni, experts)
     activations = _apply_recompute_and_offload(omni, plans, units, state)
-    compiled = compile_blocks(omni.foundation, device_of(state.fsdp_mesh)) if plans[FOUNDATION].compile else None
+    compiled = compile_blocks(omni.foundation, device) if foundation.compile else None
     meshes = _meshes(plans, state)
-    sharding = {name: _sharding(plan, meshes[name], state, enable_full_shard) for name, plan in plans.items()}
+    sharding = {name: _sharding(plan, meshes[name], state, full_shard) for name, plan in plans.items()}
     shard(omni, units, sharding, fill=None if loader is None else loader.fill, absent=absent)
+
+    # What was applied
     of_foundation = {"compiled": compiled, "async_ulysses": async_ulysses, "tokens": tokens}
     components = _layouts(omni, plans, meshes, units, activations, towers, of_foundation)
     remember_layout(omni, ModelLayout(state, components, pipeline))
     if pipeline is not None:
-        omni.relay = PipelineRelay(pipeline, GlooGroup(state.shape.groups("pp")), device_of(state.fsdp_mesh))
+        omni.relay = PipelineRelay(pipeline, GlooGroup(state.shape.groups("pp")), device)
     omni.takes_batches = False
-    return omni
 
 
 def _require_types(**arguments: tuple[object, Any, str]) -> None:
