@@ -61,7 +61,7 @@ class StageChannel:
 
     def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], rank: int) -> None:
         self._groups, self._rank = groups, rank
-        self._sent: list[tuple[dist.Work, Tensor, int]] = []
+        self._sent: dict[tuple[str, int], list[tuple[dist.Work, Tensor, int]]] = {}
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Send tensors to a rank, without waiting.
@@ -74,13 +74,13 @@ class StageChannel:
         """
         group = self._groups[kind, peer > self._rank]
         receiver = dist.get_global_rank(group, peer)
-        self._sent = [message for message in self._sent if not message[0].is_completed()]
+        self._free((kind, peer))
         for index, tensor in enumerate(tensors):
             whole = tensor.detach().contiguous()
             with _named(receiver):
                 work = dist.isend(whole, group=group, group_dst=peer, tag=tag << 8 | index)
             assert work is not None
-            self._sent.append((work, whole, receiver))
+            self._sent.setdefault((kind, peer), []).append((work, whole, receiver))
 
     def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Arrival:
         """Post the receives of a message, without waiting.
@@ -101,9 +101,25 @@ class StageChannel:
             works.append(work)
         return Arrival(tuple(like), works, sender)
 
+    def _free(self, of: tuple[str, int]) -> None:
+        """Free the messages of a kind to a peer that have left.
+
+        Gloo does not tell whether one has left, so we wait for it. That never ends in a deadlock: a schedule is valid
+        only if its sends may wait for their receives, and this waits no earlier than the next send does.
+        """
+        sent = self._sent.get(of, [])
+        if any(tensor.device.type == "cpu" for _, tensor, _ in sent):
+            self._wait(sent)
+        self._sent[of] = [message for message in sent if not message[0].is_completed()]
+
     def finish(self) -> None:
         """Wait until everything that was sent has left, and free it."""
-        for work, _, receiver in self._sent:
+        for sent in self._sent.values():
+            self._wait(sent)
+        self._sent.clear()
+
+    @staticmethod
+    def _wait(sent: Sequence[tuple[dist.Work, Tensor, int]]) -> None:
+        for work, _, receiver in sent:
             with _named(receiver):
                 work.wait()
-        self._sent.clear()

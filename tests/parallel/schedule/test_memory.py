@@ -1,0 +1,90 @@
+"""The memory of a step follows the live activations of its schedule, however many micro-batches it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import init_parallel_state
+from omnitrain.parallel.step.plan import step_planner
+from omnitrain.plan.schedule import Action, Kind
+from omnitrain.recipe import ComponentPlan, ParallelPlan
+from tests.families import FAMILIES
+from tests.models.staged import with_layers
+from tests.peaks import peak_bytes
+
+TOKENS, FEW, MANY = 512, 2, 6
+
+
+def packs(number: int) -> list[Pack]:
+    """Texts of one length; activations take many times the memory of parameters."""
+    ids, mask = np.arange(TOKENS) % 50 + 3, np.arange(TOKENS) > 0
+    return [
+        Pack.from_samples([Sample(f"{index}", "text", ids, mask, np.arange(TOKENS), index=index)])
+        for index in range(number)
+    ]
+
+
+def peaks_on_rank(chunks: int) -> list[tuple[int, int]]:
+    """Of steps with few and with many micro-batches: bytes at the peak, and those of live activations at their peak."""
+    config = with_layers(FAMILIES["qwen3"](), 8)
+    model = build_parallelize_model(
+        build_omni_model(foundation=foundation_class(config)(config)).train(),
+        parallel_state=init_parallel_state(pp_size=2),
+        parallel_plan=ParallelPlan(components={"foundation": ComponentPlan(schedule={"chunks": chunks})}),
+        enable_mixed_precision=False,
+    )
+    pipeline, planner = layout_of(model).pipeline, step_planner(model)
+    saved: list[int] = []
+
+    @contextmanager
+    def counted(*_: object) -> Iterator[None]:
+        """Add up the bytes that a forward saves for its backward."""
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        for parameter in model.parameters():
+            if not parameter.is_meta and type(parameter) is nn.Parameter:  # those of other stages are not gathered
+                storages.pop(parameter.untyped_storage().data_ptr(), None)
+        saved.append(sum(storages.values()))
+
+    def actions_of(number: int) -> list[Action]:
+        return [action for action in pipeline.schedule_of(number).actions[pipeline.stages.rank] if action.passes]
+
+    accumulate_gradients(model, planner(packs(FEW)), forward_context=counted)
+    forwards = [action.stage for action in actions_of(FEW) if action.kind is Kind.F]
+    of_stage = dict(zip(forwards, saved, strict=True))
+    found = []
+    for number in (FEW, MANY):
+        model.zero_grad(set_to_none=True)
+        batch = planner(packs(number))
+        peak = peak_bytes(lambda batch=batch: accumulate_gradients(model, batch))
+        changes = [of_stage[action.stage] * (1 if action.kind is Kind.F else -1) for action in actions_of(number)]
+        found.append((peak, int(np.cumsum(changes).max())))
+    return found
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_memory_follows_the_peak_of_live_activations(ranks: RankPool, chunks: int) -> None:
+    for (few, live_few), (many, live_many) in ranks.run(peaks_on_rank, chunks, timeout_s=60, world=2):
+        assert live_few > 0.8 * few  # what is live is what takes memory
+        assert many == pytest.approx(few + live_many - live_few, rel=0.05)
