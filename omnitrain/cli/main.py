@@ -142,10 +142,10 @@ def check(
     ],
     overrides: OverridesArgument = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Number of ranks of the run. Default: a number that the plan fits.", min=1)
+        int | None, typer.Option(help="Number of ranks of the run. Default: a number that fits the plan.", min=1)
     ] = None,
     no_tokenizer: Annotated[
-        bool, typer.Option("--no-tokenizer", help="Check what needs neither tokenizer nor data.")
+        bool, typer.Option("--no-tokenizer", help="Skip the checks that need the tokenizer or the data.")
     ] = False,
 ) -> None:
     """Validate a recipe (or a model) without loading weights, and list problems."""
@@ -297,7 +297,7 @@ def schedule(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Number of ranks of the run. Default: a number that the plan fits.", min=1)
+        int | None, typer.Option(help="Number of ranks of the run. Default: a number that fits the plan.", min=1)
     ] = None,
     forward: Annotated[
         float | None, typer.Option(help="Seconds of the forward of a micro-batch through all stages.")
@@ -309,7 +309,7 @@ def schedule(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the stages and the simulated step.")
     ] = None,
 ) -> None:
-    """Show the stages and the schedule of a recipe's pipeline, and simulate a step, without ranks."""
+    """Show the stages and the schedule of a recipe's pipeline, and simulate a step. Starts no ranks."""
     import json
 
     from omnitrain.recipe import Recipe

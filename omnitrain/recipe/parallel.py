@@ -43,15 +43,15 @@ class PlanError(RecipeError):
 
 
 class Precision(Strict):
-    """Number formats. Unset: fp32 parameters and reductions; `train.precision` for computation."""
+    """Dtypes. Unset: fp32 parameters and reductions; `train.precision` for computation."""
 
     param: DType | None = Field(
         None,
-        description="Format of the parameter shards and of the optimizer's state. Unset: fp32 for parameters that "
+        description="Dtype of the parameter shards and of the optimizer's state. Unset: fp32 for parameters that "
         "train; frozen parameters keep their own.",
     )
-    compute: DType | None = Field(None, description="Format of parameters and activations in forward and backward.")
-    reduce: DType | None = Field(None, description="Format in which gradients are summed over ranks.")
+    compute: DType | None = Field(None, description="Dtype of parameters and activations in forward and backward.")
+    reduce: DType | None = Field(None, description="Dtype in which gradients are summed over ranks.")
 
 
 class PipelineSchedule(Strict):
@@ -139,7 +139,7 @@ class ComponentPlan(Strict):
         description="`fsdp2`: parameters sharded over the data-parallel ranks; `hsdp`: `dp_replicate` copies, each "
         "sharded over `dp_shard` ranks; `replicate`: a full copy on every rank.",
     )
-    precision: Precision | None = Field(None, description="Number formats.")
+    precision: Precision | None = Field(None, description="Dtypes of parameters, computation and reductions.")
     recompute: Literal["none", "full", "selective", "parts"] | None = Field(
         None,
         description="Activations that the backward recomputes: `none`; `full`: whole blocks; `selective`: everything "
@@ -185,8 +185,8 @@ class ComponentPlan(Strict):
     )
     expert_dispatcher: Literal["torch", "deepep", "auto"] | None = Field(
         None,
-        description="What sends tokens to experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be "
-        "installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`.",
+        description="Implementation that sends tokens to experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, "
+        "which must be installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`.",
     )
     delay_wgrad: bool | None = Field(
         None,

@@ -132,7 +132,7 @@ class Train(Strict):
     device: str = Field("auto", description="`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto",
-        description="Compute format of components whose plan does not set one; weights that train are fp32. `auto`: "
+        description="Compute dtype of components whose plan does not set one; weights that train are fp32. `auto`: "
         "bf16 on CUDA, fp32 on CPU.",
     )
     cpu_threads: int | None = Field(None, ge=1, description="Threads per operation on CPU. Unset: torch's default.")
@@ -141,18 +141,20 @@ class Train(Strict):
         description="`text` or the name of a decoder -> weight of its mean loss in the total. Unset: 1.",
     )
     log_every: int = Field(
-        10, ge=1, description="Steps between two lines of metrics.jsonl, and of the output without a terminal."
+        10,
+        ge=1,
+        description="Steps between two lines of metrics.jsonl, and of printed progress if the output is no terminal.",
     )
     save_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         "auto",
-        description="Steps between two checkpoints. `auto`: ten minutes, or, where saving takes longer than 30 "
-        "seconds, at most a tenth of the steps; null: save only at the end.",
+        description="Steps between two checkpoints. `auto`: every ten minutes, or less often if saving takes longer "
+        "than 30 seconds; null: save only at the end.",
     )
     keep_checkpoints: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     stop_seconds: float = Field(
         600,
         gt=0,
-        description="After Ctrl-C, time for the ranks of `--nproc` to finish the step and save.",
+        description="Seconds that the ranks of `--nproc` have after Ctrl-C to finish the step and save.",
     )
     stall_seconds: float | None = Field(
         600,
