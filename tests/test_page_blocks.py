@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,14 @@ import yaml
 from pydantic import TypeAdapter
 from torch.distributed.run import parse_args
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from typer.testing import CliRunner
 
 import omnitrain as ot
-from omnitrain.cli.main import names_a_model
+from omnitrain.cli.main import app, names_a_model
 from omnitrain.errors import UserError
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
 from omnitrain.parallel.state import forget_parallel_state
+from omnitrain.train.process_groups import leave_ranks
 from tests.parallel.factories import any_to_any
 from tests.test_docs import PAGES, ROOT, command_lines
 from tests.tiny import FOUNDATION, SIGLIP, TASKS, png, tiny_model, tiny_processor, tiny_recipe, tiny_row, tiny_tokenizer
@@ -236,6 +239,62 @@ def test_the_list_of_problems_is_what_check_says_of_these_mistakes(here: Path) -
     assert [line.strip() for line in shown.splitlines()] == [
         line.strip() for line in f"omnitrain: {refused.value}".splitlines()
     ]
+
+
+# Command of a page -> where it runs instead of here: it starts ranks, or needs a model of the Hub.
+COMMANDS_ELSEWHERE = {
+    "run quickstart --nproc 2": ".ci/run",
+    "run my.yaml --nproc 4": ".ci/run",
+    "verify quickstart": "tests/train/verbs/test_verify.py",
+    "schedule quickstart": "tests/train/verbs/test_schedule.py",
+    "check finetune_vlm": "tests/test_recipes.py",
+}
+
+
+def commands_here(page: str) -> list[list[str]]:
+    """The words of the commands that run here; others must be named above."""
+    (path,) = [one for one in PAGES if one.name == page]
+    lines = [words[1:] for words in command_lines(path) if words[0] == "omnitrain"]
+    return [words for words in lines if not " ".join(words).startswith(tuple(COMMANDS_ELSEWHERE))]
+
+
+def test_every_command_of_the_pages_runs() -> None:
+    assert [page.name for page in PAGES if commands_here(page.name)] == ["README.md", "models.md", "recipes.md"]
+    lines = [" ".join(words[1:]) for page in PAGES for words in command_lines(page) if words[0] == "omnitrain"]
+    for start, file in COMMANDS_ELSEWHERE.items():
+        assert any(line.startswith(start) for line in lines) and (ROOT / file).is_file(), start
+
+
+def test_a_model_of_the_hub_is_checked_without_its_weights(here: Path, hub: dict[str, str]) -> None:
+    ((verb, name),) = commands_here("models.md")
+    shutil.copytree(hub[name], here / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    done = CliRunner().invoke(app, [verb, "model/"])
+    assert done.exit_code == 0 and "vision_tower" in done.stdout, done.output
+
+
+@pytest.mark.parametrize("page", ["README.md", "recipes.md"])
+def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, on a tiny quickstart with its samples' names, two steps, and answers of two tokens."""
+    monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", here)
+    (here / "recipes").mkdir()
+    is_readme = page == "README.md"
+    recipe = tiny_recipe(here / "recipes", 7, evaluated=is_readme, text_only=not is_readme, steps=2)
+    quickstart = recipe.rename(here / "recipes" / "quickstart.yaml")
+    quickstart.write_text(quickstart.read_text().replace(str(here / "recipes" / "run"), "runs/quickstart"))
+    if is_readme:
+        assert "make quickstart" in (ROOT / page).read_text()
+        assert CliRunner().invoke(app, ["run", "quickstart"]).exit_code == 0
+    # The tiny rows have sound and videos in other formats.
+    tiny = {"=200": "=2", "save_every=100": "save_every=1", "prompt_0.flac": "prompt_0.wav"}
+    tiny["video_to_text_1_prompt_0.png"] = "video_to_text_1_prompt_0.webp"
+    for words in commands_here(page):
+        limit = ["--max-new-tokens", "2"] if words[0] == "generate" else []
+        for old, new in tiny.items():
+            words = [word.replace(old, new) for word in words]
+        done = CliRunner().invoke(app, [*words, *limit])
+        leave_ranks()
+        assert done.exit_code == 0, (words, done.output, done.exception)
+    assert {file.name for file in (here / "runs" / "mine").iterdir()} >= {"recipe.yaml", "metrics.jsonl", "checkpoints"}
 
 
 TORCHRUN = [words for page in PAGES for words in command_lines(page) if words[0] == "torchrun"]
