@@ -66,7 +66,7 @@ class StepPlan:
         producer: ``[items]`` int64, rank that encodes it. If the component is shared, the producer's whole data group
             encodes it.
         slot: ``[items]`` int64, ``micro-batch * media + medium``.
-        rows: ``[items]`` int64, rows of the item's features.
+        item_tokens: ``[items]`` int64, tokens of the item, one for each of its features.
         cost: ``[items]`` int64.
         work: ``[items]`` int64, all items sorted by slot, producer and call.
         call: ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer.
@@ -83,7 +83,7 @@ class StepPlan:
     owner: np.ndarray
     producer: np.ndarray
     slot: np.ndarray
-    rows: np.ndarray
+    item_tokens: np.ndarray
     cost: np.ndarray
     work: np.ndarray
     call: np.ndarray
@@ -115,7 +115,7 @@ class StepPlan:
         item, consumer = self._copies(self._items(component, micro_batch))
         order = stable_order(consumer, item)
         item, consumer = item[order], consumer[order]
-        return RowRoutes(item, self.producer[item], consumer, self.rows[item])
+        return RowRoutes(item, self.producer[item], consumer, self.item_tokens[item])
 
     def has_exchange(self, component: str, micro_batch: int, rank: int) -> bool:
         """Whether ``rank`` takes part in an exchange of features.
@@ -247,7 +247,7 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
         owner=tables.owner,
         producer=producer,
         slot=tables.slot,
-        rows=tables.rows,
+        item_tokens=tables.item_tokens,
         cost=tables.cost,
         work=work,
         call=call,

@@ -2,8 +2,8 @@
 
 A rank's words are ``[num_words, micro-batches, samples, shapes, items]``, then samples per micro-batch, loss counts per
 micro-batch and loss, the length of every sample, the key of every shape, and four words per item:
-``micro-batch * media + medium``, rows, cost, index of its shape. Samples and items are sorted by micro-batch, and items
-by medium within a micro-batch.
+``micro-batch * media + medium``, tokens, cost, index of its shape. Samples and items are sorted by micro-batch, and
+items by medium within a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ItemFacts:
     """The facts about an image, sound or video that planning needs.
 
     Attributes:
-        rows: rows of its features.
+        num_tokens: its tokens in the sequence, one for each of its features.
         cost: cost of encoding it, in any unit that all items of the component share.
         shape: key from :func:`shape_key`; items with the same key may be encoded in one call.
     """
 
-    rows: int
+    num_tokens: int
     cost: int
     shape: int = 0
 
@@ -72,7 +72,7 @@ class StepTables:
         tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
         owner: ``[items]`` int64, ascending: the rank that listed the item.
         slot: ``[items]`` int64, ``micro-batch * media + medium``, ascending for each owner.
-        rows: ``[items]`` int64.
+        item_tokens: ``[items]`` int64, tokens of each item.
         cost: ``[items]`` int64.
         shape: ``[items]`` int64, index of the shape key among all distinct keys.
     """
@@ -83,7 +83,7 @@ class StepTables:
     tokens: np.ndarray
     owner: np.ndarray
     slot: np.ndarray
-    rows: np.ndarray
+    item_tokens: np.ndarray
     cost: np.ndarray
     shape: np.ndarray
 
@@ -108,7 +108,12 @@ def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
     lengths = [length for batch in batches for length in batch.lengths]
     shapes: dict[int, int] = {}
     items = [
-        (batch_index * len(media) + medium_index, item.rows, item.cost, shapes.setdefault(item.shape, len(shapes)))
+        (
+            batch_index * len(media) + medium_index,
+            item.num_tokens,
+            item.cost,
+            shapes.setdefault(item.shape, len(shapes)),
+        )
         for batch_index, batch in enumerate(batches)
         for medium_index, medium in enumerate(media)
         for item in batch.items.get(medium, ())
@@ -120,7 +125,7 @@ def encode_table(topology: Topology, facts: RankFacts) -> np.ndarray:
     table = np.concatenate([np.array(column, dtype=np.int64).ravel() for column in columns])
     table[0] = table.size
     if table.min() < 0:
-        raise ValueError(f"counts, lengths, rows and costs must not be a negative number, but one is {table.min()}")
+        raise ValueError(f"counts, lengths, tokens and costs must not be a negative number, but one is {table.min()}")
     return table
 
 
@@ -167,12 +172,12 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray]) -> StepTab
         tokens[:batches, rank] = np.bincount(np.repeat(np.arange(batches), per_batch), lengths, batches)
         shapes.append(rank_shapes)
         items.append(media.reshape(num_items, _ITEM).T)
-    slot, rows, cost, shape = np.concatenate(items, axis=1)
+    slot, item_tokens, cost, shape = np.concatenate(items, axis=1)
     owner = np.repeat(np.arange(topology.world_size), headers[:, 4])
     shape_index = np.unique(np.concatenate(shapes), return_inverse=True)[1]
     first_shape = np.cumsum(headers[:, 3]) - headers[:, 3]
     shape = shape_index[first_shape[owner] + shape] if len(shape_index) else shape
-    return StepTables(headers[:, 1], counts, num_samples, tokens, owner, slot, rows, cost, shape)
+    return StepTables(headers[:, 1], counts, num_samples, tokens, owner, slot, item_tokens, cost, shape)
 
 
 def _check_names(topology: Topology, facts: RankFacts) -> None:

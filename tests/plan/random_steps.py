@@ -67,7 +67,7 @@ def _micro_batch(rng: np.random.Generator, topology: Topology, most_items: int) 
         )
         for medium in topology.media
     }
-    drawn = sum(item.rows for item in items["drawing"])
+    drawn = sum(item.num_tokens for item in items["drawing"])
     return MicroBatchFacts(
         {"text": int(rng.integers(0, 100)), "drawing": drawn}, tuple(rng.integers(1, 900, 3).tolist()), items
     )

@@ -69,7 +69,7 @@ def test_every_item_is_encoded_once_by_a_rank_that_may_and_reaches_each_consumer
                 for consumer in group_of(plan, owner)
             }
             assert Counter(zip(routes.item.tolist(), routes.consumer.tolist(), strict=True)) == Counter(expected)
-            assert all(items[item][3].rows == rows for item, rows in zip(routes.item, routes.rows, strict=True))
+            assert all(items[item][3].num_tokens == rows for item, rows in zip(routes.item, routes.rows, strict=True))
     assert encoded == Counter(range(len(items)))
 
 
@@ -133,7 +133,7 @@ def test_every_item_goes_from_who_encodes_it_to_all_that_share_its_sample_in_ord
                 ways = routes.item == item
                 assert set(routes.consumer[ways].tolist()) == group_of[int(plan.owner[item])]
                 assert set(routes.producer[ways].tolist()) == {plan.producer[item]}
-                assert set(routes.rows[ways].tolist()) == {plan.rows[item]}
+                assert set(routes.rows[ways].tolist()) == {plan.item_tokens[item]}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -160,7 +160,7 @@ def two_ranks(place: str = "local", **more: object) -> Topology:
 
 
 def drew(*costs: int) -> MicroBatchFacts:
-    return MicroBatchFacts({"text": 5}, (9,), {"image": tuple(ItemFacts(rows=2, cost=cost) for cost in costs)})
+    return MicroBatchFacts({"text": 5}, (9,), {"image": tuple(ItemFacts(num_tokens=2, cost=cost) for cost in costs)})
 
 
 def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_runs_no_encoder() -> None:

@@ -30,13 +30,13 @@ def test_the_tables_of_all_ranks_arrive_as_they_were_sent(seed: int) -> None:
 
     media = topology.media
     listed = [
-        (rank, m * len(media) + p, item.rows, item.cost, item.shape)
+        (rank, m * len(media) + p, item.num_tokens, item.cost, item.shape)
         for rank, own in enumerate(facts)
         for m, batch in enumerate(own.micro_batches)
         for p, medium in enumerate(media)
         for item in batch.items[medium]
     ]
-    arrived = zip(tables.owner, tables.slot, tables.rows, tables.cost, strict=True)
+    arrived = zip(tables.owner, tables.slot, tables.item_tokens, tables.cost, strict=True)
     assert list(arrived) == [item[:4] for item in listed]
     assert len({*zip(tables.shape.tolist(), (i[4] for i in listed), strict=True)}) == len({i[4] for i in listed})
     for rank, own in enumerate(facts):
@@ -55,7 +55,7 @@ def test_a_table_that_does_not_fit_is_known_by_all_and_refused() -> None:
 
 
 def test_an_item_takes_four_words() -> None:
-    images = tuple(ItemFacts(rows=3, cost=5, shape=1) for _ in range(1000))
+    images = tuple(ItemFacts(num_tokens=3, cost=5, shape=1) for _ in range(1000))
     assert len(encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": images}),)))) == 4000 + 5 + 1 + 1 + 1
 
 
@@ -63,7 +63,7 @@ def test_unknown_losses_and_ports_and_negative_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"found \['imgae', 'txt'\]"):
         encode_table(TINY, RankFacts((MicroBatchFacts(counts={"txt": 1}, items={"imgae": ()}),)))
     with pytest.raises(ValueError, match="negative number, but one is -1"):
-        encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": (ItemFacts(rows=-1, cost=1),)}),)))
+        encode_table(TINY, RankFacts((MicroBatchFacts(items={"image": (ItemFacts(num_tokens=-1, cost=1),)}),)))
 
 
 def test_a_shape_key_is_the_same_in_every_process() -> None:

@@ -104,19 +104,19 @@ def facts_of(pack: Pack, apart: Mapping[str, Apart] | None = None) -> MicroBatch
 
 
 def _items(batch: MediaBatch, indices: Sequence[int], apart: Apart | None) -> list[ItemFacts]:
-    """The items in the order of the pack's rows; the cost of an item is its number of input elements."""
+    """The items in the order of the pack; the cost of an item is its number of input elements."""
     facts: list[ItemFacts] = []
     owners = iter(batch.samples)
     for group in batch.groups:
         key = tuple((name, str(t.dtype), tuple(t.shape[1:])) for name, t in sorted(group.features.items()))
         per_row = {name: tensor[:1].numel() for name, tensor in group.features.items()}
-        for index, rows in enumerate(group.num_tokens):
+        for index, num_tokens in enumerate(group.num_tokens):
             owner = next(owners)
             cost = sum(counts[index] * per_row[name] for name, counts in group.num_rows.items())
             # Only items with equal keys share a call.
             call_key = {None: None, "samples": indices[owner], "items": (indices[owner], len(facts))}[apart]
             shape = shape_key(key, call_key)
-            facts.append(ItemFacts(rows=rows, cost=cost, shape=shape))
+            facts.append(ItemFacts(num_tokens=num_tokens, cost=cost, shape=shape))
     return facts
 
 
