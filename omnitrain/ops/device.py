@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 
@@ -19,3 +21,8 @@ def seed_device(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+def mixed_seed(*parts: int | str) -> int:
+    """Return a seed of 64 bits for numbers or names; seeds of near numbers have nothing in common."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little")

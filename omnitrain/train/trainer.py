@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from omnitrain.checkpoint.disk import size_text
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.errors import LostRankError, TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
-from omnitrain.ops.device import seed_device
+from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import build_optimizer, learning_rate
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
@@ -316,7 +315,8 @@ class Trainer:
             NonFiniteError: before the update, on all ranks; the message names the samples. The step left no trace.
         """
         settings = self.recipe.train.optimizer
-        seed_device(_seed_of(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
+        # The same in a resumed run, and on ranks that share their rows.
+        seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
         packs: list[PackLosses] = []
         part = accumulate_gradients(
             self.model,
@@ -450,11 +450,6 @@ def _settled_objects_uncollected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _seed_of(seed: int, step: int, rank: int) -> int:
-    """Seed of a step's random numbers on a rank (dropout), the same in a resumed run."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest(), "little")
 
 
 def _shown(line: dict[str, Any]) -> list[str]:

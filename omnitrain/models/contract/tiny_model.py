@@ -103,8 +103,17 @@ def tiny_configs(config: PreTrainedConfig, least_layers: int = 2) -> list[PreTra
 
 def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
     """Return the keys of the language model's config that turn on dropout or other random draws in training."""
-    text = config.get_text_config(decoder=True)
-    return tuple(name for name in _random_keys(text) if getattr(text, name))
+    return _drawn(config.get_text_config(decoder=True))
+
+
+def draws_in_training(model: PreTrainedModel) -> bool:
+    """Whether a model draws random numbers in training, such as those of dropout, as far as we know."""
+    modules = (module for module in model.modules() if isinstance(module, _DropoutNd))
+    return any(_drawn(node) for node in config_nodes(model.config)) or any(module.p for module in modules)
+
+
+def _drawn(node: PreTrainedConfig) -> tuple[str, ...]:
+    return tuple(name for name in _random_keys(node) if getattr(node, name))
 
 
 def _random_keys(node: PreTrainedConfig) -> list[str]:

@@ -24,8 +24,10 @@ from omnitrain.models.components.outputs import FoundationOutput, OmniOutput
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
+from omnitrain.models.contract.tiny_model import draws_in_training
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
+from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.foundation.runner import FoundationRunner
@@ -42,6 +44,7 @@ from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.ops.attention import SequenceSlice, use_omnitrain_attention
 from omnitrain.ops.device import to_device
+from omnitrain.ops.draws import seed_blocks
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import AudioEncoderConfig, OmniConfig, TokenDecoderConfig, VisionEncoderConfig
 
@@ -98,7 +101,15 @@ class OmniModel(ComponentModel):
             UserError: the check refused the foundation; names what was measured.
         """
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
-            return FoundationRunner(self.foundation, contract_of(self.foundation))
+            runner = FoundationRunner(self.foundation, contract_of(self.foundation))
+        if self.draws:
+            seed_blocks(text_blocks(self.foundation))
+        return runner
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the foundation draws random numbers in training, such as those of dropout."""
+        return draws_in_training(self.foundation)
 
     @cached_property
     def stage_contract(self) -> StageContract:

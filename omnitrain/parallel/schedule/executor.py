@@ -15,6 +15,7 @@ from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
+from omnitrain.ops.draws import StepDraws
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits
 from omnitrain.parallel.layout import layout_of, reduce_replicas
@@ -101,6 +102,7 @@ class Executor:
         # Tensor parallel ranks compute the same loss, which counts once.
         self._share = 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
         self._trains = any(batch.plan.loss_counts.values())  # the same on all ranks, since counts are global
+        self._draws = StepDraws(model.device) if model.draws else None
         self._total = torch.zeros((), device=model.device)
         self._live: dict[_Key, _InFlight] = {}
         self._delayed: dict[_Key, WeightGradients | None] = {}
@@ -170,6 +172,8 @@ class Executor:
         delayed = WeightGradients() if self._splits_backward else None
         with ExitStack() as stack:
             stack.enter_context(delaying(delayed))
+            if self._draws is not None:
+                stack.enter_context(self._draws.forward(micro_batch))
             for context in self._contexts:
                 stack.enter_context(context(pack, work))
             if self._messages is None:

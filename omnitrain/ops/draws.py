@@ -1,0 +1,98 @@
+"""Random numbers, such as those of dropout, by micro-batch and block: the order of forwards does not change them.
+
+A forward seeds the generators at its start and before each block. A pipeline stage, a recomputation and one process
+then draw the same numbers, whatever ran before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from omnitrain.ops.device import mixed_seed, seed_device
+
+_INDEX = "_index_of_draws"
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random numbers of a forward.
+
+    Attributes:
+        seed: of the step and the micro-batch.
+        device: on which blocks draw.
+    """
+
+    seed: int
+    device: torch.device
+
+    def begin(self, block: int | None = None) -> None:
+        """Seed the generators for a block, or for what comes before the first one."""
+        seed_device(mixed_seed(self.seed, "" if block is None else block), self.device)
+
+
+_draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
+
+
+def drawn_from() -> Draws | None:
+    """Return what the blocks of the running forward draw from; None: the generators as they are."""
+    return _draws.get()
+
+
+@contextmanager
+def drawing(draws: Draws | None) -> Iterator[None]:
+    """Let blocks inside this context draw from ``draws``.
+
+    A recomputation must enter the context of its forward again (:func:`drawn_from`).
+    """
+    token = _draws.set(draws)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
+def seed_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Let each block seed the generators before its forward, inside :func:`drawing`.
+
+    Args:
+        blocks: all blocks of a model, in their order.
+    """
+    for index, block in enumerate(blocks):
+        setattr(block, _INDEX, index)
+        block.register_forward_pre_hook(_seed)
+
+
+@torch.compiler.disable
+def _seed(block: nn.Module, _: Any) -> None:
+    draws = _draws.get()
+    if draws is not None:
+        draws.begin(getattr(block, _INDEX))
+
+
+class StepDraws:
+    """The random numbers of a step: its seed is drawn from the host's generator, which ranks that share data share.
+
+    Args:
+        device: on which the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seed = int(torch.randint(2**63 - 1, ()))
+
+    @contextmanager
+    def forward(self, micro_batch: int) -> Iterator[None]:
+        """Draw the numbers of a micro-batch; the generators stay as they are."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            draws = Draws(mixed_seed(self._seed, micro_batch), self._device)
+            draws.begin()
+            with drawing(draws):
+                yield

@@ -1,0 +1,77 @@
+"""Dropout does not depend on the stages of a model, the order of micro-batches, or recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
+from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.hf.load import foundation_class
+from omnitrain.models.omni.build import build_omni_model
+from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.pipeline.whole import whole_over_stages
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import init_parallel_state
+from omnitrain.parallel.step.plan import step_planner
+from omnitrain.recipe import ComponentPlan, ParallelPlan
+from tests.families import FAMILIES
+from tests.models.staged import with_layers
+
+LENGTHS = (24, 9, 17, 30)
+
+
+def packs() -> list[Pack]:
+    return [
+        Pack.from_samples([Sample(f"{n}", "text", np.arange(n) + 3, np.arange(n) > 0, np.arange(n), index=n)])
+        for n in LENGTHS
+    ]
+
+
+def gradients(dropout: float, plans: tuple[dict, ...], seed: int = 0) -> list[tuple[float, Mapping[str, Tensor]]]:
+    """For each plan of the foundation: the loss on this rank, and the gradients of a step in which all is drawn."""
+    found = []
+    for plan in plans:
+        config = with_layers(FAMILIES["qwen3"](), 4)
+        config.attention_dropout = dropout
+        torch.manual_seed(0)
+        foundation = foundation_class(config)(config)
+        init_peaked_(foundation)
+        model = build_omni_model(foundation=foundation).train()
+        if dist.is_initialized():
+            model = build_parallelize_model(
+                model,
+                parallel_state=init_parallel_state(pp_size=2),
+                parallel_plan=ParallelPlan(components={"foundation": ComponentPlan(**plan)}),
+                enable_mixed_precision=False,
+            )
+        torch.manual_seed(seed)
+        loss = accumulate_gradients(model, step_planner(model)(packs())).item()
+        whole = {name: parameter.grad for name, parameter in model.named_parameters()}
+        found.append((loss, whole_over_stages(whole, layout_of(model).pipeline) if dist.is_initialized() else whole))
+    return found
+
+
+def test_dropout_is_that_of_one_process_on_any_stages_with_and_without_recompute(ranks: RankPool) -> None:
+    ((loss, expected),) = gradients(0.2, ({},))
+    for other in (gradients(0.0, ({},)), gradients(0.2, ({},), seed=1)):
+        assert other[0][0] != pytest.approx(loss, rel=1e-3)
+    plans = tuple(
+        {"schedule": schedule, "recompute": recompute}
+        for schedule, recompute in (({}, "full"), ({"chunks": 2}, "none"), ({"chunks": 2}, "full"))
+    )
+    first, last = ranks.run(gradients, 0.2, plans, timeout_s=60, world=2)
+    for (none, _), (of_last, found) in zip(first, last, strict=True):
+        assert none == 0.0 and of_last == pytest.approx(loss, rel=1e-6)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+    (_, plain), (_, once_more) = last[1:]
+    assert all(torch.equal(once_more[name], gradient) for name, gradient in plain.items())
