@@ -65,7 +65,7 @@ class MediaFeatures:
 
     Attributes:
         main: ``[rows, hidden]``, the features that replace the placeholders.
-        side: further tensors ``[rows, ...]`` by name (deepstack levels, ...).
+        side: further tensors ``[rows, ...]`` by name (deepstack levels, labels of a decoder, ...).
         shared: tensors that are not per feature, by name (the same for every call).
         counts: number of features of each item; their sum is ``rows``.
         layout: how the model's forward expects them.

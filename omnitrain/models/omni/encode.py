@@ -182,7 +182,7 @@ def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
     return term + torch.stack(zeros).sum() if zeros else term
 
 
-_LABELS = "labels"
+_LABELS = "labels"  # name of a decoder's labels among the side tensors of its features
 
 
 def _encoded(model: Any, name: str, items: MediaGroup) -> MediaFeatures:
