@@ -40,26 +40,10 @@ class Draws:
 _draws: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
-def drawn_from() -> Draws | None:
-    """Return what the blocks of the running forward draw from; None: the generators as they are."""
-    return _draws.get()
-
-
-@contextmanager
-def drawing(draws: Draws | None) -> Iterator[None]:
-    """Let blocks inside this context draw from ``draws``.
-
-    A recomputation must enter the context of its forward again (:func:`drawn_from`).
-    """
-    token = _draws.set(draws)
-    try:
-        yield
-    finally:
-        _draws.reset(token)
-
-
 def seed_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Let each block seed the generators before its forward, inside :func:`drawing`.
+    """Let each block seed the generators before its forward, inside :meth:`StepDraws.forward`.
+
+    transformers checkpoints inside of a block's hooks, and torch keeps the generators' states for the recomputation.
 
     Args:
         blocks: all blocks of a model, in their order.
@@ -94,5 +78,8 @@ class StepDraws:
         with torch.random.fork_rng(devices):
             draws = Draws(mixed_seed(self._seed, micro_batch), self._device)
             draws.begin()
-            with drawing(draws):
+            token = _draws.set(draws)
+            try:
                 yield
+            finally:
+                _draws.reset(token)

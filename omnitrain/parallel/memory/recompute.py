@@ -20,7 +20,6 @@ from torch.utils.checkpoint import (
 from omnitrain.ops.attention import inside, packed_sequence
 from omnitrain.ops.cpu.unread_rows import reading, rows_read
 from omnitrain.ops.delayed_wgrad import delayed_to, delaying
-from omnitrain.ops.draws import drawing, drawn_from
 from omnitrain.ops.experts import RoutingTape, is_experts
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
 
@@ -133,7 +132,6 @@ def _contexts(saved_ops: Sequence[Any] | None, has_routers: bool) -> Contexts:
         partial(reading, rows_read()),
         partial(dividing, tokens_divided()),
         partial(delaying, delayed_to()),
-        partial(drawing, drawn_from()),
     ]
     if has_routers:
         tape = RoutingTape()
