@@ -52,6 +52,12 @@ def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
     if foundation.sequence_parallel:
         path = plan.path_of(FOUNDATION, "sequence_parallel")
         yield f"{path}.sequence_parallel: found true with pp {ranks}; stages exchange all tokens; remove one of the two"
+    if foundation.compile and (foundation.schedule or PipelineSchedule()).kind == "zbv":
+        path = plan.path_of(FOUNDATION, "compile")
+        yield (
+            f"{path}.compile: found true with `schedule: {{kind: zbv}}`, but compiled blocks cannot delay the "
+            "gradients of their weights; remove one of the two"
+        )
 
 
 def _spread_problems(
