@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -164,6 +165,49 @@ def test_a_run_goes_on_with_any_other_stages(ranks: RankPool, recipe: Path, tmp_
     fit(recipe, arguments, resume=True)
     leave_ranks()
     assert_same_run(tmp_path / "run", recipe.parent / "one")
+
+
+# The update is nearly linear in the gradients, as that of SGD with momentum: the weights show every difference.
+AS_SGD = ["train.optimizer.eps=10", "train.optimizer.learning_rate=1", "train.optimizer.weight_decay=0"]
+STAGES_IN_TURN = ["parallel.components.foundation.pp=2", "parallel.components.foundation.schedule.chunks=2"]
+
+
+@pytest.mark.parametrize(
+    ("world", "then"),
+    [
+        pytest.param(2, {"one": (1, [])}, id="pp2.v2"),
+        pytest.param(
+            4,
+            {"dp4": (4, []), "pp4": (4, ["parallel.components.foundation.pp=4"]), "one": (1, [])},
+            id="pp2.v2.dp2",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_weights_of_a_run_that_leaves_its_pipeline_are_those_of_one_process(
+    ranks: RankPool, tmp_path: Path, world: int, then: dict[str, tuple[int, list[str]]]
+) -> None:
+    path = tiny_recipe(tmp_path, text_only=True)
+    settings = ["train.micro_batches=4", "data.pack_tokens=96", "model.foundation.config.num_hidden_layers=4", *AS_SGD]
+
+    def weights(run: str) -> dict[str, torch.Tensor]:
+        return OmniModel.from_pretrained(max((tmp_path / run / "checkpoints").glob("step-*"))).state_dict()
+
+    fit(path, [f"output_dir={tmp_path / 'whole'}", *settings])
+    begun = [f"output_dir={tmp_path / 'begun'}", *settings]
+    ranks.run(fit, path, [*begun, *STAGES_IN_TURN], False, 2, timeout_s=120, world=world)
+    before, expected = weights("begun"), weights("whole")
+    for name, (number, overrides) in then.items():
+        shutil.copytree(tmp_path / "begun", tmp_path / name)
+        arguments = [f"output_dir={tmp_path / name}", *settings, *overrides]
+        if number == 1:
+            fit(path, arguments, resume=True)
+            leave_ranks()
+        else:
+            ranks.run(fit, path, arguments, True, timeout_s=120, world=number)
+        for key, weight in weights(name).items():
+            moved, error = (expected[key] - before[key]).abs().max(), (weight - expected[key]).abs().max()
+            assert moved > 0 and error <= 1e-5 * expected[key].abs().max() + 1e-3 * moved, (name, key, moved, error)
 
 
 def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
