@@ -82,6 +82,14 @@ def gemma4_moe() -> PreTrainedModel:
     return _family("gemma4_moe")
 
 
+def llama4() -> PreTrainedModel:
+    return _family("llama4")
+
+
+def llava_onevision() -> PreTrainedModel:
+    return _family("llava_onevision")
+
+
 def llava() -> PreTrainedModel:
     """A layer inside of the tower gives the rows, not its last one."""
     return _family("llava")

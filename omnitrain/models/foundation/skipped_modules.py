@@ -60,14 +60,16 @@ class _Running:
     Attributes:
         input: a floating-point input of the parent.
         next: index of the next child in order.
-        outputs: results of calls on empty tensors that are not in the graph yet.
+        outputs: results of calls, on empty tensors or not, that are not yet connected to the graph.
         is_calling: whether a child is being called on empty tensors.
+        has_ended: whether all calls are made and connected to the input of the language-model head.
     """
 
     input: Tensor | None
     next: int = 0
     outputs: list[Tensor] = field(default_factory=list)
     is_calling: bool = False
+    has_ended: bool = False
 
 
 # The running forwards of parents in this thread: a backward may recompute a parent while another forward of it runs.
@@ -87,6 +89,7 @@ class _Calls:
         parent.register_forward_hook(self._close, always_call=True)  # after an error, too
         for child, _ in children:
             child.register_forward_pre_hook(self._arrive)
+            child.register_forward_hook(self._leave)
 
     def end_before(self, head: nn.Module) -> None:
         """Make the remaining calls before the language-model head: no loss reads outputs of the forward after it."""
@@ -102,15 +105,24 @@ class _Calls:
             self._catch_up(running, index)
             running.next = max(running.next, index + 1)
 
+    def _leave(self, child: nn.Module, args: Any, output: Any) -> None:
+        """Connect real outputs, too: a pipeline stage may drop them, and its other ranks have gradients of zero."""
+        running = _running.get().get(self)
+        if running is not None:
+            running.outputs.append(next(_floating(output)))  # a forward uses the first result
+
     def _reach(self, head: nn.Module, args: Any) -> Any:
         running = _running.get().get(self)
         if running is None:
             return None
         self._catch_up(running, len(self._children))
+        running.has_ended = True
         return self._tied(running, args)
 
     def _end(self, parent: nn.Module, args: Any, output: Any) -> Any:
         running = _running.get()[self]
+        if running.has_ended:
+            return None  # FSDP's hooks must be on the tensor that the loss reads
         self._catch_up(running, len(self._children))
         return self._tied(running, output)
 
@@ -118,7 +130,7 @@ class _Calls:
         _running.set({calls: running for calls, running in _running.get().items() if calls is not self})
 
     def _tied(self, running: _Running, tree: Any) -> Any:
-        """Connect the outputs of calls on empty tensors to the graph of the first tensor in ``tree``."""
+        """Connect the outputs of all calls to the graph of the first tensor in ``tree``."""
         outputs, running.outputs = running.outputs, []
         first = next(_floating(tree))
         tied = _Tied.apply(first, *outputs)
@@ -130,10 +142,9 @@ class _Calls:
             running.is_calling = True
             empty = self._empty(running, child)
             try:
-                output = child(*(empty.view(sizes) for sizes in skipped.takes))
+                child(*(empty.view(sizes) for sizes in skipped.takes))
             finally:
                 running.is_calling = False
-            running.outputs.append(next(_floating(output)))  # a forward uses the first result
         running.next = max(running.next, index)
 
     @staticmethod
@@ -146,21 +157,22 @@ class _Calls:
 
 
 class _Tied(torch.autograd.Function):
-    """Returns ``output`` and connects the outputs of calls on empty tensors to its graph.
+    """Returns ``output`` and connects the outputs of calls to its graph, with gradients of zero.
 
     It saves a tensor also on ranks that skipped nothing: unpacking the first saved tensor recomputes a block, and all
     ranks must recompute, and so gather FSDP units, in the same order.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *empty: Tensor) -> Tensor:
-        ctx.save_for_backward(output.new_empty(0), *empty)
+    def forward(ctx: Any, output: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(output.new_empty(0))
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        _, *empty = ctx.saved_tensors
-        return gradients[0], *(torch.zeros_like(output) for output in empty)
+        _ = ctx.saved_tensors
+        return gradients[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:

@@ -131,7 +131,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
             counts = {name: batch.num_tokens for name, batch in batches.items()}
             if component in work.cut:
                 counts = {name: (len(places[name][0]),) for name in batches}
-            made = _cut(received, (own or minimal)[0], counts)
+            made = _cut(received, {name: _in_layout_of(model, name, (own or minimal)[0]) for name in counts}, counts)
         for name in batches:
             index, where[name] = places[name]
             features = MediaFeatures.cat(made[name])
@@ -204,10 +204,21 @@ def _of_component(output: Tensor | tuple[Tensor, Tensor]) -> MediaFeatures:
     return MediaFeatures(main, side, {}, (len(main),), RowLayout(None, {}, (), ()))
 
 
+def _in_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeatures:
+    """Give features the layout of a modality: a tower may return a list for images, and a tensor for videos."""
+    if not name.startswith(NATIVE_PREFIX):
+        return features
+    layout = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].layout
+    return replace(features, side=dict(zip(layout.names[1:], features.side.values(), strict=True)), layout=layout)
+
+
 def _cut(
-    received: Sequence[Tensor], pattern: MediaFeatures, counts: Mapping[str, Sequence[int]]
+    received: Sequence[Tensor], patterns: Mapping[str, MediaFeatures], counts: Mapping[str, Sequence[int]]
 ) -> dict[str, list[MediaFeatures]]:
-    """Split received features by name, in the form of ``pattern``. ``counts``: name -> features of each item."""
+    """Split received features by name, each in the form of its pattern. ``counts``: name -> features of each item."""
     sizes = [sum(own) for own in counts.values()]
     pieces = zip(*(tensor.split(sizes) for tensor in received), strict=True) if sizes else ()
-    return {name: [pattern.with_tensors(piece, own)] for (name, own), piece in zip(counts.items(), pieces, strict=True)}
+    return {
+        name: [patterns[name].with_tensors(piece, own)]
+        for (name, own), piece in zip(counts.items(), pieces, strict=True)
+    }

@@ -41,9 +41,6 @@ EXPERTS = (
 TENSOR = ("qwen3", "deepseek_v3", "gemma3", "internvl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "qwen3_5")
 # Their layers cannot be repeated: keys and values of one serve others.
 AS_THEY_ARE = ("gemma4", "gemma4_moe")
-# Without a pipeline, too, ranks cannot share their sequences with media: transformers' forward expects another form of
-# videos (llava_onevision), or ranks reduce different gradients (llama4).
-NO_ULYSSES = ("llava_onevision", "llama4")
 OTHERS = ("any_to_any", "qwen3_vl with LoRA", "frozen qwen3_vl")
 MODELS = (*FAMILIES, *OTHERS)
 SCHEDULES = ("pp2", "pp2.v2", "pp2.zbv", "pp4")
@@ -69,8 +66,6 @@ class Case(NamedTuple):
 def is_possible(case: Case) -> bool:
     """Whether the model has blocks for all stages, experts for ep, and a tensor parallel plan for tp."""
     if case.model in ("any_to_any", *AS_THEY_ARE) and case.schedule != "pp2":
-        return False
-    if case.model in NO_ULYSSES and case.axis == "sp2":
         return False
     if "ep2" in case.axis and case.model not in EXPERTS:
         return False

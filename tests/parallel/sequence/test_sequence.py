@@ -35,6 +35,8 @@ FAMILIES = (
     "qwen2_5_vl",
     "qwen3_5",
     "glm4v",
+    "llama4",
+    "llava_onevision",
 )
 LAYOUTS = ["dp2.sp2.accum2.recompute", "sp4", "sp2.cp2.accum2.recompute", "cp2", "hsdp2x1.sp2.accum2", "hsdp1x2.sp2"]
 
@@ -64,8 +66,20 @@ def test_every_way_to_share_a_sequence_trains_a_family_as_one_process_does(ranks
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("any_to_any", "dp2.sp2.accum2.recompute"), ("gemma3", "sp2.recompute"), ("qwen3_5", "sp2"), ("qwen3_vl", "cp2")],
-    ids=["heads that predict", "blocks of image tokens", "linear attention", "deepstack on a ring"],
+    [
+        ("any_to_any", "dp2.sp2.accum2.recompute"),
+        ("gemma3", "sp2.recompute"),
+        ("qwen3_5", "sp2"),
+        ("qwen3_vl", "cp2"),
+        ("llava_onevision", "sp2"),
+    ],
+    ids=[
+        "heads that predict",
+        "blocks of image tokens",
+        "linear attention",
+        "deepstack on a ring",
+        "images as a list and videos as a tensor",
+    ],
 )
 def test_ranks_that_share_a_sequence_train_as_one_process_does(ranks: RankPool, name: str, layout: str) -> None:
     check(ranks, name, [layout])
