@@ -85,7 +85,11 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("world", "overrides"),
     [
         (2, []),
-        (4, ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"]),
+        pytest.param(
+            4,
+            ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"],
+            marks=pytest.mark.slow,
+        ),
         (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
         (4, ["parallel.default.ulysses=2"]),
         pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),

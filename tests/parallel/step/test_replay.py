@@ -63,10 +63,10 @@ def qwen3_vl_replayed(steps: list[Step]) -> tuple[int, list[str]]:
 def test_every_rank_issues_the_collectives_that_its_plan_implies(
     ranks: RankPool, components: dict[str, Any], state: dict[str, int]
 ) -> None:
-    steps = random_steps(any_to_any(), 4, seed=1)
+    steps = random_steps(any_to_any(), 2, seed=1)
     results = ranks.run(any_to_any_replayed, steps, components, state, timeout_s=120, world=RANKS)
     assert [found for _, found in results] == [[]] * RANKS
-    assert all(number > 100 for number, _ in results)
+    assert all(number > 50 for number, _ in results)
 
 
 def test_a_tower_inside_a_hf_model_is_called_alike_for_images_and_videos(ranks: RankPool) -> None:
