@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -21,6 +23,22 @@ def forward_of(module: nn.Module) -> Forward:
 def set_forward(module: nn.Module, forward: Forward) -> None:
     """Replace the module's forward by a bound method, so that deep copies of the module get their own."""
     module.forward = MethodType(forward, module)
+
+
+_changed_by: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@contextmanager
+def changed_by_one_thread(module: nn.Module) -> Iterator[None]:
+    """Assert that no other thread changes the module meanwhile: what its forward reads is changed for one call."""
+    thread, former = get_ident(), _changed_by.get(module)
+    assert former in (None, thread), f"two threads run {type(module).__name__} at once, which is changed for a call"
+    _changed_by[module] = thread
+    try:
+        yield
+    finally:
+        if former is None:
+            del _changed_by[module]
 
 
 @contextmanager
@@ -47,5 +65,5 @@ def wrapped_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
         with own_forward(module, former):
             return forward(*args, **kwargs)
 
-    with own_forward(module, wrapper):
+    with changed_by_one_thread(module), own_forward(module, wrapper):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,19 +16,28 @@ from torch.distributed.tensor import DTensor
 _SMALL = 4096  # bytes; a copy of less costs more than it frees
 
 
+# The contexts of calls that are running, of this thread: a backward may recompute a module while its forward runs.
+_entered: ContextVar[tuple[tuple[nn.Module, ExitStack], ...]] = ContextVar("contexts_around_calls", default=())
+
+
 def around_calls(
     module: nn.Module, make: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
 ) -> None:
     """Run each call of ``module`` inside the context that ``make`` returns for its arguments."""
-    entered: list[ExitStack] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with ExitStack() as stack:
             stack.enter_context(make(args, kwargs))
-            entered.append(stack.pop_all())
+            _entered.set((*_entered.get(), (module, stack.pop_all())))
+
+    def leave(*_: object) -> None:
+        *outer, (of, stack) = _entered.get() or ((None, None),)
+        if of is module and stack is not None:
+            _entered.set(tuple(outer))
+            stack.close()
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(lambda *_: entered.pop().close(), always_call=True)
+    module.register_forward_hook(leave, always_call=True)
 
 
 class ActivationOffload:

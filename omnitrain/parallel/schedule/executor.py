@@ -165,8 +165,6 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, micro_batch = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
-        if self._pipeline is None:
-            reduce_on_last(self._model, self._batch, micro_batch)
         work = work_of(self._model, self._batch, micro_batch)
         arrived = self._arrived(self._forward_in, (stage, micro_batch), requires_grad=True)
         delayed = WeightGradients() if self._splits_backward else None
@@ -212,6 +210,8 @@ class Executor:
         gradients += self._arrived(self._backward_in, key) if live.sent else ()
         roots = (*live.losses, *live.sent)
         pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
+        if self._pipeline is None:
+            reduce_on_last(self._model, self._batch, key[1])
         if pairs:  # none if only a tower trains and no rank has media for it
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if live.arrived:

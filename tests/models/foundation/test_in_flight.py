@@ -17,6 +17,8 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
 from omnitrain.ops.experts import Recording
+from omnitrain.ops.patch_forward import wrapped_forward
+from omnitrain.parallel.memory.offload import around_calls
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from tests.families import FAMILIES
 from tests.models.plain import pair_of
@@ -167,3 +169,49 @@ def test_a_recording_follows_the_layers_of_its_own_thread() -> None:
     alone, overlapped = (recorded(overlapping).decisions for overlapping in (False, True))
     assert alone.keys() == overlapped.keys() and len(alone) >= 2
     assert all(torch.equal(alone[key], overlapped[key]) for key in alone)
+
+
+def test_a_call_that_changes_a_module_is_the_only_one_in_all_threads() -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+
+    def forward() -> Tensor:
+        with wrapped_forward(module, lambda rows: module.forward(rows) + 1):
+            return module(x)
+
+    with meanwhile(module, lambda: None), wrapped_forward(module, lambda rows: module.forward(rows)):
+        assert torch.equal(forward(), module.forward(x) + 1)  # in its own thread it may be nested
+    with (
+        pytest.raises(AssertionError, match="two threads run Linear at once"),
+        meanwhile(module, forward),
+        wrapped_forward(module, lambda rows: module.forward(rows)),
+    ):
+        module(x)
+    assert torch.equal(forward(), nn.functional.linear(x, module.weight, module.bias) + 1)
+
+
+def test_contexts_around_calls_are_those_of_each_thread() -> None:
+    """A forward ends while another thread is in a call of the same module: each leaves its own context."""
+    module, log = nn.Identity(), []
+    begun, ended = threading.Event(), threading.Event()
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        log.append(f"{name} in")
+        yield
+        log.append(f"{name} out")
+
+    def in_both(_: nn.Module, arguments: tuple[str]) -> None:
+        if arguments[0] == "backward":
+            begun.set()
+            ended.wait(10)
+        else:
+            thread.start()
+            begun.wait(10)
+
+    around_calls(module, lambda arguments, _: noted(arguments[0]))
+    module.register_forward_pre_hook(in_both)
+    thread = threading.Thread(target=module, args=["backward"])
+    module("forward")
+    ended.set()
+    thread.join()
+    assert log == ["forward in", "backward in", "forward out", "backward out"]
