@@ -19,7 +19,7 @@ from omnitrain.errors import LostRankError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.parallel.watch.monitor import StallMonitor
-from omnitrain.parallel.watch.report import Answer, Place, StageAction, behind, report
+from omnitrain.parallel.watch.report import Answer, Place, StageAction, awaited_ranks, report
 from tests.parallel.laid_out import laid_out, samples
 
 MICRO_BATCHES = 4
@@ -107,13 +107,13 @@ def after(phase: Any, step: int = 3) -> Answer:
 def test_of_stages_that_wait_for_each_other_in_turn_the_one_whose_input_is_there_is_behind() -> None:
     # 0 waits for 1, 1 for 2, 2 for 3; 3 has what it needs, since 2 is past its action 4.
     chain = {0: at(9, 1, 7), 1: at(7, 2, 6), 2: at(5, 3, 4), 3: at(2, 2, 4)}
-    assert behind(chain) == [3]
+    assert awaited_ranks(chain) == [3]
     text = report(chain, {}, (), 9.0)
     assert "  rank 3 is in action 2, step 3, micro-batch 0, for 9 s" in text
     assert "  waiting: rank 1 in action 7, step 3, micro-batch 0, for rank 2" in text
 
 
 def test_a_stage_that_has_sent_everything_is_not_behind_and_one_in_its_data_is() -> None:
-    assert behind({0: at(9, 1, 7), 1: after("optimizer")}) == [0]  # its input is there: it computes
-    assert behind({0: at(9, 1, 7), 1: after("data")}) == [1]
-    assert behind({0: at(9, 1, 7), 1: after("optimizer", step=2)}) == [1]
+    assert awaited_ranks({0: at(9, 1, 7), 1: after("optimizer")}) == [0]  # its input is there: it computes
+    assert awaited_ranks({0: at(9, 1, 7), 1: after("data")}) == [1]
+    assert awaited_ranks({0: at(9, 1, 7), 1: after("optimizer", step=2)}) == [1]
