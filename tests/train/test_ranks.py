@@ -91,7 +91,7 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             marks=pytest.mark.slow,
         ),
         (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
-        (4, ["parallel.default.ulysses=2"]),
+        pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
     ],

@@ -64,6 +64,38 @@ def test_deepstack_levels_are_read_by_the_stage_that_has_their_block() -> None:
         assert [grad is not None and bool(grad.any()) for grad in grads] == [True, True, False]
 
 
+def test_a_later_stage_has_the_same_gradients_with_images_as_without() -> None:
+    """Ranks reduce them together: llama4 runs its projector over features that a later stage drops, or skips it."""
+    model = pair("llama4").ours
+    reached, every = [], [probe.sample for probe in pair("llama4").probes]
+    for samples in (every, [sample for sample in every if not sample.spans]):
+        pack = Pack.from_samples(samples)
+        hidden = torch.randn(1, pack.num_tokens, 64, requires_grad=True)
+        model.zero_grad(set_to_none=True)
+        model.run_stage(model.encode_media(pack).detached()[0], BlockSpan(2, 4, 4), hidden).text.sum.backward()
+        reached.append({name for name, parameter in model.named_parameters() if parameter.grad is not None})
+    assert reached[0] == reached[1] and "foundation.multi_modal_projector.linear_1.weight" in reached[0]
+
+
+def test_the_gradient_of_the_foundations_output_is_the_first_to_arrive() -> None:
+    """FSDP gathers at it: ranks with images and without must do so in the same order."""
+    model, order = pair("llama4").ours, []
+    assert model.runner.contract.skipped_modules
+
+    def note(name: str, tensor: Tensor) -> None:
+        tensor.register_hook(lambda _: order.append(name))
+
+    block = text_blocks(model.foundation)[-1]
+    handles = [
+        model.foundation.register_forward_hook(lambda _, __, output: note("output", output.logits)),
+        block.register_forward_hook(lambda _, __, output: note("block", output)),
+    ]
+    model(pair("llama4").pack()).losses["text"].sum.backward()
+    for handle in handles:
+        handle.remove()
+    assert order == ["output", "block"]
+
+
 def test_tied_embeddings_get_both_gradients() -> None:
     model, packs = pair("qwen3_vl_moe", tied=True).ours, [pair("qwen3_vl_moe", tied=True).pack()]
     assert model.foundation.lm_head.weight is model.foundation.get_input_embeddings().weight

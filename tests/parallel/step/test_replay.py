@@ -63,7 +63,7 @@ def qwen3_vl_replayed(steps: list[Step]) -> tuple[int, list[str]]:
 def test_every_rank_issues_the_collectives_that_its_plan_implies(
     ranks: RankPool, components: dict[str, Any], state: dict[str, int]
 ) -> None:
-    steps = random_steps(any_to_any(), 2, seed=1)
+    steps = random_steps(any_to_any(), 3, seed=1)
     results = ranks.run(any_to_any_replayed, steps, components, state, timeout_s=120, world=RANKS)
     assert [found for _, found in results] == [[]] * RANKS
     assert all(number > 50 for number, _ in results)
