@@ -1,6 +1,6 @@
-"""``make test``: four pytest sessions side by side, since ranks wait for each other much of the time.
+"""``make test``: three pytest sessions side by side, since ranks wait for each other much of the time.
 
-Two sessions run the tests on ranks, each with one warm pool, and two the other tests. Tests are imported and collected
+Two sessions run the tests on ranks, each with one warm pool, and one the other tests. Tests are imported and collected
 once; the sessions are forks of that process. They share a cache of contracts. Arguments are those of pytest.
 """
 
@@ -18,18 +18,16 @@ import pytest
 
 NO_TESTS = 5  # exit code of pytest where nothing was selected
 CACHE = "OMNITRAIN_TEST_CACHE"  # environment variable with the folder of the contracts
-RANKS, MORE_RANKS, ALONE, MORE_ALONE = "ranks", "more ranks", "alone", "more alone"
-SESSIONS = (RANKS, MORE_RANKS, ALONE, MORE_ALONE)
+SESSIONS = RANKS, MORE_RANKS, ALONE = "ranks", "more ranks", "alone"
 TESTS = Path(__file__).parent
 OF_MORE_RANKS = ("schedule", "pipeline", "verify")  # folders of tests/parallel; chosen so that both take as long
-OF_MORE_ALONE = ("train", "cli", "benchmarks")
 
 
 def session_of(item: pytest.Item) -> str:
     """Return the name of the session that runs a test."""
     room, *rest = item.path.relative_to(TESTS).parts
     if item.get_closest_marker("ranks") is None:
-        return MORE_ALONE if room in OF_MORE_ALONE else ALONE
+        return ALONE
     return RANKS if room == "parallel" and rest[0] not in OF_MORE_RANKS else MORE_RANKS
 
 

@@ -41,7 +41,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def program(body: str) -> list[str]:
     """A program that knows its `rank`; `announce()` leaves its process id in the file `pid-RANK`."""
     head = """
-    import os, signal, sys, time
+    import os, signal, sys, time, traceback
     from pathlib import Path
     rank = int(os.environ["RANK"])
     def announce():
@@ -136,7 +136,11 @@ def test_the_rank_that_failed_first_is_named_and_heard_though_another_ends_befor
         name_to_launcher(rank)
         announce()
         time.sleep(3)  # longer than others get for their last words
-        raise ValueError("no such thing")
+        try:
+            raise ValueError("no such thing")
+        except ValueError:
+            traceback.print_exc()
+        os._exit(1)  # at once: on a busy machine, Python takes seconds to end
     while not Path("pid-1").exists():
         time.sleep(0.02)
     sys.exit(1)
