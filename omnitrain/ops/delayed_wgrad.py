@@ -92,8 +92,8 @@ def delayed_to() -> WeightGradients | None:
 def delaying(work: WeightGradients | None) -> Iterator[None]:
     """Let forwards inside this context delay the weight gradients of all linear layers, by parameter.
 
-    It covers every call of ``torch.nn.functional.linear`` with a trained parameter as weight, whatever module makes it,
-    and the matrices of experts (:func:`~omnitrain.ops.experts.entry.omnitrain_experts`).
+    It covers calls of ``torch.nn.functional.linear`` with a trained parameter as weight, as ``nn.Linear`` makes, and
+    the matrices of experts (:func:`~omnitrain.ops.experts.entry.omnitrain_experts`).
     Modules do not change, so micro-batches in flight may have different stores. A recomputation must enter the context
     of its forward again (:func:`delayed_to`). Biases and frozen weights do not change.
 
@@ -105,33 +105,34 @@ def delaying(work: WeightGradients | None) -> Iterator[None]:
     """
     token = _delayed_to.set(work)
     try:
-        with nullcontext() if work is None else _linear_asks():
+        with nullcontext() if work is None else _replaced_linear():
             yield
     finally:
         _delayed_to.reset(token)
 
 
-_linear = F.linear
-_asking = 0  # how many contexts are open, in all threads
+_linear = F.linear  # the function that is replaced; another library may have wrapped torch's
+_num_open = 0  # contexts, in all threads
 _lock = Lock()
 
 
 @contextmanager
-def _linear_asks() -> Iterator[None]:
+def _replaced_linear() -> Iterator[None]:
     """Let ``torch.nn.functional.linear`` ask where its forward delays; in a forward that does not, nothing changes.
 
     A torch function mode would also see every other operation, which costs a tenth of a small model's forward.
     """
-    global _asking
+    global _linear, _num_open
     with _lock:
-        _asking += 1
-        F.linear = _linear_or_delayed
+        if not _num_open:
+            _linear, F.linear = F.linear, _linear_or_delayed
+        _num_open += 1
     try:
         yield
     finally:
         with _lock:
-            _asking -= 1
-            if not _asking:
+            _num_open -= 1
+            if not _num_open:
                 F.linear = _linear
 
 

@@ -61,7 +61,10 @@ def _seed(block: nn.Module, _: Any) -> None:
 
 
 class StepDraws:
-    """The random numbers of a step: its seed is drawn from the host's generator, which ranks that share data share.
+    """The random numbers of a step, from one that is drawn from the host's generator.
+
+    Tensor parallel ranks and pipeline ranks must seed it alike; ranks that share a sequence drop other tokens, and must
+    not.
 
     Args:
         device: on which the model computes.

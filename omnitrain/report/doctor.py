@@ -109,8 +109,8 @@ def _versions(pyproject: Path = _PYPROJECT) -> list[Finding]:
     installed = list(map(Requirement, metadata.get_all("Requires-Dist") or []))
     wanted, supported = installed, metadata["Requires-Python"] or ""
     omnitrain = Finding("versions", "omnitrain", metadata["Version"], True)
-    if pyproject.is_file():
-        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {}) if pyproject.is_file() else {}
+    if project.get("name") == "omnitrain":  # not that of a project which has a copy of the package
         wanted, supported = _requirements_of(project), project["requires-python"]
         if set(map(_normal, wanted)) != set(map(_normal, installed)):
             stale = f"{metadata['Version']}, installed with other requirements than those of {pyproject}"

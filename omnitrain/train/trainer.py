@@ -274,14 +274,14 @@ class Trainer:
         if not self.step:
             return "nothing is saved, because no step was done"
         if unsound := unsound_parameters(self.model, self.ranks.peers):
-            last = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
-            return f"nothing is saved, because the weights are not finite ({len(unsound)}: {unsound[0]}, ...); {last}"
-        told = self._saved_or_why_not()
+            reason = f"the weights are not finite ({len(unsound)}: {unsound[0]}, ...)"
+            return f"nothing is saved, because {reason}; {self._newest_checkpoint()}"
+        message = self._saved_or_why_not()
         if self.last_checkpoint != self.folder.store.folder_of(self.step):
-            return told
+            return message
         return (
-            f"{told}\n  with the same settings, `--resume` makes this step again; to change the optimizer or the data, "
-            f"start a new run from these weights: model.checkpoint={self.folder.path} and another output_dir"
+            f"{message}\n  with the same settings, `--resume` makes this step again; to change the optimizer or the "
+            f"data, start a new run from these weights: model.checkpoint={self.folder.path} and another output_dir"
         )
 
     def _saved_or_why_not(self) -> str:
@@ -291,8 +291,10 @@ class Trainer:
         except LostRankError:  # it says itself why it failed
             raise
         except TrainingError as error:
-            last = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
-            return f"the steps before it could not be saved: {error}; {last}"
+            return f"the steps before it could not be saved: {error}; {self._newest_checkpoint()}"
+
+    def _newest_checkpoint(self) -> str:
+        return f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint exists"
 
     def _require_targets(self) -> None:
         """Raise if all steps so far had no token to predict."""
@@ -315,7 +317,7 @@ class Trainer:
             NonFiniteError: before the update, on all ranks; the message names the samples. The step left no trace.
         """
         settings = self.recipe.train.optimizer
-        # The same in a resumed run, and on ranks that share their rows.
+        # The same in a resumed run, and on tensor parallel and pipeline ranks.
         seed_device(mixed_seed(self.recipe.train.seed, self.step, self.ranks.loss_peers.rank), self.device)
         packs: list[PackLosses] = []
         part = accumulate_gradients(

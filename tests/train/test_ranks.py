@@ -91,11 +91,12 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             marks=pytest.mark.slow,
         ),
         (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
+        (2, ["parallel.default.ulysses=2"]),
         pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
     ],
-    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "dp2.sp2", "tp2.dp2", "pp2.dp2"],
+    ids=["dp2", "hsdp2x2.recompute", "replicate2.world", "sp2", "dp2.sp2", "tp2.dp2", "pp2.dp2"],
 )
 def test_a_run_on_ranks_is_the_run_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]

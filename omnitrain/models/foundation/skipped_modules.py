@@ -172,7 +172,8 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         _ = ctx.saved_tensors
-        return gradients[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others)
+        return gradients[0], *zeros
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:

@@ -131,7 +131,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
             counts = {name: batch.num_tokens for name, batch in batches.items()}
             if component in work.cut:
                 counts = {name: (len(places[name][0]),) for name in batches}
-            made = _cut(received, {name: _in_layout_of(model, name, (own or minimal)[0]) for name in counts}, counts)
+            made = _cut(received, {name: _with_layout_of(model, name, (own or minimal)[0]) for name in counts}, counts)
         for name in batches:
             index, where[name] = places[name]
             features = MediaFeatures.cat(made[name])
@@ -204,7 +204,7 @@ def _of_component(output: Tensor | tuple[Tensor, Tensor]) -> MediaFeatures:
     return MediaFeatures(main, side, {}, (len(main),), RowLayout(None, {}, (), ()))
 
 
-def _in_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeatures:
+def _with_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeatures:
     """Give features the layout of a modality: a tower may return a list for images, and a tensor for videos."""
     if not name.startswith(NATIVE_PREFIX):
         return features

@@ -144,7 +144,7 @@ class OmniModel(ComponentModel):
         Args:
             save_directory: a folder, the same on all ranks; what a model left there before is replaced.
             *args: for transformers; of a model of one process only.
-            **kwargs: likewise. With ``state_dict``, that is written as it is, by the rank that calls.
+            **kwargs: for transformers, too. With ``state_dict``, that is written as it is, by the rank that calls.
 
         Raises:
             UserError: ``push_to_hub`` where there are adapters; arguments for transformers, and the model is spread.

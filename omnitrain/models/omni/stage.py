@@ -59,9 +59,9 @@ def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None
     """Return the features that cross a cut, with their number, in the order in which they are sent.
 
     Args:
-        model: as of :func:`features_in`.
-        pack: likewise.
-        sequence_slice: likewise.
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        pack: a micro-batch.
+        sequence_slice: the slice of the sequence on this rank; None: all tokens.
         cut: index of the block after the cut.
     """
     contract = model.stage_contract

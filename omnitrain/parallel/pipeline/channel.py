@@ -104,8 +104,8 @@ class StageChannel:
     def _free(self, of: tuple[str, int]) -> None:
         """Free the messages of a kind to a peer that have left.
 
-        Gloo does not tell whether one has left, so we wait for it. That never ends in a deadlock: a schedule is valid
-        only if its sends may wait for their receives, and this waits no earlier than the next send does.
+        Gloo never reports a send as complete, so we wait for it. A validated schedule completes even if each send waits
+        for its receive at once; this waits later, before the next send of the kind to this peer.
         """
         sent = self._sent.get(of, [])
         if any(tensor.device.type == "cpu" for _, tensor, _ in sent):

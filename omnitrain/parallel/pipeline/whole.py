@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.parallel.pipeline.apply import Pipeline
 
+_AT_ONCE = 16  # tensors in a message
+
 
 def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | None) -> dict[str, Tensor | None]:
     """Return whole tensors on the CPU, on all ranks. All ranks must call it.
@@ -26,12 +28,14 @@ def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | 
     whole: dict[str, Tensor | None] = {}
     for source in sorted({pipeline.held_by[name][0] for name in values}):
         names = [name for name in values if pipeline.held_by[name][0] == source]
-        # A stage that holds them, too, must gather its shards with the others of its mesh.
-        sent: list[Any] = [
-            _whole(values[name]) if pipeline.stages.rank in pipeline.held_by[name] else None for name in names
-        ]
-        dist.broadcast_object_list(sent, group=pipeline.group, group_src=source)
-        whole |= dict(zip(names, sent, strict=True))
+        for start in range(0, len(names), _AT_ONCE):
+            some = names[start : start + _AT_ONCE]
+            # A stage that holds them, too, must gather its shards with the others of its mesh.
+            sent: list[Any] = [
+                _whole(values[name]) if pipeline.stages.rank in pipeline.held_by[name] else None for name in some
+            ]
+            dist.broadcast_object_list(sent, group=pipeline.group, group_src=source)
+            whole |= dict(zip(some, sent, strict=True))
     return {name: whole[name] for name in values}
 
 

@@ -76,7 +76,7 @@ class Executor:
         batch: this rank's packs, and the step plan.
         weights: head -> weight of its loss; 1 where it is not given.
         on_output: see :func:`~omnitrain.parallel.schedule.accumulate.accumulate_gradients`.
-        on_phase: see there, as for the next two.
+        on_phase: see :func:`~omnitrain.parallel.schedule.accumulate.accumulate_gradients`.
         forward_context: a context around each forward.
         routers: the model's routers.
     """

@@ -220,8 +220,9 @@ def _clean_up() -> None:
     """Remove the process groups of a case with their threads and sockets, and torch's caches of its meshes."""
     forget_parallel_state()
     gc.collect()
-    if not gc.get_freeze_count():  # a case has run gc.unfreeze
-        gc.freeze()
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()  # its meshes equal those of the next case, but their groups are destroyed
+    if not gc.get_freeze_count():  # the case has run gc.unfreeze
+        gc.collect()
+        gc.freeze()

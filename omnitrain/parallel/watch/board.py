@@ -37,7 +37,7 @@ class StallBoard:
             self._last = place
         return self._store.add("moves", moves)
 
-    def somebody_told(self) -> bool:
+    def is_reported(self) -> bool:
         """Return whether a rank has detected a stall."""
         return self._store.check(["stalled"])
 

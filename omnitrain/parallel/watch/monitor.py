@@ -234,7 +234,7 @@ class StallMonitor:
                 self._moved_at = now
             self._moves += self._paused
             try:
-                counted, is_stalled = self._board.note(place, moves - reported), self._board.somebody_told()
+                counted, is_stalled = self._board.note(place, moves - reported), self._board.is_reported()
                 failure = self._board.failure()
             except RuntimeError:  # the process that holds the store has ended: continue with this rank's moves
                 counted, is_stalled, failure = moves, False, None

@@ -51,7 +51,7 @@ def test_modules_behind_the_last_mixing_of_rows_are_found() -> None:
     assert set(contract.tokenwise) == {*attention, f"{layer}.mlp", f"{layer}.post_attention_layernorm", "model.norm"}
 
 
-def test_where_rows_mix_at_the_end_only_what_follows_is_row_local() -> None:
+def test_where_rows_mix_at_the_end_only_what_follows_is_tokenwise() -> None:
     contract = checked(broken.MixingAtTheEnd)
     assert contract.tokenwise == ("model.norm.1",)
 
@@ -66,7 +66,7 @@ def test_a_model_that_looks_ahead_is_given_whole_samples() -> None:
     assert not checked(broken.LookingAhead).without_tails
 
 
-def test_a_module_wrongly_taken_for_row_local_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_wrongly_taken_for_tokenwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = ("model.layers.-1.self_attn.k_proj",)
     monkeypatch.setattr("omnitrain.models.contract.check.tokenwise_modules", lambda trial: wrong)
     contract = checked(foundation_class(FAMILIES["qwen3"]()))
