@@ -26,7 +26,7 @@ def test_a_checkout_with_newer_requirements_than_those_it_was_installed_with_is_
     lines = ["Name: omnitrain", "Version: 0.1.0", "Requires-Dist: torch<4,>=1", 'Requires-Dist: av; extra == "video"']
     (tmp_path / "omnitrain-0.1.0.dist-info" / "METADATA").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
-    project = '[project]\nrequires-python = ">=3.11"\ndependencies = ["torch>={}, <4"]\n'
+    project = '[project]\nname = "omnitrain"\nrequires-python = ">=3.11"\ndependencies = ["torch>={}, <4"]\n'
     project += 'optional-dependencies = {{video = ["av"]}}\n'
     (tmp_path / "pyproject.toml").write_text(project.format(1))
     assert all(finding.ok for finding in doctor._versions(tmp_path / "pyproject.toml"))
