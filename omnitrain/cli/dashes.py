@@ -8,29 +8,32 @@ from itertools import pairwise
 _NO_DASHES = "keys of a recipe have no dashes"
 
 
-def override_hint(option: str, arguments: Sequence[str]) -> str | None:
+def override_hint(option: str, arguments: Sequence[str], is_near_option: bool = False) -> str | None:
     """Return what to write for an option that a verb with a recipe does not have; None: it is no key of a recipe.
 
     Args:
         option: the option as the parser found it, such as ``--train.steps``.
         arguments: the arguments after the verb.
+        is_near_option: whether the verb has an option of a similar name, which the parser's own message names.
     """
     from omnitrain.recipe import Recipe
-    from omnitrain.recipe.other_names import key_of, name_here
+    from omnitrain.recipe.other_names import key_near, key_of, name_here
     from omnitrain.recipe.problems import nearest_key
 
     name = option.lstrip("-")
     if (advice := name_here(name.replace("-", "_"), Recipe)) is not None:
         return f"{option}: {advice}; keys of a recipe have no dashes: KEY=VALUE, such as train.steps=20"
-    if "." not in name:
-        key = key_of(name.replace("-", "_"), Recipe)
-        return None if key is None else f"{option}: {_NO_DASHES}; write `{key}={_value(option, arguments)}`"
-    key = nearest_key(name, Recipe)
-    if key is None:
-        return f"{option}: {_NO_DASHES}, and none is called `{name}`; `omnitrain schema` prints all"
-    if key != name:
-        return f"{option}: {_NO_DASHES}, and none is called `{name}`; did you mean `{key}={_value(option, arguments)}`?"
-    return f"{option}: {_NO_DASHES}; write `{key}={_value(option, arguments)}`"
+    if "." in name:
+        exact, near = None, nearest_key(name, Recipe)
+    else:
+        exact = key_of(name.replace("-", "_"), Recipe)
+        near = None if is_near_option else key_near(name.replace("-", "_"), Recipe)
+    if exact is not None or near == name:
+        return f"{option}: {_NO_DASHES}; write `{exact or near}={_value(option, arguments)}`"
+    if near is None and "." not in name:
+        return None
+    advice = f"did you mean `{near}={_value(option, arguments)}`?" if near else "`omnitrain schema` prints all"
+    return f"{option}: {_NO_DASHES}, and none is called `{name}`; {advice}"
 
 
 def _value(option: str, arguments: Sequence[str]) -> str:

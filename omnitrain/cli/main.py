@@ -52,7 +52,9 @@ class _Verbs(TyperGroup):
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except Exception as error:
             option = getattr(error, "option_name", None)  # the parser's NoSuchOption has it
-            words = override_hint(option, arguments) if option and ctx.invoked_subcommand in _WITH_RECIPE else None
+            if option is None or ctx.invoked_subcommand not in _WITH_RECIPE:
+                raise
+            words = override_hint(option, arguments, is_near_option=bool(getattr(error, "possibilities", None)))
             if words is None:
                 raise
             _say(words)

@@ -6,6 +6,8 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
+from omnitrain.recipe.suggest import nearest
+
 # Name there -> key of a recipe, or a key with a value, and a remark if the two do not mean the same.
 OTHER_NAMES: dict[str, tuple[str, str]] = {
     "max_steps": ("train.steps", ""),
@@ -77,17 +79,32 @@ def name_here(name: str, root: type[BaseModel]) -> str | None:
 
 def key_of(name: str, root: type[BaseModel]) -> str | None:
     """Return the whole key of a field that is called ``name``; None: no node has it, or several do."""
-    keys = sorted(_keys(name, root), key=lambda key: key.count("."))
-    outer = [key for key in keys if key.count(".") == keys[0].count(".")]
+    return _outermost(name, _keys(root))
+
+
+def key_near(name: str, root: type[BaseModel]) -> str | None:
+    """Return the whole key of the field whose name is most similar to ``name``; None: none is near, or several are."""
+    keys = _keys(root)
+    near = nearest(name, {_last_part(key) for key in keys})
+    return None if near is None else _outermost(near, keys)
+
+
+def _outermost(name: str, keys: list[str]) -> str | None:
+    named = sorted((key for key in keys if _last_part(key) == name), key=lambda key: key.count("."))
+    outer = [key for key in named if key.count(".") == named[0].count(".")]
     return outer[0] if len(outer) == 1 else None
 
 
-def _keys(name: str, node: type[BaseModel], path: str = "") -> list[str]:
-    """Return the keys whose last part is ``name``, of this node and those in its fields, without lists and dicts."""
-    keys = [f"{path}{name}"] if name in node.model_fields else []
+def _keys(node: type[BaseModel], path: str = "") -> list[str]:
+    """Return the keys of this node and of those in its fields, without lists and dicts."""
+    keys = [f"{path}{key}" for key in node.model_fields]
     for key, field in node.model_fields.items():
         many = get_origin(field.annotation) in (list, dict)
         for inner in () if many else (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
-                keys += _keys(name, inner, f"{path}{key}.")
+                keys += _keys(inner, f"{path}{key}.")
     return keys
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]

@@ -46,6 +46,10 @@ run R --train.steps=20
     2  --train.steps: keys of a recipe have no dashes; write `train.steps=20`
 run R --train.stepss=20
     2  --train.stepss: keys...no dashes, and none is called `train.stepss`; did you mean `train.steps=20`?
+run R --stepss=20
+    2  --stepss: keys...no dashes, and none is called `stepss`; did you mean `train.steps=20`?
+run R --resum
+    2  No such option: --resum...--resume
 check R --train.log-every 5 --trian.optimizer.learning-rate 1e-3
     2  and none is called `train.log-every`; did you mean `train.log_every=5`?
 run R --train.banana=20

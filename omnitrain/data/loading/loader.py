@@ -78,15 +78,14 @@ class _Steps:
                 SlotPacker(self.data, self.order, partial(rows.take, slot), state, self.alone)
                 for slot, state in self.slots.items()
             ]
+            num_shares, share = self.share.num_shares, self.share.share
+            minimal = [] if self.idle is None else [self.idle]
             while True:
-                packs = tuple(self._pack(packer.choose()) for packer in packers)
+                shares = [balanced_shares(packer.choose(), num_shares)[share] for packer in packers]
+                packs = tuple(Pack.from_samples(samples or minimal) for samples in shares)
                 slots = {slot: packer.state for slot, packer in zip(self.slots, packers, strict=True)}
                 rejected = tuple(row for packer in packers for row in packer.take_rejected())
                 yield _LoadedStep(self.then(packs) if self.then else packs, slots, rejected)
-
-    def _pack(self, chosen: list[Sample]) -> Pack:
-        samples = balanced_shares(chosen, self.share.num_shares)[self.share.share]
-        return Pack.from_samples(samples if samples or self.idle is None else [self.idle])
 
 
 class StepLoader:

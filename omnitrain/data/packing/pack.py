@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from omnitrain.data.packing.sample import MediaItem, MediaSpan, Sample
+from omnitrain.data.packing.sample import MediaSpan, Sample
 from omnitrain.ops.device import to_device
 
 IGNORED = -100
@@ -220,7 +220,7 @@ def _media_batches(spans: list[_PackedSpan]) -> dict[str, MediaBatch]:
 
 
 def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
-    groups = list(_grouped(spans, lambda entry: _stacking_key(entry.span.item)).values())
+    groups = list(_grouped(spans, _stacking_key).values())
     ordered = [entry for group in groups for entry in group]
     return MediaBatch(
         groups=tuple(map(_media_group, groups)),
@@ -229,8 +229,10 @@ def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
     )
 
 
-def _stacking_key(item: MediaItem) -> tuple[Any, ...]:
-    return tuple((name, array.dtype, array.shape[1:]) for name, array in sorted(item.features.items()))
+def _stacking_key(entry: _PackedSpan) -> tuple[Any, ...]:
+    """Return a key that is equal for items whose arrays can be concatenated along dim 0."""
+    arrays = sorted(entry.span.item.features.items())
+    return tuple((name, array.dtype, array.shape[1:]) for name, array in arrays)
 
 
 def _media_group(spans: list[_PackedSpan]) -> MediaGroup:
