@@ -149,6 +149,13 @@ def reduce_replicas(model: OmniModel, active_last: Mapping[str, bool]) -> None:
             module.set_requires_all_reduce(is_last or unit == "", recurse=False)
 
 
+def reduce_all_replicas(model: OmniModel) -> None:
+    """Undo :func:`reduce_replicas`: each reduction of a component's units goes across its replicas."""
+    layout = layout_of(model)
+    assert layout is not None, "build_parallelize_model was not called"
+    reduce_replicas(model, dict.fromkeys(layout.components, True))
+
+
 def _row(name: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], sequence: str) -> LayoutRow:
     assert plan.precision is not None
     offload: dict[str, bool | None] = {

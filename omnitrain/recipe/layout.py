@@ -15,7 +15,7 @@ from omnitrain.recipe.suggest import nearest
 _BEFORE = {"pp": "pp", "v": "chunks", "tp": "tp"}
 _AFTER = {"cp": "cp", "sp": "ulysses", "ep": "ep", "accum": "accumulation"}
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "ulysses", "cp", "ep", "pp")
-_FLAGS = ("gpipe", "zbv", "recompute", "offload")
+_FLAGS = ("gpipe", "zbv", "paired", "recompute", "offload")
 _NUMBERED = ("dp", "replicate", *_BEFORE, *_AFTER)
 _EXAMPLES = {word: f"{word}2" for word in _NUMBERED} | {"hsdp": "hsdp2x2"} | {flag: flag for flag in _FLAGS}
 
@@ -35,6 +35,7 @@ class Layout:
         chunks: number of pipeline stages per rank.
         gpipe: the pipeline runs all forwards, then all backwards.
         zbv: the pipeline runs the schedule ``zbv``.
+        paired: the forward of a micro-batch and the backward of another run in turn.
         mode: how the parameters are distributed over the data-parallel ranks.
         accumulation: micro-batches per optimizer step.
         recompute: the backward recomputes activations.
@@ -51,6 +52,7 @@ class Layout:
     chunks: int = 1
     gpipe: bool = False
     zbv: bool = False
+    paired: bool = False
     mode: Literal["fsdp2", "hsdp", "replicate"] = "fsdp2"
     accumulation: int = 1
     recompute: bool = False
@@ -78,11 +80,12 @@ class Layout:
         shards = self.mode != "replicate"
         kind: Literal["gpipe", "zbv"] | None = "gpipe" if self.gpipe else "zbv" if self.zbv else None
         chunks = self.chunks if self.chunks > 1 else None
+        schedule = PipelineSchedule(kind=kind, chunks=chunks, overlap=self.paired or None)
         return ParallelPlan(
             default=ComponentPlan(
                 **degrees,
                 mode=self.mode,
-                schedule=PipelineSchedule(kind=kind, chunks=chunks) if kind or chunks else None,
+                schedule=schedule if kind or chunks or self.paired else None,
                 recompute="full" if self.recompute else None,
                 activation_offload=self.offload or None,
                 parameter_offload=(self.offload and shards) or None,
@@ -108,8 +111,8 @@ def parse_layout(text: str) -> Layout:
     """Parse a layout: words joined by dots, in any order.
 
     ``dpN`` (FSDP over N ranks), ``hsdpAxB`` (A copies, each over B ranks), ``replicateN``, ``tpN``, ``spN`` (Ulysses),
-    ``cpN``, ``epN``, ``ppN`` (pipeline ranks), ``vN`` (pipeline stages per rank), ``gpipe``, ``zbv``, ``accumN``
-    (micro-batches per step), ``recompute``, ``offload``.
+    ``cpN``, ``epN``, ``ppN`` (pipeline ranks), ``vN`` (pipeline stages per rank), ``gpipe``, ``zbv``, ``paired``
+    (``overlap`` of the schedule), ``accumN`` (micro-batches per step), ``recompute``, ``offload``.
 
     Raises:
         UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.

@@ -73,6 +73,13 @@ class PipelineSchedule(Strict):
         None, description="Number of blocks of each stage, the first stage first. Unset: stages of equal cost."
     )
 
+    overlap: bool | None = Field(
+        None,
+        description="`1f1b` and `interleaved`, also with `pp` 1: the forward of one micro-batch and the backward of "
+        "another run in turn, each while the other waits for an all-to-all of experts. Keeps the weights of all the "
+        "rank's blocks gathered through a step, and one micro-batch more.",
+    )
+
     @model_validator(mode="after")
     def _fields_agree(self) -> PipelineSchedule:
         problems = [located(message, (field,), getattr(self, field)) for field, message in self._contradictions()]
@@ -87,6 +94,8 @@ class PipelineSchedule(Strict):
             yield "chunks", f"found {self.chunks} with `kind: zbv`, which has two stages per rank"
         if self.group_size is not None and self.resolved_kind != "interleaved":
             yield "group_size", f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
+        if self.overlap and self.kind in ("gpipe", "zbv"):
+            yield "overlap", f"found true with `kind: {self.kind}`; it is for `1f1b` and `interleaved`"
         if self.split is not None and min(self.split, default=0) < 1:
             yield "split", f"found {self.split}; every stage needs at least one block"
 

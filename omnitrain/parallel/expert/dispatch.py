@@ -39,6 +39,7 @@ from omnitrain.ops.experts import (
     weighted_sum_gradients,
     weighted_sums,
 )
+from omnitrain.ops.turns import give_turn
 
 Wait = Callable[[], Any]
 
@@ -291,14 +292,17 @@ class _InFlight:
 
     def wait(self, chunk: int) -> Tensor:
         """Wait for the rows of a chunk."""
+        give_turn()
         out, wait = self._receiving.pop(chunk)
         wait()
         return out
 
     def wait_all(self) -> Tensor:
         """Wait for the rows of all tokens ``[S, H]``."""
-        for chunk in list(self._receiving):  # in the order in which they were started
-            self.wait(chunk)
+        give_turn()
+        for _, wait in self._receiving.values():  # in the order in which they were started
+            wait()
+        self._receiving.clear()
         of_tokens, self._of_tokens = self._of_tokens, None
         assert of_tokens is not None
         return of_tokens

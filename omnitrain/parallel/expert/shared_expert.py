@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,6 +73,23 @@ def _called_after(layer: nn.Module, experts: nn.Module, hidden: Tensor) -> nn.Mo
     return calls[0][0] if [gets_hidden for _, gets_hidden in calls] == [True] else None
 
 
+@dataclass
+class _Running:
+    """A forward of a layer with shared experts.
+
+    Attributes:
+        hidden: the layer's input.
+        result: what the shared experts computed from it, if they ran already.
+    """
+
+    hidden: Tensor
+    result: Tensor | None = None
+
+
+# The layer that runs in this thread: a backward may recompute a layer while another forward of it runs.
+_running: ContextVar[_Running | None] = ContextVar("layer_with_shared_experts", default=None)
+
+
 class SharedExpertOverlap:
     """Compute ``shared`` before ``layer`` calls it.
 
@@ -82,26 +101,25 @@ class SharedExpertOverlap:
     def __init__(self, layer: nn.Module, shared: nn.Module) -> None:
         self._forward: Callable[[Tensor], Tensor] = shared.forward
         self._shared = shared
-        self._hidden: Tensor | None = None
-        self._result: Tensor | None = None
-
-        def enter(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            self._hidden = arguments[0] if arguments else None
-
-        def leave(*_: Any) -> None:
-            self._hidden = self._result = None
-
-        layer.register_forward_pre_hook(enter, prepend=True)
-        layer.register_forward_hook(leave, always_call=True)
+        layer.register_forward_pre_hook(self._begin, prepend=True)
+        layer.register_forward_hook(self._end, always_call=True)
         shared.forward = self._stored_or_computed
 
     def compute(self, spans: LayerSpans) -> None:
         """Compute the shared experts for the current forward of the layer."""
+        running = _running.get()
         hooks = (*self._shared._forward_pre_hooks, *self._shared._forward_hooks)
-        if self._hidden is not None and not hooks:  # hooks of other code expect to run around the forward
-            self._result = spans.shared_experts(self._hidden, self._forward)
+        if running is not None and not hooks:  # hooks of other code expect to run around the forward
+            running.result = spans.shared_experts(running.hidden, self._forward)
+
+    def _begin(self, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        _running.set(_Running(arguments[0]) if arguments else None)
+
+    def _end(self, *_: Any) -> None:
+        _running.set(None)
 
     def _stored_or_computed(self, hidden: Tensor) -> Tensor:
-        if self._result is None or hidden is not self._hidden:
+        running = _running.get()
+        if running is None or running.result is None or hidden is not running.hidden:
             return self._forward(hidden)
-        return self._result
+        return running.result

@@ -4,7 +4,10 @@ FSDP's own hooks gather the weights of a unit before each forward and reduce its
 several micro-batches between their forward and their backward, that is too often, and a backward would free weights
 that another micro-batch still needs. Held units keep their weights, and add up gradients, until the schedule says so.
 
-torch (2.13) has public functions for all but the reduction; :meth:`HeldUnits.reduce` does what
+A unit has one state for its forward and its backward, which a forward and a backward of two micro-batches at the same
+time would confuse. So the hooks of held units only cast, and add up gradients when autograd has left the unit.
+
+torch (2.13) has public functions to gather, free and cast; :meth:`HeldUnits.reduce` does what
 ``torch.distributed.pipelining`` does for its own stages.
 """
 
@@ -12,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw
 
 
 class HeldUnits:
@@ -37,22 +42,24 @@ class HeldUnits:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Control the units while the context is open. On exit, also after an error, every unit is sharded again."""
-        groups = [group for unit in self._units.values() for group in _groups(unit)]
-        before = [group.post_forward_mesh_info for group in groups]
         try:
             for unit in self._units.values():
-                unit.set_reshard_after_forward(False, recurse=False)
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
+                state: Any = unit._get_fsdp_state()
+                state._register_pre_backward_hook = _nothing_before_backward
+                for group in _groups(unit):
+                    group.pre_forward, group.post_forward = partial(_pre_forward, group), _post_forward
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
             self._root.reset_iter_state()
             raise
         finally:
-            for group, info in zip(groups, before, strict=True):
-                group.post_forward_mesh_info = info
             for unit in self._units.values():
+                del unit._get_fsdp_state()._register_pre_backward_hook
+                for group in _groups(unit):
+                    del group.pre_forward, group.post_forward
                 unit.set_reshard_after_backward(True, recurse=False)
                 unit.set_requires_gradient_sync(True, recurse=False)
                 unit.reshard()
@@ -81,7 +88,7 @@ class HeldUnits:
                 group.post_backward()
 
     def add_up(self) -> None:
-        """Add gradients that were computed after a backward (in ``parameter.grad``) to those that units hold."""
+        """Add the gradients of a backward (in ``parameter.grad``) to those that units hold, in the dtype of both."""
         for unit in self._units.values():
             for group in _groups(unit):
                 for parameter in group.fsdp_params:
@@ -97,3 +104,16 @@ class HeldUnits:
 
 def _groups(unit: FSDPModule) -> list[Any]:
     return list(unit._get_fsdp_state()._fsdp_param_groups)
+
+
+def _pre_forward(group: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Add up the gradients of a unit when its backward has ended; a recomputation runs inside of that backward."""
+    return (args, kwargs) if is_bw() else group._register_post_backward_hook(args, kwargs)
+
+
+def _post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    return output
+
+
+def _nothing_before_backward(output: Any) -> Any:
+    return output

@@ -40,6 +40,10 @@ def around_calls(
     module.register_forward_hook(leave, always_call=True)
 
 
+# The last call of this thread whose tensors were offloaded; the backward runs calls in the reverse order.
+_last_call: ContextVar[weakref.ref[_Call] | None] = ContextVar("last_offloaded_call", default=None)
+
+
 class ActivationOffload:
     """Copy tensors that autograd saves in blocks to host memory, and back before the backward needs them.
 
@@ -55,7 +59,6 @@ class ActivationOffload:
         self.num_bytes = 0
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: weakref.ref[_Call] | None = None
 
     def attach(self, block: nn.Module) -> None:
         """Offload the tensors that each call of ``block`` saves; for a checkpointed block use :meth:`saving`."""
@@ -80,8 +83,8 @@ class ActivationOffload:
 
     @contextmanager
     def _saved(self, is_wanted: Callable[[int], bool]) -> Iterator[None]:
-        call = _Call(self, is_wanted, self._last)
-        self._last = weakref.ref(call)
+        call = _Call(self, is_wanted, _last_call.get())
+        _last_call.set(weakref.ref(call))
         with saved_tensors_hooks(call.pack, call.unpack):
             yield
         call.close()

@@ -116,12 +116,17 @@ def complete_schedule(settings: PipelineSchedule, num_ranks: int, num_micro_batc
         ScheduleError: it cannot run.
     """
     kind, chunks = settings.resolved_kind, settings.stages_per_rank
-    return _lowered(kind, num_ranks, chunks, settings.group_size, num_micro_batches)
+    overlap = bool(settings.overlap)
+    return _lowered(kind, num_ranks, chunks, settings.group_size, overlap, num_micro_batches)
 
 
 @lru_cache(maxsize=8)
-def _lowered(kind: str, ranks: int, chunks: int, group_size: int | None, num_micro_batches: int) -> Schedule:
-    schedule = lower(generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size))
+def _lowered(
+    kind: str, ranks: int, chunks: int, group_size: int | None, overlap: bool, num_micro_batches: int
+) -> Schedule:
+    schedule = lower(
+        generate(kind, ranks, num_micro_batches, num_chunks=chunks, group_size=group_size, overlap=overlap)
+    )
     validate(schedule)
     return schedule
 

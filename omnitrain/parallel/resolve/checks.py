@@ -37,9 +37,11 @@ def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
             yield f"components.{name}.schedule: only the foundation is cut into stages; remove it"
     foundation, ranks = plan.of(FOUNDATION), state.size("pp")
     if ranks == 1:
-        if foundation.schedule is not None:
+        if foundation.schedule is not None and foundation.schedule != PipelineSchedule(overlap=True):
             path = plan.path_of(FOUNDATION, "schedule")
-            yield f"{path}.schedule: found with pp 1, where it does nothing; set pp above 1, or remove it"
+            yield (
+                f"{path}.schedule: found with pp 1, where all but `overlap` does nothing; set pp above 1, or remove it"
+            )
         return
     path, kind = plan.path_of(FOUNDATION, "pp"), type(model.foundation).__name__
     if problem := model.stage_contract.problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +17,10 @@ from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
 from omnitrain.ops.draws import StepDraws
+from omnitrain.ops.turns import run_in_turns
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits
-from omnitrain.parallel.layout import layout_of, reduce_replicas
+from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_replicas
 from omnitrain.parallel.pipeline.apply import units_by_stage
 from omnitrain.parallel.pipeline.channel import Arrival
 from omnitrain.parallel.pipeline.messages import StageMessages
@@ -132,8 +134,11 @@ class Executor:
             if any(action.kind in WEIGHTS for action in actions):
                 self._held = HeldUnits(self._model)
                 stack.enter_context(self._held.held())
-                assert self._pipeline is not None
-                self._units = units_by_stage(self._model, self._pipeline.stages)
+                if self._pipeline is None:
+                    self._units = {0: self._held.names}
+                    reduce_all_replicas(self._model)
+                else:
+                    self._units = units_by_stage(self._model, self._pipeline.stages)
             for number, action in enumerate(actions):
                 self._note(schedule, number, action)
                 self._RUN[action.kind](self, action)
@@ -210,10 +215,12 @@ class Executor:
         gradients += self._arrived(self._backward_in, key) if live.sent else ()
         roots = (*live.losses, *live.sent)
         pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
-        if self._pipeline is None:
+        if self._held is None:
             reduce_on_last(self._model, self._batch, key[1])
         if pairs:  # none if only a tower trains and no rank has media for it
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if self._held is not None:
+            self._held.add_up()  # of units whose input has no gradient, such as embeddings
         if live.arrived:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
             self._hand_over(back, self._backward_out, key, self._backward_in, key[0] - 1)
@@ -229,6 +236,15 @@ class Executor:
         if self._trains and delayed is not None:
             delayed.accumulate()
             self._held.add_up()
+
+    def _forward_and_backward(self, action: Action) -> None:
+        forward, backward = action.parts
+        run_in_turns(
+            partial(self._forward, forward),
+            partial(self._backward, backward),
+            self._model.device,
+            draws=self._draws is not None,
+        )
 
     def _send(self, action: Action) -> None:
         assert self._messages is not None and action.peer is not None
@@ -260,6 +276,7 @@ class Executor:
         Kind.B: _backward,
         Kind.I: _backward_of_inputs,
         Kind.W: _backward_of_weights,
+        Kind.OVERLAP_F_B: _forward_and_backward,
         Kind.SEND_F: _send,
         Kind.SEND_B: _send,
         Kind.RECV_F: _receive,
@@ -294,12 +311,12 @@ class Executor:
         if self._on_phase is None:
             return
         place = None if self._pipeline is None else stage_action(schedule, self._pipeline, number)
-        if action.passes:
-            _, micro_batch = _key(action)
-            phase: Phase = "forward" if action.kind is Kind.F else "backward"
+        for part in action.passes[-1:]:  # a pair begins with its backward
+            _, micro_batch = _key(part)
+            phase: Phase = "forward" if part.kind is Kind.F else "backward"
             samples = self._batch.packs[micro_batch].info.ids
             self._on_phase(micro_batch=micro_batch, phase=phase, samples=samples, action=place)
-        elif place is not None:
+        if not action.passes and place is not None:
             self._on_phase(action=place)
 
 

@@ -28,14 +28,17 @@ def stage_action(schedule: Schedule, pipeline: Pipeline, number: int) -> StageAc
         number: index in this rank's list.
     """
     action = schedule.actions[pipeline.stages.rank][number]
-    if action.kind not in _WORDS or action.stage is None:
+    parts = action.passes[::-1] or (action,)  # a pair begins with its backward
+    if any(part.kind not in _WORDS or part.stage is None for part in parts):
         return None
-    text = f"{_WORDS[action.kind]} of stage {action.stage}"
-    kind, step = _NEEDS.get(action.kind, (Kind.RECV_F, 0))
-    other = action.stage + step
-    if step and 0 <= other < schedule.num_stages:
-        receive = action._replace(kind=kind, peer=schedule.stage_ranks[other])
-        if receive in schedule.senders:
-            sender, sent_by = schedule.senders[receive]
-            return StageAction(text, number, dist.get_global_rank(pipeline.group, sender), sent_by)
+    text = " and ".join(f"{_WORDS[part.kind]} of stage {part.stage}" for part in parts)
+    for part in parts:
+        kind, step = _NEEDS.get(part.kind, (Kind.RECV_F, 0))
+        assert part.stage is not None
+        other = part.stage + step
+        if step and 0 <= other < schedule.num_stages:
+            receive = part._replace(kind=kind, peer=schedule.stage_ranks[other])
+            if receive in schedule.senders:
+                sender, sent_by = schedule.senders[receive]
+                return StageAction(text, number, dist.get_global_rank(pipeline.group, sender), sent_by)
     return StageAction(text, number)

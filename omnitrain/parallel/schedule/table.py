@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.generators import accumulate
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 def schedule_of(model: OmniModel, num_micro_batches: int) -> Schedule:
@@ -16,6 +18,11 @@ def schedule_of(model: OmniModel, num_micro_batches: int) -> Schedule:
         num_micro_batches: number of micro-batches of the step.
     """
     layout = layout_of(model)
-    if layout is None or layout.pipeline is None:
-        return Schedule(((),), (0,), 0) if not num_micro_batches else accumulate(num_micro_batches)
-    return layout.pipeline.schedule_of(num_micro_batches)
+    if layout is not None and layout.pipeline is not None:
+        return layout.pipeline.schedule_of(num_micro_batches)
+    if not num_micro_batches:
+        return Schedule(((),), (0,), 0)
+    settings = None if layout is None else layout.components[FOUNDATION].plan.schedule
+    if settings is not None and settings.overlap:
+        return complete_schedule(settings, 1, num_micro_batches)
+    return accumulate(num_micro_batches)

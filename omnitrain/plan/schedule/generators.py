@@ -141,7 +141,13 @@ def zbv(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def generate(
-    kind: str, num_ranks: int, num_micro_batches: int, *, num_chunks: int | None = None, group_size: int | None = None
+    kind: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    num_chunks: int | None = None,
+    group_size: int | None = None,
+    overlap: bool = False,
 ) -> Schedule:
     """Return a schedule by its name in a recipe.
 
@@ -151,6 +157,7 @@ def generate(
         num_micro_batches: number of micro-batches of a step on each rank.
         num_chunks: number of stages on each rank. None: 2 for ``interleaved`` and ``zbv``, else 1.
         group_size: of ``interleaved``, see :func:`interleaved`.
+        overlap: of ``1f1b`` and ``interleaved``, see :func:`interleaved`.
 
     Raises:
         ScheduleError: no such kind, or the kind does not allow the chunks or the group size.
@@ -166,9 +173,13 @@ def generate(
         raise ScheduleError(f"zbv has 2 stages on each rank, not {chunks}")
     if kind in ("gpipe", "1f1b") and chunks != 1:
         raise ScheduleError(f"{kind} has 1 stage on each rank, not {chunks}; for more use interleaved")
+    if overlap and kind in ("gpipe", "zbv"):
+        raise ScheduleError(f"{kind} does not run a forward and a backward in turn; use 1f1b or interleaved")
     if kind == "interleaved":
-        return interleaved(num_ranks, chunks, num_micro_batches, group_size=group_size)
-    return {"gpipe": gpipe, "1f1b": one_f_one_b, "zbv": zbv}[kind](num_ranks, num_micro_batches)
+        return interleaved(num_ranks, chunks, num_micro_batches, group_size=group_size, overlap=overlap)
+    if kind == "1f1b":
+        return one_f_one_b(num_ranks, num_micro_batches, overlap=overlap)
+    return {"gpipe": gpipe, "zbv": zbv}[kind](num_ranks, num_micro_batches)
 
 
 def least_micro_batches(kind: str, num_ranks: int, group_size: int | None = None) -> int:

@@ -1,0 +1,132 @@
+"""Run a forward and a backward in turn: while one waits for communication, the other computes.
+
+Each of the two has a thread, and only one thread runs at a time. A thread gives its turn to the other just before it
+waits (:func:`give_turn`). So the order depends on where the two wait, never on timing, and ranks whose forwards and
+backwards have the same waits start their collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from threading import Lock, Thread
+
+import torch
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+class _EndedError(Exception):
+    """Ends a thread after the other one has failed."""
+
+
+class _Turns:
+    """Whose turn it is.
+
+    Args:
+        device: on which both compute.
+        draws: whether random numbers are drawn. Each of the two then has generators of its own.
+    """
+
+    def __init__(self, device: torch.device, *, draws: bool) -> None:
+        self._devices = [device] if device.type == "cuda" else []
+        self._draws = draws
+        self._turn = Lock(), Lock()
+        for lock in self._turn:
+            lock.acquire()
+        self._unfinished = {_FORWARD, _BACKWARD}
+        self._has_failed = False
+
+    def begin(self, party: int) -> None:
+        """Wait for the first turn of ``party``; the backward has it when the forward is ready, too."""
+        with self._own_generators():
+            if party == _FORWARD:
+                self._turn[_BACKWARD].release()
+            self._turn[party].acquire()
+        if self._has_failed:
+            raise _EndedError
+
+    def give(self) -> None:
+        """Give the turn away and wait for the next one; do nothing if the other thread has ended."""
+        party = _BACKWARD if torch._C._current_graph_task_id() != -1 else _FORWARD
+        if 1 - party in self._unfinished:
+            with self._own_generators():
+                self._turn[1 - party].release()
+                self._turn[party].acquire()
+        if self._has_failed:
+            raise _EndedError
+
+    def end(self, party: int, *, failed: bool) -> None:
+        """Let the other thread run to its end; after an error, end it at its next turn."""
+        self._unfinished.discard(party)
+        self._has_failed |= failed
+        if 1 - party in self._unfinished:
+            self._turn[1 - party].release()
+
+    def _own_generators(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(self._devices) if self._draws else nullcontext()
+
+
+_running: _Turns | None = None  # a process runs at most one pair; autograd's threads on CUDA have no context of ours
+
+
+def give_turn() -> None:
+    """Let the other of two running passes run until it waits. Call it just before waiting for communication.
+
+    Does nothing if no pair runs.
+    """
+    if _running is not None:
+        _running.give()
+
+
+def run_in_turns(
+    forward: Callable[[], None], backward: Callable[[], None], device: torch.device, *, draws: bool
+) -> None:
+    """Run a forward in this thread and a backward in another one; the backward has the first turn.
+
+    Neither may need a result of the other.
+
+    Args:
+        forward: runs a forward.
+        backward: runs a backward, by autograd.
+        device: on which both compute, on one stream.
+        draws: whether one of them draws random numbers, as dropout does.
+
+    Raises:
+        BaseException: the error of the pass that failed; the other one then ends where it waits next.
+    """
+    global _running
+    assert _running is None, "a pair of passes runs already"
+    turns = _running = _Turns(device, draws=draws)
+    errors: list[BaseException] = []
+    num_threads = torch.get_num_threads()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def run(party: int, work: Callable[[], None]) -> None:
+        failed = True
+        try:
+            turns.begin(party)
+            work()
+            failed = False
+        except _EndedError:
+            pass
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            turns.end(party, failed=failed)
+
+    def run_backward() -> None:
+        torch.set_num_threads(num_threads)  # a setting of each thread
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            run(_BACKWARD, backward)
+
+    thread = Thread(target=copy_context().run, args=(run_backward,), name="backward", daemon=True)
+    thread.start()
+    try:
+        run(_FORWARD, forward)
+        thread.join()
+    finally:
+        _running = None
+    if errors:
+        raise errors[0]
