@@ -100,7 +100,11 @@ run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.components.image_encoder.pp=2
     2  parallel.components.image_encoder.pp: found 2, but only the foundation is cut into stages; remove it
 check R --nproc 2 parallel.default.schedule.kind=gpipe
-    2  parallel.default.schedule: found with pp 1, where it does nothing; set pp above 1, or remove it
+    2  parallel.default.schedule: found with pp 1, where all but `overlap` does nothing; set pp above 1, or remove it
+check R --nproc 2 parallel.default.schedule.overlap=true
+    2  parallel.default.schedule.overlap: found true with ep 1, where no all-to-all...can be hidden; set ep above 1
+check R --nproc 2 parallel.default.pp=2 parallel.default.schedule={kind: zbv, overlap: true}
+    2  parallel.default.schedule.overlap: found true with `kind: zbv`; it is for `1f1b` and `interleaved`
 schedule R
     2  this recipe has no pipeline (pp is 1)...set parallel.components.foundation.pp=2
 schedule deep.yaml --nproc 3 parallel.default.pp=2

@@ -16,6 +16,7 @@ LAYOUTS = {
         pp=2, tp=2, mode="hsdp", dp_replicate=2, dp_shard=4, cp=2, ep=8, accumulation=3, offload=True
     ),
     "offload": Layout(offload=True),
+    "pp2.v2.dp2.ep2.paired": Layout(pp=2, chunks=2, dp_shard=2, ep=2, paired=True),
 }
 
 

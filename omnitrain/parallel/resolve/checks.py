@@ -36,6 +36,8 @@ def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
         if name != FOUNDATION and component.schedule is not None:
             yield f"components.{name}.schedule: only the foundation is cut into stages; remove it"
     foundation, ranks = plan.of(FOUNDATION), state.size("pp")
+    if foundation.schedule is not None and foundation.schedule.overlap:
+        yield from _overlap_problems(plan, state)
     if ranks == 1:
         if foundation.schedule is not None and foundation.schedule != PipelineSchedule(overlap=True):
             path = plan.path_of(FOUNDATION, "schedule")
@@ -60,6 +62,15 @@ def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
             f"{path}.compile: found true with `schedule: {{kind: zbv}}`, but compiled blocks cannot delay the "
             "gradients of their weights; remove one of the two"
         )
+
+
+def _overlap_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """A forward and a backward give turns at the all-to-alls of experts."""
+    found = f"{plan.path_of(FOUNDATION, 'schedule')}.schedule.overlap: found true"
+    if state.size("ep") == 1:
+        yield f"{found} with ep 1, where no all-to-all of experts can be hidden; set ep above 1, or remove it"
+    elif plan.of(FOUNDATION).expert_dispatcher == "deepep":
+        yield f"{found} with `expert_dispatcher: deepep`, whose exchanges do not give turns; remove one of the two"
 
 
 def _spread_problems(

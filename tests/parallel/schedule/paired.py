@@ -1,18 +1,24 @@
-"""Steps whose forwards and backwards run in turn, and the same steps with one after the other."""
+"""Steps whose forwards and backwards run in turn, and the same steps with one after the other.
+
+``python -m tests.parallel.schedule.paired`` writes the table ``paired.tsv`` again: a covering array, in which every
+pair of values stands at least once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
+from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
@@ -24,12 +30,13 @@ from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.state import get_parallel_state, init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.schedule.actions import Schedule
-from omnitrain.recipe import ComponentPlan, ParallelPlan
-from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
+from tests.parallel.schedule.pipelines import covering
 
-LENGTHS = (24, 9, 17, 30, 12, 21, 5, 28, 16)
+TABLE = Path(__file__).with_name("paired.tsv")
 
 
 class Step(NamedTuple):
@@ -46,50 +53,96 @@ class Step(NamedTuple):
     turns: int
 
 
-def in_turn_and_plain(
-    family: str,
-    plan: dict[str, Any],
-    *,
-    state: Mapping[str, int],
-    layers: int = 4,
-    micro_batches: int = 4,
-    dropout: float = 0.0,
-    balance: Any = None,
-) -> list[Step]:
+class Case(NamedTuple):
+    """A step with pairs; its values are words, so that a table can have them.
+
+    Attributes:
+        model: name of the family.
+        stages: the pipeline.
+        blocks: whether their number is even or odd, so that a stage has other blocks than the one it runs with.
+        micro_batches: number of micro-batches of the step.
+        memory: what is recomputed or offloaded.
+        experts: chunks, and whether gradients of weights are delayed.
+        extra: dropout, or losses of routers.
+    """
+
+    model: str
+    stages: str
+    blocks: str
+    micro_batches: str
+    memory: str
+    experts: str
+    extra: str
+
+
+MODELS = (
+    "qwen3_moe",
+    "glm4_moe",
+    "qwen3_vl_moe",
+)  # the second has a dense block and shared experts; the third deepstack
+STAGES = {"pp1": (1, 1), "pp2": (2, 1), "pp2.v2": (2, 2), "pp2.v3": (2, 3)}
+PARTS = {"recompute": "parts", "recomputed_parts": ["attention", "router", "expert_activation"]}
+MEMORY = {"none": {}, "full": {"recompute": "full"}, "parts": PARTS, "offload": {"activation_offload": True}}
+EXPERTS = ("1", "2", "1.delayed", "4.delayed")
+EXTRAS = ("", "dropout", "balance")
+
+
+def possible() -> list[Case]:
+    axes = (MODELS, STAGES, ("even", "odd"), ("2", "4", "5", "9"), MEMORY, EXPERTS, EXTRAS)
+    return [Case(*values) for values in product(*axes)]
+
+
+def table() -> list[Case]:
+    return [Case(*line.split("\t")) for line in TABLE.read_text().splitlines()]
+
+
+def paired_and_one_by_one(case: Case) -> list[Step]:
     """The same step of a model with pairs, and with each pair as a forward and then a backward."""
-    config = with_layers(FAMILIES[family](), layers)
-    config.attention_dropout = dropout
+    num_ranks, stages = STAGES[case.stages]
+    config = with_layers(FAMILIES[case.model](), max(4, num_ranks * stages) + (case.blocks == "odd"))
+    text = config.get_text_config(decoder=True)
+    text.attention_dropout = 0.2 if case.extra == "dropout" else 0.0
+    setattr(text, "n_routed_experts" if hasattr(text, "n_routed_experts") else "num_experts", 8)
     torch.manual_seed(0)
     foundation = foundation_class(config)(config)
     init_peaked_(foundation)
+    model = build_omni_model(foundation=foundation).train()
+    samples = [probe.sample for probe in probe_samples(foundation, model.runner.native)]
+    chunks, _, delayed = case.experts.partition(".")
+    plan = ComponentPlan(
+        ep=2,
+        schedule=PipelineSchedule(overlap=True, chunks=stages if stages > 1 else None),
+        expert_chunks=int(chunks),
+        delay_wgrad=bool(delayed),
+        **MEMORY[case.memory],
+    )
     model = build_parallelize_model(
-        build_omni_model(foundation=foundation).train(),
-        parallel_state=init_parallel_state(**state),
-        parallel_plan=ParallelPlan(components={FOUNDATION: ComponentPlan(**plan)}),
+        model,
+        parallel_state=init_parallel_state(pp_size=num_ranks, ep_size=2),
+        parallel_plan=ParallelPlan(components={FOUNDATION: plan}),
         enable_mixed_precision=False,
     )
-    rank = get_parallel_state().dp_rank
-    batch = step_planner(model)([pack(index, rank) for index in range(micro_batches)])
-    paired = schedule_of(model, micro_batches)
-    routers = None if balance is None else RouterMonitor(model, balance)
-    found = []
-    for schedule in (paired, one_by_one(paired)):
+    rank, number = get_parallel_state().dp_rank, int(case.micro_batches)
+    batch = step_planner(model)([pack(samples, index, rank) for index in range(number)])
+    balance = ExpertsBalance(loss="sample", weight=0.01, z_weight=0.001)
+    routers = RouterMonitor(model, balance) if case.extra == "balance" else None
+    with_pairs, found = schedule_of(model, number), []
+    for schedule in (with_pairs, one_by_one(with_pairs)):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(5)
         if routers is not None:
             routers.begin(batch.packs)
-        with counted_turns() as number:
+        with counted_turns() as given:
             loss = Executor(model, batch, {}, routers=routers).run(schedule)
         gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        found.append(Step(loss, gradients, len(number)))
+        found.append(Step(loss, gradients, len(given)))
     return found
 
 
-def pack(index: int, rank: int) -> Pack:
-    """A pack of another length on each rank."""
-    n = LENGTHS[index] + 3 * rank
-    ids, name = (np.arange(n) * (rank + 3)) % 50 + 3, f"{rank}.{index}"
-    return Pack.from_samples([Sample(name, "text", ids, np.arange(n) > 0, np.arange(n), index=n)])
+def pack(samples: list[Sample], index: int, rank: int) -> Pack:
+    """A pack of other samples and another length on each rank."""
+    number = 1 + (index + rank) % 2
+    return Pack.from_samples([samples[(index + 2 * rank + other) % len(samples)] for other in range(number)])
 
 
 def local(gradient: Tensor) -> Tensor:
@@ -98,7 +151,9 @@ def local(gradient: Tensor) -> Tensor:
 
 def one_by_one(schedule: Schedule) -> Schedule:
     """The schedule with each pair as a forward, then a backward."""
-    return schedule.with_actions([part for action in row for part in action.parts or (action,)] for row in schedule.actions)
+    return schedule.with_actions(
+        [part for action in row for part in action.parts or (action,)] for row in schedule.actions
+    )
 
 
 @contextmanager
@@ -115,3 +170,7 @@ def counted_turns() -> Iterator[list[None]]:
         yield given
     finally:
         turns._Turns.give = plain
+
+
+if __name__ == "__main__":
+    TABLE.write_text("".join("\t".join(case) + "\n" for case in covering(possible())))

@@ -1,0 +1,44 @@
+"""A forward and a backward that run in turn give the bits of one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from omnitrain.parallel.spawn.pool import RankPool
+from tests.parallel.schedule.paired import STAGES, Case, paired_and_one_by_one, possible, table
+from tests.parallel.schedule.pipelines import pairs
+
+DEFAULT = (
+    Case("qwen3_moe", "pp1", "odd", "4", "full", "2", "dropout"),
+    Case("glm4_moe", "pp1", "even", "4", "full", "4.delayed", "balance"),
+    Case("qwen3_vl_moe", "pp2.v2", "odd", "5", "parts", "1", ""),
+)
+
+
+def require_same_bits(ranks: RankPool, case: Case) -> None:
+    world = 2 * STAGES[case.stages][0]
+    results = ranks.run(paired_and_one_by_one, case, timeout_s=120, world=world)
+    for paired, plain in results:
+        assert torch.equal(paired.loss, plain.loss)
+        assert paired.gradients.keys() == plain.gradients.keys()
+        assert [n for n, gradient in plain.gradients.items() if not torch.equal(paired.gradients[n], gradient)] == []
+        assert plain.turns == 0
+    assert int(case.micro_batches) < 4 or any(paired.turns for paired, _ in results)
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=" ".join)
+def test_a_pair_gives_the_bits_of_a_forward_and_a_backward(ranks: RankPool, case: Case) -> None:
+    require_same_bits(ranks, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", table(), ids=" ".join)
+def test_every_pair_of_values_gives_the_same_bits(ranks: RankPool, case: Case) -> None:
+    require_same_bits(ranks, case)
+
+
+def test_the_table_has_every_possible_pair_of_values() -> None:
+    cases = table()
+    assert len(cases) <= 150
+    assert set().union(*map(pairs, cases)) == set().union(*map(pairs, possible()))
