@@ -29,6 +29,11 @@ SIZES = {
     "long_context": ["--rounds=1", "--budgets=1.5", "--lengths=4"],
     "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
     "attention": ["--rounds=1", "--steps=1", "--row=16", "--tokens=64"],
+    "overlap_1f1b": [
+        "--rounds=1",
+        *("--tokens=64", "--hidden=64", "--inner=64", "--layers=2"),
+        *("--ratios", "2", "--micro-batches", "2", "--unlimited"),
+    ],
     "moe_overlap": [
         "--rounds=1",
         "--tokens=32",
