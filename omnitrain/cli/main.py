@@ -272,7 +272,7 @@ def verify(
         str | None,
         typer.Option(
             help="Comma-separated layouts: plan (the recipe's own), dp4, hsdp2x2, replicate2, dp2.accum2.recompute, "
-            "... Default: plan (if the recipe has one), dp2, dp4, hsdp2x2, as far as there are ranks."
+            "... Default: plan (if the recipe has one), and those of dp2, dp4, hsdp2x2 that --nproc allows."
         ),
     ] = None,
     nproc: Annotated[int, typer.Option(help="Number of ranks to start on this machine.", min=1)] = 4,

@@ -105,7 +105,8 @@ def planned_table(
 ) -> LayoutTable:
     """Return the table of a model that is not parallelized yet.
 
-    Its dtypes are those of the weights now. What is only decided on ranks, such as sequence parallelism, is not in it.
+    Its dtypes are the present ones of the weights. It lacks settings that only the ranks decide, such as sequence
+    parallelism.
 
     Args:
         model: the model.

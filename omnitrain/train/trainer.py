@@ -63,7 +63,7 @@ class RunSummary:
         step: optimizer steps done.
         interrupted: Ctrl-C ended it early.
         checkpoint: the last checkpoint.
-        scores: of the evaluation; empty without one.
+        scores: scores of the evaluation; empty without an evaluation.
     """
 
     step: int
@@ -76,12 +76,12 @@ class Trainer:
     """Trains the model of a recipe.
 
     Attributes:
-        recipe: as given, with what was measured in the place of `auto`.
-        folder: where the run writes.
-        model: the model, in place.
-        processor: rows -> samples.
-        loader: training data, step by step.
-        evaluator: of the model on held-out data; None: the recipe asks for no evaluation.
+        recipe: the recipe, with measured values in place of `auto`.
+        folder: the folder that the run writes to.
+        model: the model, ready to train.
+        processor: turns data rows into samples.
+        loader: the training data, step by step.
+        evaluator: evaluates the model on held-out data; None: the recipe has no evaluation.
         optimizer: AdamW.
         step: optimizer steps done.
     """
@@ -90,11 +90,11 @@ class Trainer:
         """Build everything; nothing is written before :meth:`fit`.
 
         Args:
-            recipe: what to train.
+            recipe: the recipe of the run.
             resume: continue the run in ``recipe.output_dir`` from its newest checkpoint.
 
         Raises:
-            UserError: whatever does not fit together in recipe, data and weights.
+            UserError: recipe, data and weights do not fit together.
         """
         if not isinstance(recipe, Recipe):
             raise UserError(f"recipe: found a {type(recipe).__name__}; expected a Recipe, as Recipe.load(NAME) returns")
@@ -144,12 +144,12 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
 
-        Called again, it goes on where Ctrl-C ended it. A resumed run that is finished is left as it is.
+        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite; the steps done are saved.
-            UserError: data turned out to be unusable; the steps done are saved, unless they had nothing to predict.
-            TrainingError: so they are where a data process was killed.
+            NonFiniteError: a loss or gradient is not finite; the finished steps are saved.
+            UserError: the data cannot be used; the finished steps are saved, unless they had nothing to predict.
+            TrainingError: a data process was killed; the finished steps are saved.
         """
         train = self.recipe.train
         if self.resumed is not None and self.step >= train.steps:
@@ -314,7 +314,7 @@ class Trainer:
             The total loss and the gradient norm before clipping, the same on all ranks.
 
         Raises:
-            NonFiniteError: before the update, on all ranks; the message names the samples. The step left no trace.
+            NonFiniteError: on all ranks, before the update: no weight changes. The message names the samples.
         """
         settings = self.recipe.train.optimizer
         # The same in a resumed run, and on tensor parallel and pipeline ranks.
@@ -445,7 +445,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _settled_objects_uncollected() -> Iterator[None]:
-    """Keep the half a million objects of imports and models out of garbage collection during training."""
+    """Exclude the half million objects of imports and models from garbage collection during training."""
     gc.collect()
     gc.freeze()
     try:

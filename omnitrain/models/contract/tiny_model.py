@@ -107,7 +107,7 @@ def drawn_in_training(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def draws_in_training(model: PreTrainedModel) -> bool:
-    """Whether a model draws random numbers in training, such as those of dropout, as far as we know."""
+    """Whether a model draws random numbers in training, such as those of dropout, by the keys that we know."""
     modules = (module for module in model.modules() if isinstance(module, _DropoutNd))
     return any(_drawn(node) for node in config_nodes(model.config)) or any(module.p for module in modules)
 

@@ -59,7 +59,7 @@ class EncodedPack:
 
     Attributes:
         pack: the samples, long enough for all ranks that share them.
-        work: of this rank.
+        work: this rank's work in the micro-batch.
         media: features for the foundation's input, for the tokens that are on this rank.
         labels: decoder name -> ``[n]`` int64, of the whole pack.
         idle: results of calls without data, and tensors of length 0. They enter the loss with a factor of zero.
@@ -101,8 +101,8 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
         pack: the micro-batch.
-        work: of this rank in this micro-batch.
-        components: whose media to encode; None: all.
+        work: this rank's work in this micro-batch.
+        components: encode only their media; None: those of all components.
     """
     inserted: list[tuple[Tensor, Tensor]] = []
     native: dict[str, MediaFeatures] = {}

@@ -45,9 +45,10 @@ class Answer:
 
     Attributes:
         parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
-        tokens: every drawn token: ``(text or decoder name, token)``.
-        is_finished: the end token came before ``max_new_tokens``.
-        unfinished_item: the decoder whose item ``max_new_tokens`` cut short, which is not in ``parts``.
+        tokens: all sampled tokens, each as ``(text or decoder name, token)``.
+        is_finished: whether the end token was sampled within ``max_new_tokens``.
+        unfinished_item: name of the decoder whose last item ``max_new_tokens`` cut short; ``parts`` lacks that item.
+            None: no item was cut short.
     """
 
     parts: list[Any] = field(default_factory=list)
@@ -101,19 +102,23 @@ def generate(
     not depend on other prompts, nor on how prompts are divided into batches or over ranks.
 
     Args:
-        model: in any mode; put back afterwards. A sharded one must be gathered (``parallel/gather.py``).
-        processor: knows the end token and the start token of each modality.
-        prompts: from :meth:`OmniProcessor.prompt`; with several ranks, a rank may have none.
-        max_new_tokens: longest answer, text and media tokens together; the same on all ranks.
-        sampling: ``text`` or a decoder's name -> how its tokens are drawn; greedy where absent.
-        seed: of sampling, at least 0.
+        model: in any mode, which is restored. Gather a sharded model first (:func:`omnitrain.gathered`).
+        processor: the model's processor; it has the end token and the start token of each modality.
+        prompts: results of :meth:`OmniProcessor.prompt`; with several ranks, a rank may have none.
+        max_new_tokens: maximum length of an answer, text and media tokens together; the same on all ranks.
+        sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry.
+        seed: seed of sampling, at least 0.
         use_cache: keep keys and values; without it every step runs the whole sequence (for tests).
-        numbers: of the prompts, at least 0; None: 0, 1, 2, ...
-        peers: ranks that share the model, all of which call this. They encode and step together until all answers of
-            all of them are finished.
+        numbers: numbers of the prompts, at least 0; None: 0, 1, 2, ...
+        peers: ranks that share the model. All of them must call this; they encode and step together until all answers
+            of all ranks are finished.
 
     Returns:
-        One :class:`Answer` per prompt. Media that were cut short by ``max_new_tokens`` are left out.
+        One :class:`Answer` per prompt, without media that ``max_new_tokens`` cut short.
+
+    Raises:
+        UserError: the model hides its last hidden states, or its own forward reads a prompt with an input per token
+            that is unknown for sampled tokens.
     """
     numbers = range(len(prompts)) if numbers is None else numbers
     sequences: dict[int, _Sequence] = {}

@@ -28,12 +28,12 @@ def forward_of_batch(model: Any, batch: Mapping[str, Any], pack: object = None) 
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        batch: argument -> value, as a tokenizer, HF processor or collator returns them; None: not given.
-        pack: what was passed as a pack and is none; None: nothing.
+        batch: argument -> value, as a tokenizer, HF processor or collator returns them; None is ignored.
+        pack: the argument ``pack`` of the call, which is no :class:`Pack`; None: it was not given.
 
     Raises:
-        UserError: no input, or something else in its place; the model is parallelized; the foundation does not take an
-            argument.
+        UserError: ``pack`` is not None, the batch has no input, the model is parallelized, or the foundation does not
+            take an argument.
     """
     if pack is not None:
         found = type(pack).__name__

@@ -22,8 +22,8 @@ def in_step(model: Any, packs: Sequence[Pack], peers: Peers) -> Iterator[tuple[P
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        packs: of this rank; may be none.
-        peers: all of them call this, and run each pack before they ask for the next.
+        packs: this rank's packs; may be empty.
+        peers: the ranks; all of them must call this, and run each pack before they take the next one.
 
     Yields:
         A pack, and this rank's work for it.
@@ -50,7 +50,7 @@ def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        num_tokens: how many.
+        num_tokens: number of tokens.
     """
     native, special = model.runner.native, special_ids(model.foundation.config)
     ids = np.full(num_tokens, next(token for token in count() if token not in special), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""``OmniModel``: encoders, a foundation model and decoders behind one forward."""
+"""``OmniModel``: encoders, a foundation model and decoders as one model with one forward."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OmniModel(ComponentModel):
     Components are attributes by their names: ``foundation``, ``image_encoder``, ``audio_decoder``, ...
 
     Attributes:
-        compute_device: where it computes, if that is not where its parameters are.
+        compute_device: device of its computations, if its parameters are on another device.
         takes_batches: whether :meth:`forward` takes batches of transformers; not after ``build_parallelize_model``.
         relay: runs its pipeline stages in turn, for evaluation and generation.
     """
@@ -90,15 +90,15 @@ class OmniModel(ComponentModel):
 
     @property
     def device(self) -> torch.device:
-        """Where it takes its inputs: parameters that are offloaded wait in host memory."""
+        """The device of its inputs; offloaded parameters are in host memory."""
         return self.compute_device or super().device
 
     @cached_property
     def runner(self) -> FoundationRunner:
-        """Runs the foundation by the contract that the check found for it.
+        """Runs the foundation by its contract.
 
         Raises:
-            UserError: the check refused the foundation; names what was measured.
+            UserError: the contract check refused the foundation; the message has the measurements.
         """
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
             runner = FoundationRunner(self.foundation, contract_of(self.foundation))
@@ -118,16 +118,16 @@ class OmniModel(ComponentModel):
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
-        """Load a saved omni model with its LoRA adapters; a tensor missing, left over or misshapen is an error.
+        """Load a saved omni model with its LoRA adapters; missing, unexpected or misshapen tensors are an error.
 
         Args:
             path: folder or Hub id.
-            *args: for transformers.
-            **kwargs: for transformers. With ``output_loading_info``, transformers alone loads: what does not fit is
-                reported instead of raised, and LoRA adapters are not loaded.
+            *args: arguments for transformers.
+            **kwargs: keyword arguments for transformers. With ``output_loading_info``, transformers loads the model:
+                tensors that do not fit are reported instead of raised, and LoRA adapters are not loaded.
 
         Raises:
-            UserError: no model there.
+            UserError: there is no model at ``path``.
             WeightsError: names every tensor that does not fit.
         """
         if kwargs.get("output_loading_info"):
@@ -137,18 +137,21 @@ class OmniModel(ComponentModel):
         return model
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Write config, whole weights, and LoRA adapters in files of peft, for :meth:`from_pretrained`.
+        """Write the config, whole weights, and LoRA adapters in peft's files, for :meth:`from_pretrained`.
 
-        Every rank calls it where the model is spread over ranks: each writes some of the files (:func:`save_whole`).
+        If the model is spread over ranks, all of them must call this; each writes some of the files
+        (:func:`save_whole`).
 
         Args:
-            save_directory: a folder, the same on all ranks; what a model left there before is replaced.
-            *args: for transformers; of a model of one process only.
-            **kwargs: for transformers, too. With ``state_dict``, that is written as it is, by the rank that calls.
+            save_directory: a folder, the same on all ranks; weights saved there before are replaced.
+            *args: arguments for transformers; only for a model in one process.
+            **kwargs: keyword arguments for transformers; only for a model in one process, except ``state_dict``: the
+                calling rank writes its tensors as they are.
 
         Raises:
-            UserError: ``push_to_hub`` where there are adapters; arguments for transformers, and the model is spread.
-            TrainingError: on other ranks, where one of them could not write; it raises the error itself.
+            UserError: ``push_to_hub`` for a model with adapters, or arguments for transformers for a model that is
+                spread over ranks.
+            TrainingError: writing failed on another rank, which raises its own error.
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -182,11 +185,11 @@ class OmniModel(ComponentModel):
         """Upload config and weights to the Hub.
 
         Args:
-            *args: for transformers.
-            **kwargs: for transformers.
+            *args: arguments for transformers.
+            **kwargs: keyword arguments for transformers.
 
         Returns:
-            Address of the commit.
+            The address of the commit.
 
         Raises:
             UserError: there are LoRA adapters, which transformers would not upload.
@@ -203,12 +206,12 @@ class OmniModel(ComponentModel):
 
     @property
     def foundation_components(self) -> Mapping[str, Sequence[str]]:
-        """Component of the foundation -> names of its parameters in it."""
+        """Component of the foundation -> names of its parameters in the foundation."""
         return self.runner.native.components
 
     @property
     def media_names(self) -> dict[str, tuple[str, ...]]:
-        """Component -> names in a pack of what it encodes, in the order in which components encode."""
+        """Component -> the names that its media have in a pack, in the order in which components encode."""
         modalities = self.runner.native.interfaces
         names = {f"{NATIVE_PREFIX}{modality}": interface.component for modality, interface in modalities.items()}
         names |= {name: name for name in (*self.encoder_names, *self.decoder_names)}
@@ -216,10 +219,10 @@ class OmniModel(ComponentModel):
         return {names[first]: tuple(name for name in order if names[name] == names[first]) for first in order}
 
     def minimal_input(self, name: str) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the smallest features for one of :attr:`media_names`, on this model's device, and their rows.
+        """Return the smallest features for one of :attr:`media_names`, on this model's device, and the tokens of each.
 
-        Made once: an adapter builds a HF processor, and perhaps its tower without weights. No rows of a modality that
-        the foundation reads by itself.
+        It is made once, because an adapter builds a HF processor, and perhaps its tower without weights. For a modality
+        that the foundation reads by itself, the numbers of tokens are empty.
         """
         if name not in self._minimal_inputs:
             if name.startswith(NATIVE_PREFIX):
@@ -234,23 +237,23 @@ class OmniModel(ComponentModel):
 
     @property
     def native_inputs(self) -> NativeInputs:
-        """What the data side must know of the modalities that the foundation reads by itself; often none."""
+        """How to prepare the media that the foundation reads by itself, for the data workers; often none."""
         return native_inputs(self.runner.native)
 
     def media_adapters(self) -> tuple[dict[str, ComponentAdapter], dict[str, ComponentAdapter]]:
-        """``(readers, writers)``: the weightless side of encoders and decoders, for :class:`OmniProcessor`."""
+        """Return ``(readers, writers)``: the adapters of encoders and of decoders, for :class:`OmniProcessor`."""
         readers = {name: encoder.adapter() for name, encoder in self.encoders.items()}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
     def train(self, mode: bool = True) -> OmniModel:
-        """What is frozen keeps the statistics of its batches (:func:`rest_frozen_statistics`)."""
+        """Set the mode; frozen batch norms keep their running statistics (:func:`rest_frozen_statistics`)."""
         super().train(mode)
         rest_frozen_statistics(self)
         return self
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Read by HF ``Trainer``: whether a batch may have ``num_items_in_batch``, by which its loss is divided."""
+        """Whether a batch may have ``num_items_in_batch``, the divisor of its loss; HF ``Trainer`` reads this."""
         return bool(getattr(self.foundation, "accepts_loss_kwargs", takes_any_argument(self.foundation)))
 
     def forward(
@@ -265,26 +268,26 @@ class OmniModel(ComponentModel):
         labels: torch.Tensor | None = None,
         **batch: Any,
     ) -> OmniOutput | ModelOutput | tuple[torch.Tensor, ...]:
-        """Losses of one packed micro-batch: encode the media, run the foundation, run the heads.
+        """Compute the losses of one packed micro-batch: encode the media, run the foundation, run the heads.
 
-        Instead of a pack, it takes a batch of transformers by keyword, for HF ``Trainer`` and scripts: that runs the
+        Instead of a pack, it takes a batch of transformers by keyword, for HF ``Trainer`` and scripts, and runs the
         foundation's own forward (:func:`forward_of_batch`).
 
         Args:
             pack: samples end to end; see :class:`Pack` for shapes.
-            work: of this rank in this micro-batch, so that all ranks call every component equally often; None: this
-                rank does what the pack needs.
+            work: this rank's work in this micro-batch, so that all ranks call every component equally often; None: the
+                calls that the pack needs.
             stage: the input of a pipeline stage, which runs its part of these steps; None: the whole model.
             input_ids: ``[B, T]`` int64.
             attention_mask: ``[B, T]``, 0 for padding.
-            position_ids: as the foundation takes them.
-            labels: ``[B, T]`` int64, not shifted, -100 where nothing is predicted.
+            position_ids: in the form that the foundation takes.
+            labels: ``[B, T]`` int64, not shifted; -100: nothing is predicted.
             **batch: further arguments of the foundation: ``pixel_values``, ``num_items_in_batch``, ...
 
         Returns:
-            Of a pack, one :class:`LossTerm` per head with a target in it (``text`` always); of a stage that is not
-            the last, the tensors for the next one (:func:`handed_on`). Of a batch, the output of the foundation:
-            ``loss``, ``logits``, ...
+            For a pack, an :class:`OmniOutput` with one :class:`LossTerm` per head that has targets in it, and always
+            ``text``. For a stage that is not the last, the tensors for the next one (:func:`handed_on`). For a batch,
+            the output of the foundation: ``loss``, ``logits``, ...
 
         Raises:
             UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads; both a
@@ -316,11 +319,11 @@ class OmniModel(ComponentModel):
     def encode_media(self, pack: Pack, work: MicroBatchWork | None = None) -> EncodedPack:
         """First step of :meth:`forward`: encode the media, and exchange features with other ranks.
 
-        FSDP gathers parameters for a whole ``forward``. Of a sharded model, call the three steps inside one.
+        FSDP gathers parameters only inside ``forward``, so the three steps of a sharded model must run inside it.
 
         Args:
-            pack: as of :meth:`forward`.
-            work: as of :meth:`forward`.
+            pack: see :meth:`forward`.
+            work: see :meth:`forward`.
         """
         work = work or MicroBatchWork()
         return encode(self, self._filled_up(pack, work.sequence_slice), work)
@@ -340,12 +343,12 @@ class OmniModel(ComponentModel):
 
         Args:
             encoded: the result of :meth:`encode_media`. A stage reads only some of the features
-                (:attr:`stage_contract`); for the others it takes any tensors of their shapes.
+                (:attr:`stage_contract`); the others may be any tensors of the same shapes.
             span: the blocks of the stage.
-            arrived: ``[1, t, hidden]``, the result of the stage before; None for the first stage.
+            arrived: ``[1, t, hidden]``, the result of the previous stage; None for the first stage.
 
         Returns:
-            Of the last stage, the output of the foundation. Of another stage, ``[1, t, hidden]`` for the next one.
+            The output of the foundation for the last stage; for another stage, ``[1, t, hidden]`` for the next one.
 
         Raises:
             UserError: the foundation cannot be cut there.
@@ -396,7 +399,7 @@ class OmniModel(ComponentModel):
         return OmniOutput(losses, read, None if hidden is None else hidden.detach())
 
     def _filled_up(self, pack: Pack, sequence_slice: SequenceSlice | None) -> Pack:
-        """Add a sample to a pack that has fewer tokens than ranks that share it."""
+        """Add a sample to a pack that has too few tokens for the ranks that share it."""
         missing = 0 if sequence_slice is None else sequence_slice.num_tokens - pack.num_tokens
         if not missing:
             return pack

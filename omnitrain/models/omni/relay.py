@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class StageRelay(Protocol):
-    """The stages of a model that a rank runs, and what ranks with other stages tell it.
+    """Runs the stages of a rank, and gets values from the ranks with the other stages.
 
-    Ranks whose stages make up one model have the same data. All of them must call every method, in the same order.
+    The ranks of all stages of a model have the same data. All of them must call every method, in the same order.
 
     Attributes:
         is_cut: whether the model is cut into stages.

@@ -78,9 +78,9 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
     """Return the input of a stage after the first: features that arrived, and on the last stage the decoders' labels.
 
     Args:
-        model: as of :func:`features_in`.
+        model: see :func:`features_in`.
         pack: the micro-batch.
-        work: of this rank.
+        work: this rank's work in the micro-batch.
         stage: the input of the stage.
     """
     hidden, *features = stage.arrived
@@ -102,7 +102,7 @@ def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tup
     """Return what a stage sends to the next one: hidden states, then features in the order of :func:`features_across`.
 
     Args:
-        model: as of :func:`features_in`.
+        model: see :func:`features_in`.
         encoded: the input of this stage.
         hidden: its output.
         cut: index of the block after the stage.

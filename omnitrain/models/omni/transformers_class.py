@@ -33,10 +33,11 @@ def as_transformers_class(model: OmniModel) -> PreTrainedModel:
         model: on the CPU, without LoRA adapters; put into eval mode.
 
     Returns:
-        The model of transformers. Its ``image_token_id`` is to be set, and each image has ``image_seq_length`` of it.
+        The model of transformers. The caller must set its ``image_token_id``; each image has ``image_seq_length`` of
+        these tokens.
 
     Raises:
-        UserError: transformers has no class for this model; says which part of it.
+        UserError: transformers has no class for this model; the message names the part that does not fit.
     """
     encoder = _only_vision_encoder(model)
     foundation = model.foundation

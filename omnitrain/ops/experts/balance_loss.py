@@ -1,6 +1,6 @@
 """Losses that keep routers balanced and their scores small. They are sums over tokens, so ranks can add them.
 
-``p_te`` is the softmax of token ``t``'s scores, of ``E`` experts, of which each token takes ``k``.
+``p_te`` is the softmax of the scores of token ``t`` over ``E`` experts. Each token takes ``k`` experts.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _products(experts: ExpertWeights, rows: Tensor, ends: Tensor, activates_agai
 def _adapted(
     product: Tensor, rows: Tensor, adapter: ExpertAdapter | None, ends: Tensor, before: Before | None = None
 ) -> Tensor:
-    """``product`` of ``rows`` and frozen matrices, with what is trained beside them; added in the wider dtype."""
+    """Add the product of ``rows`` and an adapter to ``product``, that of frozen matrices, in the wider dtype."""
     if adapter is None:
         return product
     thin = grouped_linear(rows, adapter.a, None, ends, transposed=False, before=before)
@@ -118,7 +118,7 @@ def grouped_linear(
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """As autograd differentiates ``grouped_mm``, but for what is computed when in the backward."""
+    """A grouped matmul with the gradients of autograd; the backward may recompute its input and delay ``dW``."""
 
     @staticmethod
     def forward(

@@ -140,8 +140,8 @@ def _new_group(columns: np.ndarray) -> dist.ProcessGroup:
 def units_by_stage(model: OmniModel, stages: PipelineStages) -> dict[int, tuple[str, ...]]:
     """Return stage of this rank -> its FSDP units, in the order of modules.
 
-    What is not part of a block, such as embeddings that several stages read, belongs to this rank's first stage: its
-    backward is the last one, so all gradients are there when its units are reduced.
+    Units outside of blocks, such as embeddings that several stages read, belong to this rank's first stage: its
+    backward is the last one, so all gradients exist when its units are reduced.
     """
     path = path_of_blocks(model)
     stage_of_block = {f"{path}.{block}": stage for stage in stages.local for block in range(*stages.spans[stage])}

@@ -22,7 +22,7 @@ T = TypeVar("T")
 class PipelineRelay:
     """:class:`~omnitrain.models.omni.relay.StageRelay` of a pipeline.
 
-    Unlike :class:`~omnitrain.parallel.pipeline.messages.StageMessages`, there is no step plan that gives the
+    Unlike :class:`~omnitrain.parallel.pipeline.messages.StageMessages`, there is no step plan with the
     shapes, so they are sent first.
 
     Args:

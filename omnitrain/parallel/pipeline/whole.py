@@ -19,9 +19,9 @@ def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | 
     """Return whole tensors on the CPU, on all ranks. All ranks must call it.
 
     Args:
-        values: parameter -> it, its gradient, or None; the same names in the same order on all ranks. What only other
-            stages hold may be anything.
-        pipeline: the pipeline; None: every rank holds all.
+        values: parameter -> its value, its gradient, or None; the same names in the same order on all ranks. Values of
+            parameters that only other stages hold are ignored.
+        pipeline: the pipeline; None: every rank holds all parameters.
     """
     if pipeline is None:
         return {name: _whole(value) for name, value in values.items()}

@@ -46,7 +46,7 @@ def expert_fields(request: Request, degrees: tuple[str, int, int] | None, comput
 def router_problems(
     model: OmniModel, plan: ParallelPlan, component: str, layers: Sequence[ExpertLayer], resolved: ComponentPlan
 ) -> Iterator[str]:
-    """Yield a problem if routers shall be recomputed and the model does not declare them to transformers."""
+    """Yield a problem if the plan recomputes routers, and the model does not declare them to transformers."""
     for layer in layers if "router" in (resolved.recomputed_parts or ()) else ():
         if find_router(model, layer.name.rpartition(".")[0]) is None:
             yield (

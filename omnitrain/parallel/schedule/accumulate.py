@@ -30,17 +30,17 @@ def accumulate_gradients(
 ) -> torch.Tensor:
     """Run forward and backward of this rank's micro-batches, in the order of its schedule.
 
-    Every head's loss is its sum over the whole global batch, divided once by that batch's number of predicted tokens:
-    how samples are spread over packs and ranks does not show.
+    Every head's loss is its sum over the whole global batch, divided once by that batch's number of predicted tokens.
+    So it does not depend on how samples are distributed over packs and ranks.
 
     Args:
-        model: parallelized, or on one process; its gradients are added to.
+        model: parallelized, or on one process; the gradients are added to those that its parameters have.
         batch: this rank's packs, planned by :class:`StepPlanner`.
-        loss_weights: head -> weight in the total; 1 where it is not given.
+        loss_weights: head -> weight in the total; 1 without an entry.
         on_output: called after each forward that computes losses, with the pack and its output.
         on_phase: called when a micro-batch begins its forward or its backward.
         forward_context: a context for every forward, such as a record of the experts' routing.
-        routers: whose losses belong to the total.
+        routers: the model's routers; their losses are part of the total.
 
     Returns:
         This rank's part of the total loss, a scalar without gradient; the parts of all ranks add up to it.

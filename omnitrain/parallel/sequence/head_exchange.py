@@ -31,7 +31,7 @@ def gather_seq_scatter_heads(
 
     One differentiable all-to-all; so is the backward. All ranks of the group must call it.
 
-    With 2 ranks, 4 heads and tokens ``a b c``, of which rank 0 has two::
+    With 2 ranks, 4 heads and 3 tokens: rank 0 has the tokens ``a b``, rank 1 has ``c``::
 
         rank 0   a: 0 1 2 3   b: 0 1 2 3            a: 0 1   b: 0 1   c: 0 1
         rank 1   c: 0 1 2 3                   ->    a: 2 3   b: 2 3   c: 2 3

@@ -24,8 +24,8 @@ from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_seq
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.parallel import FOUNDATION
 
-# Rounding moves logits and gradients by 1e-5 of their size; a norm over features of which each rank has a part, by much
-# more. Gradients below a hundredth of the largest one are held to that.
+# Rounding changes logits and gradients by 1e-5 of their size. A norm over only a rank's part of the features changes
+# them by much more. Gradients below a hundredth of the largest one are compared with that hundredth.
 _TOLERANCE, _SMALLEST = 1e-3, 1e-2
 
 
@@ -36,11 +36,11 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
 
     Args:
         foundation: the HF model; only its class and config are used.
-        styles: name in the omni model -> style; what lies outside the foundation is not tried.
-        state: whose ``tp`` ranks cut it.
+        styles: name in the omni model -> style; modules outside of the foundation are not tried.
+        state: the parallel state; its ``tp`` ranks share the tiny model.
 
     Raises:
-        UserError: it has not, or does not run; with what differs first.
+        UserError: the sharded model does not run, or its results differ; the message has the first difference.
     """
     if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(

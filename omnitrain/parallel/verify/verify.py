@@ -96,7 +96,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether some layout is equal, and so is each other one; a layout that nobody named may be refused."""
+        """Whether at least one layout is equal, and each other one, too; one that nobody named may be refused."""
         statuses = {row.status for row in self.rows}
         return "equal" in statuses and "different" not in statuses and not self.refused
 

@@ -172,7 +172,7 @@ class Schedule:
     def from_csv(text: str) -> Schedule:
         """Read what :meth:`to_csv` or torch's schedules wrote. Empty cells are left out.
 
-        The forwards tell the stages, their ranks and the number of micro-batches.
+        The stages, their ranks and the number of micro-batches follow from the forwards.
 
         Raises:
             ScheduleError: a cell is not an action, or a stage has no forward.

@@ -146,7 +146,7 @@ class Wait:
 
 
 class DeadlockError(ScheduleError):
-    """Ranks that wait for each other, or for an action that nobody does.
+    """Ranks wait for each other, or for an action that no rank has.
 
     Attributes:
         waits: the ranks of the circle, each waiting for the next, or the one rank that waits for nothing.

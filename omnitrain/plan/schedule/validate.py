@@ -1,4 +1,4 @@
-"""Find what is wrong with a lowered schedule, and say it in words."""
+"""Find the problems of a lowered schedule, and describe them in words."""
 
 from __future__ import annotations
 

@@ -238,8 +238,8 @@ def heldout_loss(
 
     Args:
         model: sharded or not; of a pipeline, the ranks of all stages have the same packs.
-        packs: of this rank; may be none.
-        peers: ranks with other packs, which all call this.
+        packs: this rank's packs; may be empty.
+        peers: ranks with other packs; all of them must call this.
         notify: called with the progress before every pack.
     """
     meter = LossMeter()

@@ -107,7 +107,7 @@ class LossMeter:
         """Return mean loss and tokens, per head and per source and head, and reset.
 
         Args:
-            peers: ranks whose sums and counts are added, all of which call this and get the same.
+            peers: ranks whose sums and counts are added. All of them must call this; all get the same result.
         """
         everywhere = peers.gather(self._own())
         self._totals = {}

@@ -83,7 +83,7 @@ class OwnHeadsShard:
     """A :class:`~omnitrain.ops.attention.spec.SequenceShard` whose exchanges the projections make.
 
     Attributes:
-        num_local_tokens: number of tokens of the whole sequence, all of which it gets.
+        num_local_tokens: number of tokens of the whole sequence: this shard gets all of them.
         heads: the heads of each rank.
         attend_own_heads: see :meth:`UlyssesShard.attend_own_heads`.
     """
