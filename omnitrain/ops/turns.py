@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
-from threading import Lock, Thread
+from threading import Lock, Thread, get_ident
 
 import torch
 
@@ -27,6 +27,9 @@ class _Turns:
     Args:
         device: on which both compute.
         draws: whether random numbers are drawn. Each of the two then has generators of its own.
+
+    Attributes:
+        thread: identifier of the thread that runs.
     """
 
     def __init__(self, device: torch.device, *, draws: bool) -> None:
@@ -37,15 +40,14 @@ class _Turns:
             lock.acquire()
         self._unfinished = {_FORWARD, _BACKWARD}
         self._has_failed = False
+        self.thread = get_ident()
 
     def begin(self, party: int) -> None:
         """Wait for the first turn of ``party``; the backward has it when the forward is ready, too."""
         with self._own_generators():
             if party == _FORWARD:
                 self._turn[_BACKWARD].release()
-            self._turn[party].acquire()
-        if self._has_failed:
-            raise _EndedError
+            self._take(party)
 
     def give(self) -> None:
         """Give the turn away and wait for the next one; do nothing if the other thread has ended."""
@@ -53,9 +55,7 @@ class _Turns:
         if 1 - party in self._unfinished:
             with self._own_generators():
                 self._turn[1 - party].release()
-                self._turn[party].acquire()
-        if self._has_failed:
-            raise _EndedError
+                self._take(party)
 
     def end(self, party: int, *, failed: bool) -> None:
         """Let the other thread run to its end; after an error, end it at its next turn."""
@@ -63,6 +63,12 @@ class _Turns:
         self._has_failed |= failed
         if 1 - party in self._unfinished:
             self._turn[1 - party].release()
+
+    def _take(self, party: int) -> None:
+        self._turn[party].acquire()
+        self.thread = get_ident()
+        if self._has_failed:
+            raise _EndedError
 
     def _own_generators(self) -> AbstractContextManager[None]:
         return torch.random.fork_rng(self._devices) if self._draws else nullcontext()
@@ -78,6 +84,11 @@ def give_turn() -> None:
     """
     if _running is not None:
         _running.give()
+
+
+def running_thread() -> int | None:
+    """Return the identifier of the thread whose turn it is; None: no pair runs."""
+    return None if _running is None else _running.thread
 
 
 def run_in_turns(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from omnitrain.ops.turns import give_turn, run_in_turns
+from omnitrain.ops.turns import give_turn, run_in_turns, running_thread
 
 CPU = torch.device("cpu")
 
@@ -45,9 +45,17 @@ def test_passes_alternate_at_their_waits_and_the_longer_one_ends_alone() -> None
     assert order == ["B0", "F0", "B1", "F1", "B2", "B3"]
 
 
-def test_without_a_pair_nobody_waits() -> None:
+def test_one_can_see_which_thread_has_its_turn_and_without_a_pair_nobody_waits() -> None:
+    seen: list[bool] = []
+
+    def see() -> None:
+        seen.append(running_thread() == threading.get_ident())
+
     give_turn()
-    assert threading.active_count() == len(threading.enumerate())
+    assert running_thread() is None
+    run_in_turns(lambda: run_steps(see, see), backward_of(see, see, see), CPU, draws=False)
+    assert seen == [True] * 5
+    assert running_thread() is None
 
 
 @pytest.mark.parametrize("failing", ["forward", "backward"])

@@ -29,6 +29,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from omnitrain.errors import EXIT_FAILED, LostRankError, TrainingError, UserError
+from omnitrain.ops.turns import running_thread
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
 from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, StageAction, described, report
@@ -260,7 +261,9 @@ class StallMonitor:
 
     def _end(self, seconds: float) -> None:
         """End this process because the run stalled, and report this rank's position."""
-        frames = traceback.extract_stack(sys._current_frames()[self._main_thread])[-_STACK_DEPTH:]
+        threads = sys._current_frames()
+        running = threads.get(running_thread() or self._main_thread, threads[self._main_thread])
+        frames = traceback.extract_stack(running)[-_STACK_DEPTH:]
         stack = "".join(traceback.format_list(frames)).rstrip()
         answer = Answer(self._place, time.monotonic() - self._moved_at, _begun_collectives(), stack)
         try:

@@ -72,7 +72,7 @@ class Answer:
         place: its position.
         seconds: time since it reached that position, in seconds.
         collectives: group and device -> its started collectives.
-        stack: stack of its main thread.
+        stack: stack of its main thread; in a pair of a forward and a backward, of the one that has its turn.
     """
 
     place: Place
