@@ -42,6 +42,9 @@ from omnitrain.recipe.layout import Layout, parse_layout
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 
 _NOISE_FACTOR = 20.0
+# Another order of sums rounds other numbers than the weights, so it may change a gradient more than rounded weights do.
+_NEIGHBOUR_FACTOR = 2.0
+_MOST_ROUNDING = 1e-3  # rounding never explains a larger error
 # If a gradient changes by this fraction when every weight moves to a neighbouring number, it is only rounding.
 _NO_DIGITS = 0.1
 _NOTHING = "-"  # in the table
@@ -63,6 +66,8 @@ class VerifyRow:
             of that weight.
         peak_memory_mb: peak memory of rank 0's process, MiB.
         collectives: number of collectives that rank 0 issued in the first step.
+        rounding: how much that gradient changes in one process if every weight moves to a neighbouring number; NaN if
+            its error is below the tolerance.
         near_ties: number of (token, layer) pairs in three steps that would have gone to other experts than in one
             process, with nearly the same score. They were sent to the same experts, to make gradients comparable.
     """
@@ -73,6 +78,7 @@ class VerifyRow:
     loss_error: float = float("nan")
     grad_error: float = float("nan")
     worst_parameter: str = ""
+    rounding: float = float("nan")
     weight_error: float = float("nan")
     peak_memory_mb: float = float("nan")
     collectives: int = 0
@@ -124,6 +130,12 @@ class VerifyReport:
             console.print(table)
             console.print(f"model: {escape(self.size)}", highlight=False)
             for row in self.rows:
+                if not math.isnan(row.rounding):
+                    console.print(
+                        f"{row.layout}: the gradient of {row.worst_parameter} is off by {row.grad_error:.1e}; in one "
+                        f"process it changes by {row.rounding:.1e} if every weight moves to a neighbouring number",
+                        highlight=False,
+                    )
                 if row.near_ties:
                     console.print(
                         f"{row.layout}: {row.near_ties} times, a token's experts had nearly equal scores; the experts "
@@ -145,11 +157,13 @@ class _Rounding:
     Attributes:
         gradients: parameter name -> error of its gradient between two orders of the samples, as in :func:`_errors`.
         weights: parameter name -> the same for its weight.
+        neighbours: parameter name -> error of its gradient if every weight moves to a neighbouring number.
         empty: names of parameters whose gradient is zero up to rounding.
     """
 
     gradients: dict[str, float]
     weights: dict[str, float]
+    neighbours: dict[str, float]
     empty: frozenset[str]
 
 
@@ -265,8 +279,13 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
     if missing := outcome.gradients.keys() ^ reference.gradients.keys():
         reason = f"{len(missing)} parameters have a gradient on one side only, such as {min(missing)}"
         return VerifyRow(layout, "different", reason, loss_error)
-    gradients = _worst(_errors(outcome.gradients, reference.gradients, rounding), rounding.gradients, tolerance)
-    weights = _worst(_errors(outcome.weights, reference.weights, rounding), rounding.weights, tolerance)
+    noise = {
+        name: max(_NOISE_FACTOR * orders, min(_NEIGHBOUR_FACTOR * rounding.neighbours[name], _MOST_ROUNDING))
+        for name, orders in rounding.gradients.items()
+    }
+    gradients = _worst(_errors(outcome.gradients, reference.gradients, rounding), noise, tolerance)
+    noise = {name: _NOISE_FACTOR * orders for name, orders in rounding.weights.items()}
+    weights = _worst(_errors(outcome.weights, reference.weights, rounding), noise, tolerance)
     reasons = [] if loss_error <= tolerance else [f"the loss is off by {loss_error:.1e}, {tolerance:.1e} allowed"]
     for kind, (name, error, allowed) in (("gradient", gradients), ("weight after three steps", weights)):
         if not error <= allowed:
@@ -292,6 +311,7 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
         loss_error=loss_error,
         grad_error=gradients[1],
         worst_parameter=gradients[0],
+        rounding=rounding.neighbours[gradients[0]] if gradients[1] > tolerance else math.nan,
         weight_error=weights[1],
         peak_memory_mb=outcome.peak_memory_mb,
         collectives=outcome.collectives,
@@ -300,9 +320,9 @@ def _compared(layout: str, outcome: Outcome, reference: Outcome, rounding: _Roun
 
 
 def _worst(errors: Mapping[str, float], noise: Mapping[str, float], tolerance: float) -> tuple[str, float, float]:
-    """Name, error and allowed error of the tensor with the largest ratio of the two; NaN is worst."""
-    allowed = {name: max(tolerance, _NOISE_FACTOR * noise[name]) for name in errors}
-    name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name] / allowed[name]))
+    """Name, error and allowed error of the tensor that is most above what is allowed, else has the largest error."""
+    allowed = {name: max(tolerance, noise[name]) for name in errors}
+    name = max(errors, key=lambda n: (math.isnan(errors[n]), max(errors[n] / allowed[n], 1.0), errors[n]))
     return name, errors[name], allowed[name]
 
 
@@ -327,8 +347,8 @@ def _reference(
     """Train in one process with one sample per pack, and measure the effect of rounding.
 
     A second run reverses the order of the samples. A third moves every weight to a neighbouring number: a gradient
-    that is zero up to rounding then changes completely, while others change as little as the weights. It takes one
-    step, since only its gradients are compared. Both replay the routing of the first run.
+    that is zero up to rounding then changes completely, others as much as rounding changes them. It takes one step,
+    since only its gradients are compared. Both replay the routing of the first run.
     """
     first: dict[str, bytes] = {}
 
@@ -349,6 +369,7 @@ def _reference(
     return reference, _Rounding(
         _errors(reversed_order.gradients, reference.gradients),
         _errors(reversed_order.weights, reference.weights),
+        change,
         frozenset(name for name, error in change.items() if error > _NO_DIGITS),
     )
 

@@ -18,7 +18,7 @@ from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.discovery import discover
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.run import Outcome
-from omnitrain.parallel.verify.verify import _compared, _reference, _Rounding, verify
+from omnitrain.parallel.verify.verify import VerifyReport, _compared, _reference, _Rounding, verify
 from omnitrain.recipe.layout import parse_layout
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from tests.parallel import factories
@@ -258,8 +258,10 @@ def test_a_factory_whose_models_are_not_the_same_is_refused(ranks: RankPool) -> 
         verify(drawn_anew, hf_samples("qwen3")[:2], ["dp2"], pool=ranks)
 
 
-def rounding() -> _Rounding:
-    return _Rounding({"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 0.0}, frozenset({"b"}))
+def rounding(neighbour: float = 0.0) -> _Rounding:
+    return _Rounding(
+        dict.fromkeys("ab", 0.0), dict.fromkeys("ab", 0.0), dict.fromkeys("ab", neighbour), frozenset({"b"})
+    )
 
 
 def outcome(a: float, b: float, movement: float | None = None) -> Outcome:
@@ -280,6 +282,21 @@ def outcome(a: float, b: float, movement: float | None = None) -> Outcome:
 def test_a_gradient_that_is_zero_up_to_rounding_must_stay_so_and_widens_no_tolerance(got: Outcome, status: str) -> None:
     row = _compared("dp2", got, outcome(0.5, 1e-9), rounding(), tolerance=1e-5)
     assert row.status == status, row
+
+
+@pytest.mark.parametrize(
+    ("error", "neighbour", "status"),
+    [(3e-5, 1e-6, "different"), (3e-5, 2e-5, "equal"), (5e-5, 2e-5, "different"), (2e-3, 0.09, "different")],
+)
+def test_an_error_that_rounding_of_the_weights_makes_in_one_process_is_no_difference(
+    error: float, neighbour: float, status: str
+) -> None:
+    expected, got = outcome(0.5, 1e-9), outcome(0.5, 1e-9)
+    got.gradients["a"][1] += error
+    got = replace(got, weights=expected.weights, moved=expected.moved)
+    row = _compared("dp2", got, expected, rounding(neighbour), tolerance=1e-5)
+    assert row.status == status, row
+    assert (f"by {neighbour:.1e} if every weight moves" in str(VerifyReport((row,), 3))) == (error > 1e-5)
 
 
 @pytest.mark.parametrize(
