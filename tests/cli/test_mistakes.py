@@ -95,6 +95,8 @@ check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.split=
     2  split [4] has 1 numbers, but the pipeline has 2 stages
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv train.micro_batches=2
     2  parallel.default.schedule: zbv on 2 pipeline ranks needs 3 micro-batches per rank and step...2 gives 2; set
+check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv parallel.default.compile=true
+    2  parallel.default.compile: found true with `schedule: {kind: zbv}`, but compiled blocks cannot delay...remove one
 run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2 train.micro_batches=2
     2  interleaved on 2 pipeline ranks needs 2...2 gives 1 on 2 data-parallel ranks; set train.micro_batches to 4 or
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.components.image_encoder.pp=2
