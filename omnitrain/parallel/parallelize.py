@@ -202,7 +202,8 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
     ends = () if tokens is None else tokens.ends_in(prepared.tensors.styles)
     shard_matrices(omni, styles_with_adapters(prepared.tensors.styles, omni.renamed), state.tp_mesh, ends)
     if tokens is not None and not tokens.problem:
-        apply_sequence_parallel(omni.foundation, [omni.get_submodule(name) for name in ends], state.tp_mesh.get_group())
+        last, spans = [omni.get_submodule(name) for name in ends], None if pipeline is None else pipeline.stages.spans
+        apply_sequence_parallel(omni.foundation, last, state.tp_mesh.get_group(), spans)
 
     # Experts, async Ulysses, towers that ranks share
     experts = _spread_experts(omni, plans, prepared.plan, state)

@@ -53,9 +53,6 @@ def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
             stages_of(model, foundation.schedule or PipelineSchedule(), state)
         except ScheduleError as error:
             yield f"{path}.pp: found {ranks}: {error}"
-    if foundation.sequence_parallel:
-        path = plan.path_of(FOUNDATION, "sequence_parallel")
-        yield f"{path}.sequence_parallel: found true with pp {ranks}; stages exchange all tokens; remove one of the two"
     if foundation.compile and (foundation.schedule or PipelineSchedule()).kind == "zbv":
         path = plan.path_of(FOUNDATION, "compile")
         yield (

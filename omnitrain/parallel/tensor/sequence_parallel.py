@@ -90,13 +90,20 @@ class TokenSharding:
         return f"tokens whole on each tp rank: {self.problem}" if self.problem else "tokens divided over tp"
 
 
-def apply_sequence_parallel(model: PreTrainedModel, ends: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+def apply_sequence_parallel(
+    model: PreTrainedModel,
+    ends: Iterable[nn.Module],
+    group: dist.ProcessGroup,
+    spans: Sequence[tuple[int, int]] | None = None,
+) -> None:
     """Divide tokens among the ranks of ``group`` between the regions of the text decoder's blocks, in training.
 
     Args:
         model: a model with tensor parallelism; the modules in ``ends`` have the forward ``forwards.rows_of_region``.
         ends: modules that end a region with a partial sum.
         group: the ranks, which have the same tokens.
+        spans: first block and block after the last one of each pipeline stage, which takes and returns all tokens;
+            None: one stage.
     """
     blocks = text_blocks(model)
     last = set(ends)
@@ -113,8 +120,9 @@ def apply_sequence_parallel(model: PreTrainedModel, ends: Iterable[nn.Module], g
         _divided.set(None)
         return gathered
 
-    blocks[0].register_forward_pre_hook(begin, with_kwargs=True)
-    blocks[-1].register_forward_hook(end)
+    for start, stop in spans or ((0, len(blocks)),):
+        blocks[start].register_forward_pre_hook(begin, with_kwargs=True)
+        blocks[stop - 1].register_forward_hook(end)
     for block in blocks:
         for region in regions_of(block):
             is_sum = not last.isdisjoint(region.modules())

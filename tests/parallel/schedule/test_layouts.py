@@ -11,6 +11,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe.layout import parse_layout
+from omnitrain.recipe.parallel import ParallelPlan
 from tests.parallel.laid_out import samples
 from tests.parallel.schedule.pipelines import build, factory, pairs, possible, table
 
@@ -54,6 +55,33 @@ def test_the_table_has_every_possible_pair_of_values() -> None:
 @pytest.mark.parametrize("model", DEFAULT)
 def test_a_pipeline_trains_as_one_process(ranks: RankPool, model: str) -> None:
     require_equal(ranks, model, list(DEFAULT[model]))
+
+
+def divided(layout: str) -> ParallelPlan:
+    """A plan whose tensor parallel ranks divide the tokens between blocks."""
+    plan = parse_layout(layout).plan()
+    foundation = plan.default.model_copy(update={"sequence_parallel": True})
+    return plan.model_copy(update={"components": {"foundation": foundation}})
+
+
+def test_tensor_parallel_ranks_divide_the_tokens_inside_each_stage(ranks: RankPool) -> None:
+    layout = "pp2.v2.tp2.recompute"
+    report = verify(factory("qwen3"), samples_of("qwen3"), [layout, divided(layout)], timeout_s=120, pool=ranks)
+    whole, slices = report.rows
+    assert (whole.status, slices.status) == ("equal", "equal"), str(report)
+    assert slices.collectives > whole.collectives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [("qwen3", ("pp2.zbv.tp2", "pp2.tp2.gpipe")), ("gemma3", ("pp2.tp2", "pp2.v2.tp2")), ("deepseek_v3", ("pp2.tp2",))],
+)
+def test_tokens_divided_on_other_schedules_and_models_train_as_one_process(
+    ranks: RankPool, model: str, layouts: tuple[str, ...]
+) -> None:
+    report = verify(factory(model), samples_of(model), list(map(divided, layouts)), timeout_s=300, pool=ranks)
+    assert {row.status for row in report.rows} == {"equal"}, str(report)
 
 
 @pytest.mark.slow
