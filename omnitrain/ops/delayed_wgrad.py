@@ -43,7 +43,7 @@ class WeightGradients:
         return len(self._waiting)
 
     def add(self, key: Hashable, make: MakeGradient) -> None:
-        """Delay a gradient; several gradients of one key must be summed."""
+        """Delay a gradient. A key may have several gradients; the caller of :meth:`made` must sum them."""
         self._waiting.append((key, make))
 
     def of(self, key: Hashable) -> Later:
@@ -71,7 +71,7 @@ class WeightGradients:
 
 
 def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of this rank's shard as autograd would, which is a DTensor where the parameter is one."""
+    """Return the gradient of this rank's shard in the form of the parameter: a DTensor if that is one."""
     if not isinstance(parameter, DTensor):
         return gradient
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -84,7 +84,7 @@ _delayed_to: ContextVar[WeightGradients | None] = ContextVar("delayed_weight_gra
 
 
 def delayed_to() -> WeightGradients | None:
-    """Return where the running forward delays its weight gradients; None: it does not."""
+    """Return the collection of the running forward's delayed weight gradients; None: it does not delay them."""
     return _delayed_to.get()
 
 

@@ -25,15 +25,15 @@ class Draws:
     """The random numbers of a forward.
 
     Attributes:
-        seed: of the step and the micro-batch.
-        device: on which blocks draw.
+        seed: seed of the step and the micro-batch.
+        device: device of the blocks.
     """
 
     seed: int
     device: torch.device
 
     def begin(self, block: int | None = None) -> None:
-        """Seed the generators for a block, or for what comes before the first one."""
+        """Seed the generators for a block; None: for the code before the first block."""
         seed_device(mixed_seed(self.seed, "" if block is None else block), self.device)
 
 
@@ -61,13 +61,13 @@ def _seed(block: nn.Module, _: Any) -> None:
 
 
 class StepDraws:
-    """The random numbers of a step, from one that is drawn from the host's generator.
+    """The random numbers of a step, from a seed that is drawn from the host's generator.
 
-    Tensor parallel ranks and pipeline ranks must seed it alike; ranks that share a sequence drop other tokens, and must
-    not.
+    Tensor parallel ranks and pipeline ranks must seed that generator equally. Ranks that share a sequence must not,
+    because they have other tokens.
 
     Args:
-        device: on which the model computes.
+        device: device on which the model computes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -228,7 +228,7 @@ def _apply(prepared: _Prepared, *, broadcasts: bool, full_shard: bool) -> None:
 
 
 def _require_types(**arguments: tuple[object, Any, str]) -> None:
-    """Name -> value, the types it may have, and their description."""
+    """Raise for values of other types; ``arguments``: name -> value, its types, and their description."""
     for name, (value, types, expected) in arguments.items():
         if not isinstance(value, types):
             shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"

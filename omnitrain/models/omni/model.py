@@ -165,7 +165,7 @@ class OmniModel(ComponentModel):
             self._save_spread(Path(save_directory), unknown | ({"push_to_hub"} if kwargs.get("push_to_hub") else set()))
         elif kwargs.get("is_main_process", True):
             weights, adapters = split_weights(self, self.state_dict())
-            # First, for a folder with a base's weights is taken for a model that is complete.
+            # First, because a folder with the base's weights would count as a complete model.
             remove_adapters(Path(save_directory))
             save_adapters(self, Path(save_directory), adapters)
             super().save_pretrained(save_directory, *args, **kwargs | {"state_dict": weights})

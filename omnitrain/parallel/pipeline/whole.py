@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -43,4 +42,4 @@ def _whole(value: Tensor | None) -> Tensor | None:
     if value is None:
         return None
     whole: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.detach().cpu().clone(memory_format=torch.preserve_format)
+    return whole.detach().to("cpu", copy=True)

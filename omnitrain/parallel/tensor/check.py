@@ -44,9 +44,9 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
     """
     if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(
-            f"tp_plan: {type(foundation).__name__} sharded so is another model. On a tiny model, {problem}; give ranks "
-            "whole heads and whole inputs of norms, by colwise_gather_output and rowwise_split_input, or leave modules "
-            "out"
+            f"tp_plan: {type(foundation).__name__} gives other results with this plan. On a tiny model, {problem}; "
+            "give each rank whole heads and whole inputs of norms (colwise_gather_output, rowwise_split_input), or leave "
+            "modules out"
         )
 
 
