@@ -45,8 +45,8 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
     if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(
             f"tp_plan: {type(foundation).__name__} gives other results with this plan. On a tiny model, {problem}; "
-            "give each rank whole heads and whole inputs of norms (colwise_gather_output, rowwise_split_input), or leave "
-            "modules out"
+            "give each rank whole heads and whole inputs of norms (colwise_gather_output, rowwise_split_input), or "
+            "leave modules out"
         )
 
 
