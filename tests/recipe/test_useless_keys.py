@@ -196,6 +196,9 @@ STANDS: dict[str, Always | Idle] = {
         "schedule.chunks=2", "which has one stage per rank", "foundation", "schedule.kind=1f1b"
     ),
     "PipelineSchedule.group_size": plan("schedule.group_size=2", "it is for `interleaved`", "foundation"),
+    "PipelineSchedule.overlap": plan(
+        "schedule.overlap=true", "no all-to-all of experts can be hidden", "foundation", base="text"
+    ),
     "PipelineSchedule.split": Always("any split gives other stages"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
     "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),
