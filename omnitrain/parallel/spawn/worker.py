@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from omnitrain.data.loading.data_process import follow_main_process
@@ -219,10 +221,21 @@ def _pickled_or_none(error: BaseException) -> bytes | None:
 def _clean_up() -> None:
     """Remove the process groups of a case with their threads and sockets, and torch's caches of its meshes."""
     forget_parallel_state()
+    _clear_mesh_caches()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # its meshes equal those of the next case, but their groups are destroyed
     if not gc.get_freeze_count():  # the case has run gc.unfreeze
         gc.collect()
         gc.freeze()
+
+
+def _clear_mesh_caches() -> None:
+    """Empty the caches in which torch keeps meshes. Those of the next case are equal, but have other groups.
+
+    The threads of a group run as long as it exists; the loop of each gloo group wakes up a hundred times per second.
+    """
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()

@@ -11,6 +11,8 @@ from types import FrameType
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankError, RankPool
@@ -52,6 +54,15 @@ def process_id() -> int:
 def leave_a_collective_unfinished() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def gather_whole(size: int) -> None:
+    tensor = distribute_tensor(torch.ones(size), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    (2 * tensor + tensor.sum()).full_tensor()
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def doubled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -145,6 +156,13 @@ def test_a_rank_that_died_between_cases_is_replaced(ranks: RankPool) -> None:
 def test_an_unfinished_collective_does_not_reach_the_next_case(ranks: RankPool) -> None:
     ranks.run(leave_a_collective_unfinished, timeout_s=30)
     assert_next_case_passes(ranks)
+
+
+def test_threads_of_a_case_end_with_it(ranks: RankPool) -> None:
+    before = ranks.run(num_threads, timeout_s=30, world=2)
+    for size in (2, 4, 6):  # torch keeps the mesh of each shape
+        ranks.run(gather_whole, size, timeout_s=30, world=2)
+    assert ranks.run(num_threads, timeout_s=30, world=2) == before
 
 
 def test_ctrl_c_leaves_no_rank_in_the_middle_of_a_case(ranks: RankPool) -> None:
