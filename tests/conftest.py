@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # no test looks for garbage in what all tests have imported
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

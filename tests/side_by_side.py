@@ -6,7 +6,6 @@ once; the sessions are forks of that process. They share a cache of contracts. A
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import sys
@@ -43,8 +42,6 @@ class SideBySide:
         """Keep the tests of one session in this process, and start the others."""
         if session.testsfailed or session.config.option.collectonly:
             return
-        gc.collect()
-        gc.freeze()  # no session collects what all have imported and collected
         own, *others = SESSIONS
         for name in others:
             output = tempfile.TemporaryFile()  # noqa: SIM115 -- read when its process has ended

@@ -445,7 +445,13 @@ class Trainer:
 
 @contextlib.contextmanager
 def _settled_objects_uncollected() -> Iterator[None]:
-    """Exclude the half million objects of imports and models from garbage collection during training."""
+    """Exclude the half million objects of imports and models from garbage collection during training.
+
+    Where the process has frozen its imports already, nothing is done: they would be collected after ``gc.unfreeze``.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

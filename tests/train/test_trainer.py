@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -77,6 +78,13 @@ def test_two_runs_with_one_seed_give_the_same_losses_and_another_seed_others(tmp
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         Trainer(load(recipe, f"output_dir={tmp_path / name}", f"train.seed={seed}")).fit()
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+
+def test_a_run_leaves_frozen_what_its_process_has_frozen(tmp_path: Path) -> None:
+    """The session of tests freezes its imports."""
+    frozen = gc.get_freeze_count()
+    Trainer(load(tiny_recipe(tmp_path, text_only=True), "train.steps=1")).fit()
+    assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01) and frozen > 100_000
 
 
 def test_training_lowers_the_loss(tmp_path: Path) -> None:

@@ -225,9 +225,8 @@ def _clean_up() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if not gc.get_freeze_count():  # the case has run gc.unfreeze
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()  # what outlives a case, as modules that it imported; it is not looked at again after the next ones
 
 
 def _clear_mesh_caches() -> None:
