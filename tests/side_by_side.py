@@ -1,7 +1,8 @@
 """``make test``: three pytest sessions side by side, since ranks wait for each other much of the time.
 
-Two sessions run the tests on ranks, each with one warm pool, and one the other tests. Tests are imported and collected
-once; the sessions are forks of that process. They share a cache of contracts. Arguments are those of pytest.
+Two sessions, each with one warm pool, take the files of tests on ranks from one queue, one after the other, and then
+help the third with the other tests. Tests are imported and collected once; the sessions are forks of that process.
+They share a cache of contracts. Arguments are those of pytest.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ import os
 import shutil
 import sys
 import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from itertools import groupby
 from typing import IO
 
 import pytest
 
 NO_TESTS = 5  # exit code of pytest where nothing was selected
 CACHE = "OMNITRAIN_TEST_CACHE"  # environment variable with the folder of the contracts
-SESSIONS = RANKS, MORE_RANKS, ALONE = "ranks", "more ranks", "alone"
-TESTS = Path(__file__).parent
-OF_MORE_RANKS = ("schedule", "pipeline", "verify")  # folders of tests/parallel; chosen so that both take as long
+FORKS = (True, False)  # whether the session has ranks; the first process has some, too
 
 
-def session_of(item: pytest.Item) -> str:
-    """Return the name of the session that runs a test."""
-    room, *rest = item.path.relative_to(TESTS).parts
-    if item.get_closest_marker("ranks") is None:
-        return ALONE
-    return RANKS if room == "parallel" and rest[0] not in OF_MORE_RANKS else MORE_RANKS
+class Queue:
+    """Files of tests, shared by forks: their numbers lie in a pipe, from which a session takes the next one."""
+
+    def __init__(self, items: list[pytest.Item]) -> None:
+        self._files = [list(tests) for _, tests in groupby(items, lambda item: item.path)]
+        self._numbers, write = os.pipe()
+        with open(write, "wb") as pipe:  # 16,384 files fit in a pipe that nobody reads yet
+            pipe.write(b"".join(number.to_bytes(4, "little") for number in range(len(self._files))))
+
+    def __iter__(self) -> Iterator[pytest.Item]:
+        """Take one file after the other until none is left."""
+        while number := os.read(self._numbers, 4):
+            yield from self._files[int.from_bytes(number, "little")]
 
 
 class SideBySide:
@@ -38,24 +45,27 @@ class SideBySide:
         self.started: dict[int, IO[bytes]] = {}  # process -> what it prints
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        """Keep the tests of one session in this process, and start the others."""
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Start the other sessions, and run the tests that this one takes."""
         if session.testsfailed or session.config.option.collectonly:
-            return
-        own, *others = SESSIONS
-        for name in others:
+            return None  # pytest's own loop tells of it
+        on_ranks = [item for item in session.items if item.get_closest_marker("ranks")]
+        others = [item for item in session.items if not item.get_closest_marker("ranks")]
+        queues = [Queue(on_ranks), Queue(others)]
+        for has_ranks in FORKS:
             output = tempfile.TemporaryFile()  # noqa: SIM115 -- read when its process has ended
             sys.stdout.flush()
             sys.stderr.flush()
             if process := os.fork():
                 self.started[process] = output
                 continue
-            self.is_fork, self.started, own = True, {}, name
+            self.is_fork, self.started = True, {}
             _print_into(output, session)
+            if not has_ranks:
+                queues, session.items = queues[1:], others
             break
-        kept = [item for item in session.items if session_of(item) == own]
-        session.config.hook.pytest_deselected(items=[item for item in session.items if session_of(item) != own])
-        session.items, session.testscollected = kept, len(kept)
+        _run(session, (item for queue in queues for item in queue))
+        return True
 
     def wait(self) -> list[int]:
         """Wait for the forks, print what they printed, and return their exit codes."""
@@ -66,6 +76,19 @@ class SideBySide:
             sys.stdout.write(output.read().decode(errors="replace"))
             output.close()
         return codes
+
+
+def _run(session: pytest.Session, items: Iterator[pytest.Item]) -> None:
+    """Run tests as pytest's own loop does; the next one says which fixtures end."""
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
 
 
 def _print_into(output: IO[bytes], session: pytest.Session) -> None:
@@ -82,7 +105,9 @@ def main(arguments: list[str]) -> int:
     """Run all sessions; 0 if all passed. The first one prints at once, the others when it has ended."""
     sessions = SideBySide()
     os.environ[CACHE] = tempfile.mkdtemp()
-    code = int(pytest.main(["-q", "-m", "not slow", *arguments], plugins=[sessions]))
+    code = int(
+        pytest.main(["-q", "-o", "console_output_style=classic", "-m", "not slow", *arguments], plugins=[sessions])
+    )
     if sessions.is_fork:
         return code
     codes = [code, *sessions.wait()]
