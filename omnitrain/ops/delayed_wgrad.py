@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, reduce
+from itertools import groupby
 from threading import Lock
 from typing import Any
 
@@ -63,8 +64,15 @@ class WeightGradients:
                 yield key, make()
 
     def accumulate(self) -> None:
-        """Compute the delayed gradients and add them to ``grad`` of their keys, which are parameters."""
-        for parameter, gradient in self.made():
+        """Compute the delayed gradients and add them to ``grad`` of their keys, which are parameters.
+
+        If a forward uses a parameter several times, its gradients are added up first, as autograd does.
+        """
+        first: dict[Any, int] = {}
+        for index, (parameter, _) in enumerate(self._waiting):
+            first.setdefault(parameter, index)
+        for _, of_one in groupby(self.made(first.__getitem__), key=lambda made: first[made[0]]):
+            parameter, gradient = reduce(lambda total, made: (total[0], total[1] + made[1]), of_one)
             whole = _like(parameter, gradient)
             with torch.no_grad():
                 parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)

@@ -80,6 +80,24 @@ def test_micro_batches_in_flight_have_stores_of_their_own(order: tuple[int, int]
     assert all(torch.equal(one, p.grad) for one, p in zip(found, module.parameters(), strict=True))
 
 
+def test_gradients_of_a_weight_that_a_forward_uses_often_are_added_up_before_those_of_other_forwards() -> None:
+    torch.manual_seed(0)
+    linear, inputs = nn.Linear(8, 8), torch.randn(4, 3, 5, 8)
+
+    def trained(work: WeightGradients | None) -> Tensor:
+        linear.zero_grad()
+        for parts in inputs:
+            with delaying(work):
+                loss = torch.stack([linear(part).square().sum() for part in parts]).sum()
+            loss.backward()
+            if work is not None:
+                work.accumulate()
+        assert linear.weight.grad is not None
+        return linear.weight.grad
+
+    assert torch.equal(trained(WeightGradients()), trained(None))
+
+
 def flops_of_grouped_mm(rows: tuple[int, int], other: tuple[int, ...], *_: object, **__: object) -> int:
     """Rows of all experts by their matrices ``[E, K, N]``, or ``[M, rows]`` by ``[rows, N]``."""
     return 2 * rows[0] * rows[1] * other[-1]
