@@ -56,8 +56,9 @@ class ExpertLayer:
 
 def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
     """Return component -> its MoE layers whose experts call transformers' ``ExpertsInterface``."""
-    owner = {path: name for name, parameters in model.components.items() for path in parameters}
-    layers: dict[str, list[ExpertLayer]] = {name: [] for name in model.components}
+    components = model.components
+    owner = {path: name for name, parameters in components.items() for path in parameters}
+    layers: dict[str, list[ExpertLayer]] = {name: [] for name in components}
     for name, module in experts_in(model):
         weights = tuple(f"{name}.{weight}" for weight in weight_names(module))
         layers[owner[weights[0]]].append(ExpertLayer(name, weights, num_experts_of(module), backend_of(module)))
@@ -71,6 +72,8 @@ def chosen_layers(
 
     If the HF plan contains none of the layers, return all: most plans shard exactly the declared experts.
     """
+    if not layers:
+        return ()
     if ep_plan is None:
         planned = set(spread_by_transformers(model))
         return tuple(layer for layer in layers if layer.name in planned) or tuple(layers)
@@ -84,8 +87,9 @@ def spread_by_transformers(model: OmniModel) -> list[str]:
         if module is not model and isinstance(module, PreTrainedModel):
             plan = getattr(module, "ep_plan", None) or {}  # transformers 5.18 has no plan that dispatches
             patterns = {name for name, style in plan.items() if style == _DISPATCH_STYLE}
-            inner = (name for name, _ in module.named_modules() if any_layer(name) in patterns)
-            names |= dict.fromkeys(f"{root}.{name}" for name in inner)
+            if patterns:
+                inner = (name for name, _ in module.named_modules() if any_layer(name) in patterns)
+                names |= dict.fromkeys(f"{root}.{name}" for name in inner)
     return list(names)
 
 
@@ -94,8 +98,9 @@ def own_plan_problems(
 ) -> Iterator[str]:
     """Yield a problem if the model's HF plan, used without ``ep_plan``, shards experts that this cannot shard."""
     known = {layer.name for of_component in layers.values() for layer in of_component}
-    other = [name for name in spread_by_transformers(model) if name not in known]
-    if other and plan.ep_plan is None and known:
+    if not known or plan.ep_plan is not None:
+        return
+    if other := [name for name in spread_by_transformers(model) if name not in known]:
         yield (
             f"{plan.path_of(FOUNDATION, 'ep')}.ep: the model's HF plan also shards {other[0]}, which does not call "
             "transformers' ExpertsInterface; use 1, or list the other experts in ep_plan"

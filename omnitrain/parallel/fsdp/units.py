@@ -106,9 +106,12 @@ class _Parameters:
             if parameter not in ignored
         }
         self._holders: dict[nn.Parameter, set[nn.Module]] = {}
+        self._managed: dict[nn.Module, list[nn.Parameter]] = {}  # of a module and those in it, without ignored ones
         for module in model.modules():
+            self._managed[module] = [parameter for parameter in module.parameters() if parameter in self._owner]
             for parameter in module.parameters(recurse=False):
                 self._holders.setdefault(parameter, set()).add(module)
+        self._blocks = list(blocks_in(model))
         self._uneven = {
             self._modules[f"{FOUNDATION}.{name}"]
             for interface in model.runner.native.interfaces.values()
@@ -123,7 +126,7 @@ class _Parameters:
     def units_of(self, component: str, experts: Sequence[str]) -> ComponentUnits:
         """The component's units; for the foundation without ``rest``."""
         shared = [f"{name}.{child}" for name in experts for child, _ in self._modules[name].named_children()]
-        whole = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed(module))))
+        whole = list(self._largest(component, lambda module: self._fp32.issuperset(self._managed[module])))
         inside = [name for name in self.blocks(component) if any(name.startswith(f"{outer}.") for outer in whole)]
         fp32 = [*inside, *whole]
         blocks = [name for name in self.blocks(component) if name not in fp32]
@@ -131,20 +134,20 @@ class _Parameters:
         inner = {*fp32, *blocks}
         return ComponentUnits(
             fp32=tuple(fp32),
-            in_experts=tuple(name for name in shared if self._managed(self._modules[name])),
+            in_experts=tuple(name for name in shared if self._managed[self._modules[name]]),
             experts=tuple(experts),
             blocks=tuple(blocks),
             rest=tuple(name for name in rest if name not in inner),
         )
 
     def blocks(self, component: str) -> list[str]:
-        return [name for name, block in blocks_in(self._model) if self._is_unit(block, component)]
+        return [name for name, block in self._blocks if self._is_unit(block, component)]
 
     def rest_is_of(self, component: str, module: nn.Module, units: set[str]) -> bool:
         """Whether all parameters of ``module`` outside of ``units`` belong to the component and to no other module."""
         inside = {m for name in units for m in self._modules[name].modules()}
         below = set(module.modules())
-        rest = [p for p in self._managed(module) if not self._holders[p] <= inside]
+        rest = [p for p in self._managed[module] if not self._holders[p] <= inside]
         return all(self._owner[p] == component and self._holders[p] <= below for p in rest)
 
     def _largest(self, component: str, condition: Callable[[nn.Module], bool]) -> Iterator[str]:
@@ -158,15 +161,14 @@ class _Parameters:
             callable_ = not isinstance(module, _NEVER_CALLED) and name != FOUNDATION
             if callable_ and self._is_unit(module, component) and condition(module):
                 yield name
-            elif any(self._owner[p] == component for p in self._managed(module)):
+            elif any(self._owner[p] == component for p in self._managed[module]):
                 waiting += [f"{name}.{child}" for child, _ in module.named_children()][::-1]
 
     def _is_unit(self, module: nn.Module, component: str) -> bool:
-        managed = self._managed(module)
+        managed = self._managed[module]
         if module in self._uneven or module in self._outside or not self._beyond_text.isdisjoint(managed):
             return False
+        if not managed or any(self._owner[p] != component for p in managed):
+            return False
         below = set(module.modules())
-        return bool(managed) and all(self._owner[p] == component and self._holders[p] <= below for p in managed)
-
-    def _managed(self, module: nn.Module) -> list[nn.Parameter]:
-        return [parameter for parameter in module.parameters() if parameter in self._owner]
+        return all(self._holders[p] <= below for p in managed)

@@ -157,12 +157,13 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
     """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with others."""
     must_stay_fp32 = stays_fp32(model)
-    trained = [name for name, p in model.components[component].items() if p.requires_grad]
+    parameters = model.components[component]
+    trained = [name for name, p in parameters.items() if p.requires_grad]
     fp32 = {name for name in trained if must_stay_fp32(name)}
     assert plan.precision is not None
     if fp32 and plan.precision.compute != "float32":
         in_forward = set(model.runner.in_forward.parameters)
-        for name in sorted(name for name in fp32 if model.components[component][name] in in_forward):
+        for name in sorted(name for name in fp32 if parameters[name] in in_forward):
             yield (
                 f"components.{component}.precision: {name} must stay float32, and the foundation's forward uses it "
                 "for some samples only; use compute: float32, or freeze it"
