@@ -61,7 +61,9 @@ class WeightGradients:
         with self._around():
             while waiting:
                 key, make = waiting.pop()
-                yield key, make()
+                with torch.no_grad():  # a graph would keep the operands as long as the gradient
+                    gradient = make()
+                yield key, gradient
 
     def accumulate(self) -> None:
         """Compute the delayed gradients and add them to ``grad`` of their keys, which are parameters.

@@ -41,6 +41,7 @@ def test_linears_of_attention_leave_their_weights_gradients_and_nothing_else() -
             assert len(work) == 2 * 3 and all(linear.weight.grad is None for linear in linears)
             work.accumulate()
             assert len(work) == 0
+            assert all(p.grad is None or p.grad.grad_fn is None for p in attention.parameters())
         return [own.grad, *(p.grad for p in attention.parameters() if p.requires_grad)]
 
     expected = trained(delayed=False)

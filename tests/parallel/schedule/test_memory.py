@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from tests.families import FAMILIES
 from tests.models.staged import with_layers
 from tests.peaks import peak_bytes
 
-TOKENS, FEW, MANY = 512, 2, 6
+TOKENS, MANY = 512, 6
+CHANGES = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}  # of the number of live micro-batches
 
 
 def packs(number: int) -> list[Pack]:
@@ -38,13 +40,13 @@ def packs(number: int) -> list[Pack]:
     ]
 
 
-def peaks_on_rank(chunks: int) -> list[tuple[int, int]]:
+def peaks_on_rank(schedule: dict[str, Any], few: int) -> list[tuple[int, int]]:
     """Of steps with few and with many micro-batches: bytes at the peak, and those of live activations at their peak."""
     config = with_layers(FAMILIES["qwen3"](), 8)
     model = build_parallelize_model(
         build_omni_model(foundation=foundation_class(config)(config)).train(),
         parallel_state=init_parallel_state(pp_size=2),
-        parallel_plan=ParallelPlan(components={"foundation": ComponentPlan(schedule={"chunks": chunks})}),
+        parallel_plan=ParallelPlan(components={"foundation": ComponentPlan(schedule=schedule)}),
         enable_mixed_precision=False,
     )
     pipeline, planner = layout_of(model).pipeline, step_planner(model)
@@ -70,21 +72,21 @@ def peaks_on_rank(chunks: int) -> list[tuple[int, int]]:
     def actions_of(number: int) -> list[Action]:
         return [action for action in pipeline.schedule_of(number).actions[pipeline.stages.rank] if action.passes]
 
-    accumulate_gradients(model, planner(packs(FEW)), forward_context=counted)
-    forwards = [action.stage for action in actions_of(FEW) if action.kind is Kind.F]
+    accumulate_gradients(model, planner(packs(few)), forward_context=counted)
+    forwards = [action.stage for action in actions_of(few) if action.kind is Kind.F]
     of_stage = dict(zip(forwards, saved, strict=True))
     found = []
-    for number in (FEW, MANY):
+    for number in (few, MANY):
         model.zero_grad(set_to_none=True)
         batch = planner(packs(number))
         peak = peak_bytes(lambda batch=batch: accumulate_gradients(model, batch))
-        changes = [of_stage[action.stage] * (1 if action.kind is Kind.F else -1) for action in actions_of(number)]
+        changes = [of_stage[action.stage] * CHANGES[action.kind] for action in actions_of(number)]
         found.append((peak, int(np.cumsum(changes).max())))
     return found
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_memory_follows_the_peak_of_live_activations(ranks: RankPool, chunks: int) -> None:
-    for (few, live_few), (many, live_many) in ranks.run(peaks_on_rank, chunks, timeout_s=60, world=2):
-        assert live_few > 0.8 * few  # what is live is what takes memory
-        assert many == pytest.approx(few + live_many - live_few, rel=0.05)
+@pytest.mark.parametrize(("schedule", "few"), [({}, 2), ({"chunks": 2}, 2), ({"kind": "zbv"}, 3)], ids=str)
+def test_memory_follows_the_peak_of_live_activations(ranks: RankPool, schedule: dict[str, Any], few: int) -> None:
+    for (start, live), (more, live_of_more) in ranks.run(peaks_on_rank, schedule, few, timeout_s=60, world=2):
+        assert live > 0.8 * start  # what is live is what takes memory
+        assert more == pytest.approx(start + live_of_more - live, rel=0.05)
