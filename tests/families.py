@@ -154,6 +154,21 @@ TEXT_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "qwen3_next": _text("qwen3_next", **_HEAD, **_EXPERTS, **_LINEAR, shared_expert_intermediate_size=32),
+    "gemma4_moe": _vision(
+        "gemma4",
+        _HEAD
+        | _LAYERS_APART
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        None,
+        audio_config=None,
+        image_token_id=190,
+    ),
 }
 
 VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -292,21 +307,6 @@ VISION_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         audio_config=None,
         image_token_id=190,
         video_token_id=191,
-    ),
-    "gemma4_moe": _vision(
-        "gemma4",
-        _HEAD
-        | _LAYERS_APART
-        | {
-            "layer_types": ["sliding_attention", "full_attention"],
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 32,
-        },
-        None,
-        audio_config=None,
-        image_token_id=190,
     ),
 }
 
