@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.discovery import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws, seed_blocks
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
@@ -26,6 +29,7 @@ from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
+from tests.tiny import FOUNDATION, MODEL, tiny_model, tiny_processor, tiny_samples
 
 LENGTHS = (24, 9, 17, 30)
 
@@ -37,16 +41,33 @@ def packs() -> list[Pack]:
     ]
 
 
-def gradients(dropout: float, plans: tuple[dict, ...], seed: int = 0) -> list[tuple[float, Mapping[str, Tensor]]]:
+def text_model(dropout: float) -> tuple[OmniModel, list[Pack]]:
+    config = with_layers(FAMILIES["qwen3"](), 4)
+    config.attention_dropout = dropout
+    torch.manual_seed(0)
+    foundation = foundation_class(config)(config)
+    init_peaked_(foundation)
+    return build_omni_model(foundation=foundation).train(), packs()
+
+
+def model_with_towers(of_towers: float, of_foundation: float) -> tuple[OmniModel, list[Pack]]:
+    """A model with two encoders, and packs of text, images and sound."""
+    encoders = deepcopy(MODEL["encoders"])
+    encoders["image_encoder"]["tower"]["config"]["attention_dropout"] = of_towers
+    encoders["audio_encoder"]["tower"]["config"] |= {"dropout": of_towers, "attention_dropout": of_towers}
+    foundation = FOUNDATION | {"num_hidden_layers": 4, "attention_dropout": of_foundation}
+    model = tiny_model(foundation=foundation, encoders=encoders).train()
+    return model, [Pack.from_samples([sample]) for sample in tiny_samples(tiny_processor(model), 5)]
+
+
+Make = Callable[[], tuple[OmniModel, list[Pack]]]
+
+
+def gradients(make: Make, plans: tuple[dict, ...], seed: int = 0) -> list[tuple[float, Mapping[str, Tensor]]]:
     """For each plan of the foundation: the loss on this rank, and the gradients of a step in which all is drawn."""
     found = []
     for plan in plans:
-        config = with_layers(FAMILIES["qwen3"](), 4)
-        config.attention_dropout = dropout
-        torch.manual_seed(0)
-        foundation = foundation_class(config)(config)
-        init_peaked_(foundation)
-        model = build_omni_model(foundation=foundation).train()
+        model, of_step = make()
         if dist.is_initialized():
             model = build_parallelize_model(
                 model,
@@ -55,15 +76,16 @@ def gradients(dropout: float, plans: tuple[dict, ...], seed: int = 0) -> list[tu
                 enable_mixed_precision=False,
             )
         torch.manual_seed(seed)
-        loss = accumulate_gradients(model, step_planner(model)(packs())).item()
+        loss = accumulate_gradients(model, step_planner(model)(of_step)).item()
         whole = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append((loss, whole_over_stages(whole, layout_of(model).pipeline) if dist.is_initialized() else whole))
     return found
 
 
 def test_dropout_is_that_of_one_process_on_any_stages_with_and_without_recompute(ranks: RankPool) -> None:
-    ((loss, expected),) = gradients(0.2, ({},))
-    for other in (gradients(0.0, ({},)), gradients(0.2, ({},), seed=1)):
+    make = partial(text_model, 0.2)
+    ((loss, expected),) = gradients(make, ({},))
+    for other in (gradients(partial(text_model, 0.0), ({},)), gradients(make, ({},), seed=1)):
         assert other[0][0] != pytest.approx(loss, rel=1e-3)
     plans = tuple(
         {"schedule": schedule, "recompute": recompute}
@@ -74,13 +96,28 @@ def test_dropout_is_that_of_one_process_on_any_stages_with_and_without_recompute
             ({"kind": "zbv"}, "full"),
         )
     )
-    first, last = ranks.run(gradients, 0.2, plans, timeout_s=60, world=2)
+    first, last = ranks.run(gradients, make, plans, timeout_s=60, world=2)
     for (of_first, _), (of_last, found) in zip(first, last, strict=True):  # zbv has its last stage on the first rank
         assert of_first + of_last == pytest.approx(loss, rel=1e-6)
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
     (_, plain), (_, once_more) = last[1:3]
     assert all(torch.equal(once_more[name], gradient) for name, gradient in plain.items())
+
+
+@pytest.mark.parametrize("of_foundation", [0.0, 0.2])
+def test_dropout_of_encoders_is_that_of_one_process(ranks: RankPool, of_foundation: float) -> None:
+    make = partial(model_with_towers, 0.2, of_foundation)
+    ((loss, expected),) = gradients(make, ({},))
+    ((without, _),) = gradients(partial(model_with_towers, 0.0, of_foundation), ({},))
+    assert without != pytest.approx(loss, rel=1e-4)
+    plans = ({"schedule": {"chunks": 2}}, {"schedule": {"kind": "zbv"}, "recompute": "full"})
+    first, last = ranks.run(gradients, make, plans, timeout_s=60, world=2)
+    for (of_first, _), (of_last, found) in zip(first, last, strict=True):
+        assert of_first + of_last == pytest.approx(loss, rel=1e-6)
+        for name, gradient in expected.items():
+            if gradient is not None:
+                torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_every_block_of_every_micro_batch_and_step_draws_numbers_of_its_own() -> None:
