@@ -7,6 +7,9 @@ backward, measured in the same steps, and its makespan is compared with the step
 ``weights``: one process computes a backward as a whole, and in two parts: gradients of inputs, then those of weights;
 of a dense model, and of one with experts. Seconds are those of the processor. The process keeps freed memory, as
 torch's allocator on a device does: the gradients that wait for the second part need more of it.
+
+The bubble is the part of a step in which a rank does not compute, on average over the ranks. The closed form of it has
+stages of equal cost, and no time for anything else.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSched
 FORMULA = (
     "sleep: measured seconds of a step / closed form: 1f1b m (F + B) + (p - 1) (F + B); interleaved m (F + B) + "
     "(p - 1) (F + B) / v; zbv: makespan of the simulator; compute: measured seconds of a step / makespan of the "
-    "simulator; weights: seconds of both parts of a backward / seconds of the backward"
+    "simulator; weights: seconds of both parts of a backward / seconds of the backward; bubble: 1 - seconds that a "
+    "rank computes / seconds of the step"
 )
 SECONDS = 0.12  # of a stage's forward, and of each half of its backward
 KINDS = {"1f1b": 1, "interleaved": 2, "zbv": 2}  # kind -> stages per rank
@@ -192,8 +196,18 @@ def closed_form(kind: str, ranks: int, number: int) -> float:
     return float(simulate(schedule, {Kind.F: SECONDS, Kind.I: SECONDS, Kind.W: SECONDS, Kind.B: 2 * SECONDS}).makespan)
 
 
+def closed_form_bubble(kind: str, ranks: int, number: int) -> float:
+    """The part of a step of equal stages in which a rank does not compute."""
+    return 1 - seconds_of_sleep(kind, number) / closed_form(kind, ranks, number)
+
+
+def seconds_of_sleep(kind: str, number: int) -> float:
+    """Seconds for which each rank sleeps in a step."""
+    return 3 * SECONDS * KINDS[kind] * number
+
+
 def compute_on_rank(number: int, rounds: int, width: int, tokens: int) -> dict[str, list[dict[str, float]]]:
-    """Return kind -> for each round, the measured and simulated seconds of a step."""
+    """Return kind -> for each round, the measured and simulated seconds of a step, and the bubble."""
     settle()
     models = {kind: pipeline_of(kind, 2, 8, width) for kind in KINDS}
     batches = {kind: step_planner(model)(packs_of(number, tokens)) for kind, model in models.items()}
@@ -205,8 +219,10 @@ def compute_on_rank(number: int, rounds: int, width: int, tokens: int) -> dict[s
             dist.all_gather_object(everyone, durations)
             of_stage = {(Kind(k), s): value for one in everyone for (k, s), value in one.items()}
             schedule = layout_of(models[kind]).pipeline.schedule_of(number)
+            simulated = float(simulate(schedule, of_stage).makespan)
+            bubble = 1 - number * sum(of_stage.values()) / (len(everyone) * seconds)
             if index >= 0:
-                found[kind].append({"measured": seconds, "simulated": float(simulate(schedule, of_stage).makespan)})
+                found[kind].append({"measured": seconds, "simulated": simulated, "bubble": bubble})
     return found
 
 
@@ -265,12 +281,19 @@ def main() -> None:
             found = pool.run("pipeline:sleep_on_rank", ranks, number, given.rounds, timeout_s=900)[0]
         for kind, seconds in found.items():
             figures[f"sleep_{ranks}_ranks_{kind}"] = median(seconds) / closed_form(kind, ranks, number)
+            bubble = 1 - seconds_of_sleep(kind, number) / median(seconds)
+            figures[f"sleep_{ranks}_ranks_{kind}_bubble"] = bubble
+            figures[f"sleep_{ranks}_ranks_{kind}_closed_form_bubble"] = closed_form_bubble(kind, ranks, number)
             rounds[f"sleep_{ranks}_ranks_{kind}_seconds"] = seconds
     with RankPool(2, preload=("pipeline",)) as pool:
-        of_compute = pool.run("pipeline:compute_on_rank", 8, given.rounds, given.width, given.tokens, timeout_s=600)[0]
+        number = 8
+        sizes = (number, given.rounds, given.width, given.tokens)
+        of_compute = pool.run("pipeline:compute_on_rank", *sizes, timeout_s=600)[0]
     for kind, steps in of_compute.items():
         figures[f"compute_{kind}"] = median(step["measured"] / step["simulated"] for step in steps)
-        for name in ("measured", "simulated"):
+        figures[f"compute_{kind}_bubble"] = median(step["bubble"] for step in steps)
+        figures[f"compute_{kind}_closed_form_bubble"] = closed_form_bubble(kind, 2, number)
+        for name in ("measured", "simulated", "bubble"):
             rounds[f"compute_{kind}_{name}"] = [step[name] for step in steps]
     for name, seconds in split_backward(given.rounds, given.width, 2 * given.tokens).items():
         rounds |= {f"weights_{name}_{kind}_seconds": values for kind, values in seconds.items()}
