@@ -64,6 +64,20 @@ class ComponentLayout:
         return self.plan.dp_shard or 1
 
 
+def call_axes(plan: ComponentPlan) -> tuple[str, ...]:
+    """Return the axes whose ranks make each call of a component's media together, with the same items.
+
+    On ``sequence`` they share the tower's rows; on ``tp`` they share its matrices, or each of them encodes the items of
+    its own samples (``place: local``).
+
+    Args:
+        plan: the complete plan of the component.
+    """
+    shares_rows = (plan.ulysses or 1) > 1
+    shares_matrices = (plan.tp or 1) > 1
+    return ("sequence",) * shares_rows + ("tp",) * (shares_matrices or plan.place == "local")
+
+
 @dataclass(frozen=True, eq=False)
 class ModelLayout:
     """The layout of a model.

@@ -34,7 +34,7 @@ from omnitrain.parallel.fsdp.load import (
 )
 from omnitrain.parallel.fsdp.shard import Sharding, device_of, shard
 from omnitrain.parallel.fsdp.units import ComponentUnits, find_units, stays_fp32, unit_names
-from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_layout
+from omnitrain.parallel.layout import ComponentLayout, ModelLayout, call_axes, remember_layout
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from omnitrain.parallel.memory.selective_recompute import offload_tensors, recompute_parts
@@ -281,7 +281,8 @@ def _spread_experts(
             used = spread_experts(model, chosen, state.ep_mesh, plans[name])
             plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
-        use_tp_dispatch(model, layers, state.tp_mesh)
+        if "tp" in call_axes(plans[name]):
+            use_tp_dispatch(model, layers, state.tp_mesh)
     return spread
 
 

@@ -283,16 +283,28 @@ class ParallelState:
 
     @property
     def loss_ranks(self) -> tuple[int, ...]:
-        """The global ranks of ``loss_group``, ascending; these ranks plan a step together.
-
-        Tensor parallel ranks belong to different loss groups, which all plan the same step.
-        """
+        """The global ranks of ``loss_group``, ascending."""
         return tuple(self.shape.group(self.rank, "loss").tolist())
 
     @property
     def loss_group(self) -> dist.ProcessGroup:
         """The ranks whose loss sums and token counts add up: dp x cp x sp."""
         return self._meshes["loss"].get_group()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same samples: cp x sp x tp."""
+        return self._meshes["data"].get_group()
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The global ranks of ``stage_group``, ascending; these ranks plan a step together."""
+        return tuple(self.shape.group(self.rank, "stage").tolist())
+
+    @property
+    def stage_group(self) -> dist.ProcessGroup:
+        """All ranks of this process's pipeline stage: dp x cp x sp x tp."""
+        return self._meshes["stage"].get_group()
 
 
 _DEGREE_ARGUMENTS = {axis: f"{axis}_size" for axis in ("pp", "dp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}

@@ -63,8 +63,7 @@ class StepPlan:
         calls: ``[M, E]`` int64, calls at each call site; the same on all ranks of its component.
         calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
         owner: ``[items]`` int64, rank that drew the item.
-        producer: ``[items]`` int64, rank that encodes it. If the component is shared, the producer's whole data group
-            encodes it.
+        producer: ``[items]`` int64, rank that encodes it: the first one of the call group that does.
         slot: ``[items]`` int64, ``micro-batch * media + medium``.
         item_tokens: ``[items]`` int64, tokens of the item, one for each of its features.
         cost: ``[items]`` int64.
@@ -105,17 +104,24 @@ class StepPlan:
         calls = []
         for call_site in self.topology.call_sites_of(component):
             num_with_data = int(self.calls_with_data[micro_batch, call_site, rank])
-            items = self._items_by_call(self._producer_for(rank, component), micro_batch, call_site, num_with_data)
+            producer = int(self.topology.call_group_of(component)[rank, 0])
+            items = self._items_by_call(producer, micro_batch, call_site, num_with_data)
             items += [()] * (int(self.calls[micro_batch, call_site]) - num_with_data)
             calls += [Call(call_site, index, call_items) for index, call_items in enumerate(items)]
         return tuple(calls)
 
     def routes(self, component: str, micro_batch: int) -> RowRoutes:
-        """Return the routes of all items of a component in a micro-batch, including items that stay on their rank."""
+        """Return the routes of all items of a component in a micro-batch, including items that stay on their rank.
+
+        Of ranks that make a call together, the n-th one sends to the n-th one of each call group.
+        """
         item, consumer = self._copies(self._items(component, micro_batch))
         order = stable_order(consumer, item)
         item, consumer = item[order], consumer[order]
-        return RowRoutes(item, self.producer[item], consumer, self.item_tokens[item])
+        groups = self.topology.call_group_of(component)
+        nth = (groups == np.arange(len(groups))[:, None]).argmax(axis=1)
+        producer = groups[self.producer[item], nth[consumer]]
+        return RowRoutes(item, producer, consumer, self.item_tokens[item])
 
     def has_exchange(self, component: str, micro_batch: int, rank: int) -> bool:
         """Whether ``rank`` takes part in an exchange of features.
@@ -133,7 +139,7 @@ class StepPlan:
     def loads(self, component: str) -> np.ndarray:
         """Return ``[M, ranks of the component]`` int64: the cost of the items that each rank encodes.
 
-        Ranks that encode items together divide the cost equally, rounded up.
+        Ranks that divide the work of a call each have an equal part of its cost, rounded up.
         """
         micro_batch, medium = np.divmod(self.slot, max(1, len(self.topology.media)))
         media = self.topology.media_of(component)
@@ -141,10 +147,9 @@ class StepPlan:
         cell = micro_batch[selected] * self.topology.world_size + self.producer[selected]
         sums = np.bincount(cell, self.cost[selected], self.num_micro_batches * self.topology.world_size)
         loads = sums.astype(np.int64).reshape(self.num_micro_batches, -1)
-        if self.topology.component(component).is_shared:
-            for group in self.topology.data_groups:
-                loads[:, group] = -(-loads[:, group].sum(axis=1, keepdims=True) // len(group))
-        return loads[:, list(self.topology.component(component).ranks)]
+        planned, groups = self.topology.component(component), self.topology.call_group_of(component)
+        loads = -(-loads[:, groups[:, 0]] // (groups.shape[1] if planned.is_shared else 1))
+        return loads[:, list(planned.ranks)]
 
     def digest(self) -> str:
         """Return a hash of the plan, which ranks compare to check that they agree."""
@@ -191,12 +196,6 @@ class StepPlan:
             f"tokens drawn: {int(tokens.sum()):,}, per rank {int(tokens.min()):,} to {int(tokens.max()):,}",
         ]
         return "\n".join([*head, *component_table(self.component_lines())])
-
-    def _producer_for(self, rank: int, component: str) -> int:
-        """Return the producer of the items that ``rank`` encodes."""
-        if not self.topology.component(component).is_shared:
-            return rank
-        return self.topology.data_groups[self.topology.group_of[rank]][0]
 
     def _items(self, component: str, micro_batch: int) -> np.ndarray:
         first, media = micro_batch * len(self.topology.media), self.topology.media_of(component)
@@ -257,27 +256,66 @@ def plan_step(topology: Topology, tables: StepTables) -> StepPlan:
 
 def _producers(topology: Topology, tables: StepTables) -> np.ndarray:
     producer = tables.owner.copy()
-    micro_batch, medium = np.divmod(np.arange(len(tables.counts) * len(topology.media)), max(1, len(topology.media)))
     for component in topology.components:
         media = topology.media_of(component.name)
-        if component.place == "local" or component.is_shared or not media:
-            continue
-        chosen = np.flatnonzero(((medium >= media.start) & (medium < media.stop))[tables.slot])
-        workers, group = _workers(topology, component)
-        problem = (micro_batch * len(workers))[tables.slot[chosen]] + group[tables.owner[chosen]]
-        num_workers = np.tile([len(ranks) for ranks in workers], len(tables.counts))
-        index = assign_by_cost(problem, tables.cost[chosen], num_workers)
-        first = np.cumsum([0, *(len(ranks) for ranks in workers)])[:-1]
-        producer[chosen] = np.concatenate(workers)[np.tile(first, len(tables.counts))[problem] + index]
+        micro_batch, medium = np.divmod(tables.slot, max(1, len(topology.media)))
+        items = np.flatnonzero((medium >= media.start) & (medium < media.stop))
+        if len(items):
+            owner, cost = tables.owner[items], tables.cost[items]
+            producer[items] = _producers_of(topology, component, micro_batch[items], owner, cost)
     return producer
 
 
-def _workers(topology: Topology, component: PlannedComponent) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the groups of ranks that divide their items among themselves, and ``[ranks]`` the group of each rank."""
-    if component.place == "world":
-        return [np.array(component.ranks)], np.zeros(topology.world_size, dtype=np.int64)
-    shared = [np.array([rank for rank in group if rank in component.ranks]) for group in topology.data_groups]
-    return shared, topology.group_of
+def _producers_of(
+    topology: Topology, component: PlannedComponent, micro_batch: np.ndarray, owner: np.ndarray, cost: np.ndarray
+) -> np.ndarray:
+    """Return ``[items]``: the first rank of the call group that encodes each item of a component.
+
+    With ``place: world``, items leave their data group only in micro-batches in which that lowers the largest cost of a
+    rank: balanced items do not move.
+    """
+    first = topology.call_group_of(component.name)[:, 0]
+    if component.place == "local":
+        return first[owner]
+    workers = np.unique(first[list(component.ranks)])
+    workers = workers[stable_order(topology.group_of[workers])]
+    in_group = np.bincount(topology.group_of[workers], minlength=len(topology.data_groups))
+    if component.place == "group":
+        return _dealt(workers, in_group, topology.group_of[owner], micro_batch, cost)
+    dealt = _dealt(np.sort(workers), np.array([len(workers)]), np.zeros_like(owner), micro_batch, cost)
+    if not in_group.all():
+        return dealt
+    stays = _dealt(workers, in_group, topology.group_of[owner], micro_batch, cost)
+    largest = [_largest_cost(topology.world_size, producer, micro_batch, cost) for producer in (stays, dealt)]
+    return np.where((largest[0] <= largest[1])[micro_batch], stays, dealt)
+
+
+def _dealt(
+    workers: np.ndarray, sizes: np.ndarray, group: np.ndarray, micro_batch: np.ndarray, cost: np.ndarray
+) -> np.ndarray:
+    """Deal the items of each micro-batch and group to the group's workers, by cost.
+
+    Args:
+        workers: ``[workers]`` ranks, group by group.
+        sizes: ``[groups]`` number of workers of each group.
+        group: ``[items]`` index of the group that encodes an item.
+        micro_batch: ``[items]``.
+        cost: ``[items]``.
+
+    Returns:
+        ``[items]``: the rank that encodes each item.
+    """
+    index = np.zeros(len(group), dtype=np.int64)
+    if sizes.max() > 1:
+        num_workers = np.tile(sizes, int(micro_batch.max()) + 1)
+        index = assign_by_cost(micro_batch * len(sizes) + group, cost, num_workers)
+    return workers[(np.cumsum(sizes) - sizes)[group] + index]
+
+
+def _largest_cost(num_ranks: int, producer: np.ndarray, micro_batch: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """Return ``[micro-batches]``: the cost of the rank that encodes most."""
+    sums = np.bincount(micro_batch * num_ranks + producer, cost, (int(micro_batch.max()) + 1) * num_ranks)
+    return sums.reshape(-1, num_ranks).max(axis=1)
 
 
 def _work(
@@ -294,11 +332,9 @@ def _work(
     call = calls_so_far - calls_so_far[np.maximum.accumulate(np.where(opens_cell, np.arange(len(cell)), 0))]
     encodes = np.bincount(cell[opens_call], minlength=len(tables.counts) * media * ranks)
     encodes = encodes.reshape(len(tables.counts), media, ranks)
-    owners = [group[0] for group in topology.data_groups]
     for component in topology.components:
-        if component.is_shared:
-            shared = topology.media_of(component.name)
-            encodes[:, shared] = encodes[:, shared][:, :, owners][:, :, topology.group_of]
+        of_component = topology.media_of(component.name)
+        encodes[:, of_component] = encodes[:, of_component][:, :, topology.call_group_of(component.name)[:, 0]]
     return work, call, cell, encodes
 
 

@@ -29,7 +29,9 @@ class PlannedComponent:
             ``world`` all ranks of the component.
         num_replicas: copies of its parameters among its ranks; each copy is sharded over ``len(ranks) / num_replicas``.
         is_trained: whether any of its parameters gets a gradient.
-        is_shared: whether the ranks that hold a sample encode each of its items together, so that no item moves.
+        call_groups: ranks that make each call together, with the same items, in groups of one size; each rank of the
+            component is in one group, each group within a data group. Empty: each rank makes its calls alone.
+        is_shared: whether the ranks of a call group divide the work of a call. Otherwise each of them does all of it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class PlannedComponent:
     place: Place = "local"
     num_replicas: int = 1
     is_trained: bool = True
+    call_groups: tuple[tuple[int, ...], ...] = ()
     is_shared: bool = False
 
     @property
@@ -116,11 +119,23 @@ class Topology:
         """Whether ``rank`` is the one rank of its data group that lists the group's samples in its table."""
         return bool(self.data_groups[self.group_of[rank]][0] == rank)
 
+    def call_group_of(self, component: str) -> np.ndarray:
+        """Return ``[world_size, size]`` int64: the ranks with which each rank makes the component's calls."""
+        return self._call_group_of[component]
+
+    @cached_property
+    def _call_group_of(self) -> dict[str, np.ndarray]:
+        found = {}
+        for component in self.components:
+            groups = np.array(component.call_groups or [[rank] for rank in component.ranks])
+            found[component.name] = np.repeat(np.arange(self.world_size)[:, None], groups.shape[1], axis=1)
+            found[component.name][groups] = groups[:, None]
+        return found
+
     def moves(self, component: str) -> bool:
         """Whether a rank may need features of the component's items that another rank encodes."""
-        planned = self.component(component)
-        has_peers = any(len(group) > 1 for group in self.data_groups)
-        return not planned.is_shared and (planned.place != "local" or has_peers)
+        together = self.call_group_of(component).shape[1]
+        return self.component(component).place == "world" or any(len(group) > together for group in self.data_groups)
 
     def component(self, name: str) -> PlannedComponent:
         """Return the component of that name."""
@@ -151,6 +166,7 @@ class Topology:
                 yield f"{component.name}: it reads sequences, but ranks {missing}, which have some, do not hold it"
             elif component.media:
                 yield from self._place_problems(component)
+                yield from self._call_group_problems(component)
 
     def _place_problems(self, component: PlannedComponent) -> Iterable[str]:
         ranks = set(component.ranks)
@@ -160,6 +176,17 @@ class Topology:
         without = [group for group in self.data_groups if ranks.isdisjoint(group)]
         if component.place == "group" and without:
             yield f"{component.name}: `place: group`, but no rank of {without} holds it; use `place: world`"
+
+    def _call_group_problems(self, component: PlannedComponent) -> Iterable[str]:
+        groups = component.call_groups
+        if not groups:
+            return
+        if sorted(rank for group in groups for rank in group) != sorted(component.ranks):
+            yield f"{component.name}: call groups {groups}; expected each of its ranks in exactly one group"
+        elif len({len(group) for group in groups}) > 1:
+            yield f"{component.name}: call groups {groups}; expected groups of one size"
+        elif any(len({int(self.group_of[rank]) for rank in group}) > 1 for group in groups):
+            yield f"{component.name}: call groups {groups}; expected each within one of {self.data_groups}"
 
     def _name_problems(self) -> Iterable[str]:
         for kind, names in (

@@ -13,7 +13,7 @@ from omnitrain.parallel.state import forget_parallel_state
 from omnitrain.plan.mesh import MeshShape
 
 MESHES = ("dp", "fsdp", "ep_fsdp", "ep", "tp", "pp")
-GROUPS = ("dp", "sp", "cp", "tp", "ep", "pp", "sequence", "loss")
+GROUPS = ("dp", "sp", "cp", "tp", "ep", "pp", "sequence", "loss", "data", "stage")
 AXES = ("dp", "dp_replicate", "dp_shard", "fsdp", "ep", "tp", "sp", "cp", "sequence", "pp")
 SWITCHED = ("dp", "fsdp", "ep", "tp", "sp", "cp", "sequence", "pp")
 

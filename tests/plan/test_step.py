@@ -174,7 +174,9 @@ def test_a_text_only_rank_takes_part_with_minimal_input_and_a_text_only_batch_ru
 
 def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() -> None:
     everyone = tuple(range(4))
-    shared = PlannedComponent("encoder", everyone, ("image",), place="group", is_shared=True)
+    shared = PlannedComponent(
+        "encoder", everyone, ("image",), place="group", call_groups=((0, 1), (2, 3)), is_shared=True
+    )
     topology = Topology(4, (shared,), ("text",), ((0, 1), (2, 3)))
     plan = plan_of(topology, [RankFacts((drew(7, 4),)), RankFacts(), RankFacts((drew(),)), RankFacts()])
     calls = [plan.calls_of(rank, "encoder", 0) for rank in everyone]
@@ -183,6 +185,84 @@ def test_ranks_that_share_a_component_make_the_same_calls_and_nothing_moves() ->
     assert not any(plan.has_exchange("encoder", 0, rank) for rank in everyone)
     assert plan.loads("encoder").tolist() == [[6, 6, 0, 0]]
     assert [(line.travelling, line.minimal_ranks) for line in plan.component_lines()] == [(0, 2)]
+
+
+# Two ranks of a sequence (the first digit of a rank) and two of tensor parallelism (the last one).
+FOUR = (0, 1, 2, 3)
+BY_TENSORS, BY_SEQUENCE = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+
+
+def plan_of_four(*costs: int, **encoder: object) -> StepPlan:
+    component = PlannedComponent("encoder", FOUR, ("image",), **encoder)
+    topology = Topology(4, (component,), ("text",), (FOUR,))
+    return plan_of(topology, [RankFacts((drew(*costs),)), *[RankFacts()] * 3])
+
+
+def test_all_ranks_that_hold_a_sample_divide_its_items_and_get_the_features_of_each() -> None:
+    plan = plan_of_four(7, 4, 2, 6, place="group")
+    assert [own[0].items for own in (plan.calls_of(rank, "encoder", 0) for rank in FOUR)] == [(0,), (3,), (1,), (2,)]
+    assert plan.loads("encoder").tolist() == [[7, 6, 4, 2]]
+    routes = plan.routes("encoder", 0)
+    assert routes.consumer.tolist() == np.repeat(FOUR, 4).tolist()
+    assert routes.producer.tolist() == [0, 2, 3, 1] * 4
+    assert plan.component_lines()[0].imbalance == 7 / (19 / 4)
+
+
+@pytest.mark.parametrize(
+    ("call_groups", "is_shared", "loads", "producers"),
+    [
+        (BY_TENSORS, True, [4, 4, 2, 2], [[0, 2], [1, 3], [0, 2], [1, 3]]),
+        (BY_TENSORS, False, [7, 7, 4, 4], [[0, 2], [1, 3], [0, 2], [1, 3]]),
+        (BY_SEQUENCE, True, [4, 2, 4, 2], [[0, 1], [0, 1], [2, 3], [2, 3]]),
+    ],
+    ids=["a tower on two tensor parallel ranks", "each tensor parallel rank encodes", "a tower on a sequence's ranks"],
+)
+def test_ranks_that_make_a_call_together_each_send_its_features_to_one_rank_of_every_other_such_group(
+    call_groups: tuple[tuple[int, ...], ...], is_shared: bool, loads: list[int], producers: list[list[int]]
+) -> None:
+    plan = plan_of_four(7, 4, place="group", call_groups=call_groups, is_shared=is_shared)
+    made = [plan.calls_of(rank, "encoder", 0)[0].items for rank in FOUR]
+    assert [{made[rank] for rank in group} for group in call_groups] == [{(0,)}, {(1,)}]
+    assert plan.loads("encoder").tolist() == [loads]
+    assert plan.routes("encoder", 0).producer.reshape(4, 2).tolist() == producers
+
+
+def test_tensor_parallel_ranks_that_each_encode_their_own_samples_send_nothing() -> None:
+    component = PlannedComponent("encoder", (0, 1), ("image",), call_groups=((0, 1),))
+    plan = plan_of(Topology(2, (component,), ("text",), ((0, 1),)), [RankFacts((drew(7, 4),)), RankFacts()])
+    assert not plan.topology.moves("encoder") and not plan.has_exchange("encoder", 0, 1)
+    assert plan.calls_of(0, "encoder", 0) == plan.calls_of(1, "encoder", 0)
+    assert plan.loads("encoder").tolist() == [[11, 11]]
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        (([5, 3], [3, 5]), [{0, 1}, {2, 3}]),  # balanced: no item leaves the ranks that hold it
+        (([5], [4]), [{0}, {2}]),
+        (([5, 3, 8, 1], []), [{0, 1, 2, 3}, set()]),
+    ],
+)
+def test_items_leave_the_ranks_that_hold_them_only_where_that_lowers_the_largest_cost(
+    costs: tuple[list[int], list[int]], expected: list[set[int]]
+) -> None:
+    component = PlannedComponent("encoder", FOUR, ("image",), place="world")
+    topology = Topology(4, (component,), ("text",), BY_TENSORS)
+    of_group = [RankFacts((drew(*own),)) for own in costs]
+    plan = plan_of(topology, [of_group[0], RankFacts(), of_group[1], RankFacts()])
+    assert [{*plan.producer[plan.owner == owner].tolist()} for owner in (0, 2)] == expected
+
+
+def test_call_groups_that_no_plan_can_have_are_refused() -> None:
+    def refused(*groups: tuple[int, ...]) -> str:
+        component = PlannedComponent("encoder", FOUR, ("image",), call_groups=groups)
+        with pytest.raises(ValueError) as error:
+            Topology(4, (component,), ("text",), BY_TENSORS)
+        return str(error.value)
+
+    assert "expected each of its ranks in exactly one group" in refused((0, 1), (2,))
+    assert "expected groups of one size" in refused((0, 1), (2,), (3,))
+    assert "expected each within one of ((0, 1), (2, 3))" in refused(*BY_SEQUENCE)
 
 
 def test_work_shared_with_the_world_is_balanced_where_one_rank_drew_it_all() -> None:

@@ -41,7 +41,7 @@ def component_plan(request: Request) -> ComponentPlan | None:
         freeze=request.is_frozen,
         lora=request.merged.lora if request.has_adapters else None,
         schedule=request.merged.schedule if request.is_foundation else None,
-        place=request.merged.place or ("group" if request.state.size("sequence") > 1 else "local"),
+        place=request.merged.place or ("group" if request.state.size("data") > 1 else "local"),
         **fields,
     )
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,17 +23,16 @@ class Exchange:
     equally many, ``[rows of all items that it needs, ...]``. All tensors share one collective, whatever their dtypes.
     A rank without items passes tensors of zero rows, with the dtypes and other dims of the other ranks.
 
-    The backward is the transpose: gradients return to the producer. Gradients of several consumers are summed, because
-    consumers see different slices of the sequence, or different samples. Of ranks that are replicas of each other
-    (tensor parallel peers) only one returns its gradient. The backward is a collective on all ranks, also on ranks
-    whose inputs have no graph. So the loss of every rank must depend on at least one output, even on outputs of zero
-    rows (``outputs[0].sum() * 0`` is enough).
+    The backward is the transpose: gradients return to the producer, which sums those of several consumers. The sum is
+    the gradient: consumers see different samples, or different slices of the sequence, and each tensor parallel rank
+    has a partial gradient. The backward is a collective on all ranks, also on ranks whose inputs have no graph. So the
+    loss of every rank must depend on at least one output, even on outputs of zero rows (``outputs[0].sum() * 0`` is
+    enough).
 
     Args:
         routes: routes by global rank, the same on all ranks. A consumer gets its items in the order of its entries.
         group: process group; None: all ranks. Entries between other ranks are ignored.
         made: items that this rank makes, in the order of their rows in its tensors; None: ascending.
-        replicas: groups of global ranks that compute the same with an item, such as ``shape.groups("tp")``.
         is_differentiable: False: outputs have no graph, and there is no backward, because no weight before the
             exchange trains. The same on all ranks.
 
@@ -48,16 +46,15 @@ class Exchange:
         group: dist.ProcessGroup | None = None,
         *,
         made: Sequence[int] | None = None,
-        replicas: Sequence[Sequence[int]] | np.ndarray = (),
         is_differentiable: bool = True,
     ) -> None:
         self.group = group
         self.is_differentiable = is_differentiable
         self._rank = dist.get_rank()
-        routing = rank_routing(routes, dist.get_process_group_ranks(group), self._rank, made, replicas)
+        routing = rank_routing(routes, dist.get_process_group_ranks(group), self._rank, made)
         self.is_local = routing.is_local
         self.num_rows_made = routing.num_rows_made
-        self._forward, self._backward = _DeviceSplits(routing.forward), _DeviceSplits(routing.backward)
+        self._splits = _DeviceSplits(routing.splits)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange the rows.
@@ -86,7 +83,7 @@ class Exchange:
         return _Move.apply(self, anchor, *tensors)
 
     def _move(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        splits = self._forward
+        splits = self._splits
         made, needed = splits.indices_on(tensors[0].device)
         received = self._all_to_all(_packed([tensor[made] for tensor in tensors]), splits.sent, splits.received)
         in_order = torch.empty_like(received)
@@ -94,7 +91,7 @@ class Exchange:
         return tuple(_unpacked(in_order, tensors))
 
     def _move_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        splits = self._backward
+        splits = self._splits
         made, needed = splits.indices_on(gradients[0].device)
         received = self._all_to_all(_packed([gradient[needed] for gradient in gradients]), splits.received, splits.sent)
         return [self._summed(rows, made, splits.parts) for rows in _unpacked(received, gradients)]

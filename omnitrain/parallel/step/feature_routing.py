@@ -38,28 +38,20 @@ class RowSplits:
 
 @dataclass(frozen=True)
 class RankRouting:
-    """The forward and backward exchange of a rank.
+    """The exchange of a rank.
 
     Attributes:
-        forward: the splits from producers to consumers.
-        backward: the splits of the entries that return gradients, one entry per group of replicas.
+        splits: the rows that go from producers to consumers, and whose gradients go back.
         num_rows_made: number of rows of all items that the rank makes.
         is_local: whether no item leaves its rank, on any rank.
     """
 
-    forward: RowSplits
-    backward: RowSplits
+    splits: RowSplits
     num_rows_made: int
     is_local: bool
 
 
-def rank_routing(
-    routes: RowRoutes,
-    ranks: Sequence[int],
-    rank: int,
-    made: Sequence[int] | None = None,
-    replicas: Sequence[Sequence[int]] | np.ndarray = (),
-) -> RankRouting:
+def rank_routing(routes: RowRoutes, ranks: Sequence[int], rank: int, made: Sequence[int] | None = None) -> RankRouting:
     """Return the rows that ``rank`` sends and receives.
 
     Args:
@@ -68,16 +60,14 @@ def rank_routing(
         ranks: global ranks of the group, in order; entries between other ranks are ignored.
         rank: one of these global ranks.
         made: items that ``rank`` makes, in the order of their rows; None: ascending.
-        replicas: groups of global ranks with equal gradients for an item.
 
     Raises:
         ValueError: the routes contradict themselves or leave the group, or ``made`` has other items.
     """
     group_rank = list(ranks).index(rank)
-    table, num_rows_made = _Table.of_group(routes, ranks, replicas).with_rows_made(group_rank, made)
-    forward = table.splits(group_rank, len(ranks))
-    backward = table.one_per_replica().splits(group_rank, len(ranks))
-    return RankRouting(forward, backward, num_rows_made, bool((table.producer == table.consumer).all()))
+    table, num_rows_made = _Table.of_group(routes, ranks).with_rows_made(group_rank, made)
+    splits = table.splits(group_rank, len(ranks))
+    return RankRouting(splits, num_rows_made, bool((table.producer == table.consumer).all()))
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,6 @@ class _Table:
         producer: ``[n]`` group rank that makes it.
         consumer: ``[n]`` group rank that needs it.
         rows: ``[n]`` its number of rows.
-        replica: ``[n]`` label of the consumer; equal for replicas of each other.
         at_consumer: ``[n]`` first row among the rows that the consumer needs.
         at_producer: ``[n]`` first row among the rows that one rank makes; 0 for entries of other producers.
     """
@@ -98,30 +87,23 @@ class _Table:
     producer: np.ndarray
     consumer: np.ndarray
     rows: np.ndarray
-    replica: np.ndarray
     at_consumer: np.ndarray
     at_producer: np.ndarray
 
     @classmethod
-    def of_group(
-        cls, routes: RowRoutes, ranks: Sequence[int], replicas: Sequence[Sequence[int]] | np.ndarray
-    ) -> _Table:
-        known = [0, *ranks, *(rank for group in replicas for rank in group)]
-        highest = max([*known, *routes.producer.tolist(), *routes.consumer.tolist()])
+    def of_group(cls, routes: RowRoutes, ranks: Sequence[int]) -> _Table:
+        highest = max([*ranks, *routes.producer.tolist(), *routes.consumer.tolist()])
         group_rank = np.full(highest + 1, -1)
         group_rank[list(ranks)] = np.arange(len(ranks))
-        label = np.arange(highest + 1)
-        for index, group in enumerate(replicas):
-            label[np.asarray(group)] = highest + 1 + index
         producer, consumer = group_rank[routes.producer], group_rank[routes.consumer]
         crossing = (producer < 0) != (consumer < 0)
         if crossing.any():
             items = np.unique(routes.item[crossing]).tolist()
             raise ValueError(f"items {items} go between ranks of the group {list(ranks)} and others")
         inside = producer >= 0
-        columns = (routes.item, producer, consumer, routes.rows, label[routes.consumer])
-        item, producer, consumer, rows, replica = (column[inside] for column in columns)
-        table = cls(item, producer, consumer, rows, replica, _starts(consumer, rows), np.zeros_like(rows))
+        columns = (routes.item, producer, consumer, routes.rows)
+        item, producer, consumer, rows = (column[inside] for column in columns)
+        table = cls(item, producer, consumer, rows, _starts(consumer, rows), np.zeros_like(rows))
         table.check()
         return table
 
@@ -153,14 +135,6 @@ class _Table:
         at_producer[is_made] = start[np.searchsorted(items, self.item[is_made])]
         return replace(self, at_producer=at_producer), int(rows.sum())
 
-    def one_per_replica(self) -> _Table:
-        """Keep one of an item's entries whose consumers are replicas: the one that stays on its rank, or the first."""
-        order = np.lexsort((self.consumer, self.consumer != self.producer, self.replica, self.item))
-        item, replica = self.item[order], self.replica[order]
-        is_first = np.ones(len(order), dtype=bool)
-        is_first[1:] = (item[1:] != item[:-1]) | (replica[1:] != replica[:-1])
-        return self._only(np.sort(order[is_first]))
-
     def splits(self, group_rank: int, num_ranks: int) -> RowSplits:
         """The rows that this rank sends and receives."""
         sent = self._only(_sorted(self.producer == group_rank, self.consumer))
@@ -183,35 +157,36 @@ def positions_of(pack: Pack, component: PlannedComponent) -> np.ndarray:
 
 
 def routes_to_slices(
-    routes: RowRoutes, rank: int, positions: np.ndarray, split: SequenceSplit, made: Sequence[int]
+    routes: RowRoutes, group: Sequence[int], positions: np.ndarray, split: SequenceSplit, made: Sequence[int]
 ) -> tuple[RowRoutes, list[int]]:
-    """Route each row to the rank that has its token, instead of whole items to all ranks of a sequence group.
+    """Route each row to the ranks that have its token, instead of whole items to all ranks of a data group.
 
     Args:
         routes: routes of all items of a component in a micro-batch.
-        rank: this rank; the ranks that share its sequence have consecutive numbers.
+        group: the ranks of a data group, in order; equally many successive ones hold each slice.
         positions: ``[rows]`` int64: token positions of the items' rows, in the order of the items' routes.
         split: the split of the sequence.
         made: items that this rank encodes, in this order.
 
     Returns:
-        Routes among the ranks that share the sequence, whose items are runs of rows; and the runs that ``rank`` sends,
-        in order.
+        Routes among the ranks of the group, whose items are runs of rows; and the runs of ``made``, in order.
     """
-    is_consumed = routes.consumer == rank
-    item, producer, rows = routes.item[is_consumed], routes.producer[is_consumed], routes.rows[is_consumed]
-    rank_of_token = np.empty(split.num_tokens, dtype=np.int64)
+    of_consumers = [routes.consumer == rank for rank in group]
+    item, rows = routes.item[of_consumers[0]], routes.rows[of_consumers[0]]
+    slice_of_token = np.empty(split.num_tokens, dtype=np.int64)
     for index, tokens in enumerate(split.positions):
-        rank_of_token[tokens] = index
-    rank_of_row, item_of_row = rank_of_token[positions], np.repeat(np.arange(len(item)), rows)
-    starts_run = (np.diff(rank_of_row, prepend=-1) != 0) | (np.diff(item_of_row, prepend=-1) != 0)
+        slice_of_token[tokens] = index
+    slice_of_row, item_of_row = slice_of_token[positions], np.repeat(np.arange(len(item)), rows)
+    starts_run = (np.diff(slice_of_row, prepend=-1) != 0) | (np.diff(item_of_row, prepend=-1) != 0)
     starts = np.flatnonzero(starts_run)
-    item_of_run = item_of_row[starts]
-    first_rank = rank - rank % len(split.positions)
-    consumer = first_rank + rank_of_row[starts]
-    order = np.argsort(consumer, kind="stable")
-    lengths = np.diff(starts, append=len(positions))
-    runs = RowRoutes(order, producer[item_of_run][order], consumer[order], lengths[order])
+    item_of_run, lengths = item_of_row[starts], np.diff(starts, append=len(positions))
+    of_slices = [np.flatnonzero(slice_of_row[starts] == index) for index in range(len(split.positions))]
+    needed = [of_slices[nth * len(of_slices) // len(group)] for nth in range(len(group))]  # by consumer
+    run = np.concatenate(needed)
+    producer = np.concatenate(
+        [routes.producer[own][item_of_run[runs]] for own, runs in zip(of_consumers, needed, strict=True)]
+    )
+    runs = RowRoutes(run, producer, np.repeat(np.asarray(group), [len(own) for own in needed]), lengths[run])
     return runs, [int(run) for index in made for run in np.flatnonzero(item[item_of_run] == index)]
 
 

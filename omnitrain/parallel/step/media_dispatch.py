@@ -41,29 +41,38 @@ def dispatch_media(plan: StepPlan, rank: int, packs: Sequence[Pack], swap: Swap)
     Args:
         plan: the plan of the step.
         rank: this rank, in the numbering of the plan.
-        packs: its packs; equal on ranks that share a sequence.
+        packs: its packs; equal on the ranks of a data group.
         swap: an all-to-all of parcels; called by all ranks or by none.
     """
-    moving = [component.name for component in plan.topology.components if plan.topology.moves(component.name)]
-    names = {name for component in moving for name in plan.topology.component(component).media}
-    if not names:
+    topology = plan.topology
+    moving = [component.name for component in topology.components if topology.moves(component.name)]
+    component_of = {name: component for component in moving for name in topology.component(component).media}
+    if not component_of:
         return StepBatch(tuple(packs), plan, tuple({} for _ in packs))
-    parcels: list[dict[int, MediaGroup]] = [{} for _ in range(plan.topology.world_size)]
-    for index, name, item in _owned_items(plan, rank, packs):
-        if name in names:
-            parcels[plan.producer[index]][index] = item
-    received = swap([as_bytes(parcel) for parcel in parcels])
-    items = {index: item for parcel in received for index, item in pickle.loads(parcel).items()}
+    parcels: list[dict[int, MediaGroup]] = [{} for _ in range(topology.world_size)]
+    items: dict[int, MediaGroup] = {}
+    for index, name, item in _drawn_items(plan, rank, packs):
+        makers = topology.call_group_of(component_of[name])[plan.producer[index]] if name in component_of else ()
+        if rank in makers:
+            items[index] = item
+        elif topology.is_owner(rank):
+            for maker in makers:
+                if topology.group_of[maker] != topology.group_of[rank]:  # the others hold the sample, too
+                    parcels[maker][index] = item
+    for parcel in swap([as_bytes(parcel) for parcel in parcels]):
+        items |= pickle.loads(parcel)
+    names = set(component_of)
     calls = tuple(
         dict.fromkeys(names, ()) | _calls(plan, rank, moving, micro_batch, items) for micro_batch in range(len(packs))
     )
     return StepBatch(tuple(_without_features(pack, names) for pack in packs), plan, calls)
 
 
-def _owned_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaGroup]]:
-    """Index, media name, and a group with only this item, for all items that the rank owns."""
-    indices = iter(np.flatnonzero(plan.owner == rank).tolist())
-    for pack in packs if plan.topology.is_owner(rank) else ():
+def _drawn_items(plan: StepPlan, rank: int, packs: Sequence[Pack]) -> Iterator[tuple[int, str, MediaGroup]]:
+    """Index, media name, and a group with only this item, for all items of the samples that the rank holds."""
+    owner = plan.topology.data_groups[plan.topology.group_of[rank]][0]
+    indices = iter(np.flatnonzero(plan.owner == owner).tolist())
+    for pack in packs:
         batches = {**pack.inputs, **pack.targets}
         for name in plan.topology.media:
             for item in media_calls(batches[name], apart="items") if name in batches else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch.distributed as dist
 
 from omnitrain.data.packing.pack import MediaBatch, Pack
@@ -12,7 +13,8 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.media_calls import Apart
 from omnitrain.models.omni.lockstep import idle_prompt
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.layout import call_axes, layout_of
+from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
 from omnitrain.parallel.step.rendezvous import DataProcessGroup, Rendezvous, open_rendezvous
 from omnitrain.plan import (
@@ -30,12 +32,13 @@ from omnitrain.plan import (
 from omnitrain.plan.topology import Place
 from omnitrain.recipe.parallel import FOUNDATION
 
+Groups = tuple[tuple[int, ...], ...]
+
 
 def topology_of(model: OmniModel) -> Topology:
     """Return the description of a model and its ranks that planning needs.
 
-    Ranks are numbered within the loss group (:attr:`ParallelState.loss_ranks`): tensor parallel ranks belong to
-    different loss groups, which plan the same step.
+    Ranks are numbered within their pipeline stage (:attr:`ParallelState.stage_ranks`).
 
     Args:
         model: parallelized by :func:`omnitrain.parallel.parallelize.build_parallelize_model`; otherwise every rank has
@@ -50,17 +53,21 @@ def topology_of(model: OmniModel) -> Topology:
             "build_parallelize_model returns"
         )
     layout = layout_of(model)
-    ranks = tuple(range(len(_planned_ranks(model))))
+    planned = _planned_ranks(model)
+    ranks = tuple(range(len(planned)))
     trained = {name: any(p.requires_grad for p in weights.values()) for name, weights in model.components.items()}
     copies = {name: len(ranks) for name in trained}
     places: dict[str, Place] = {}
-    data_groups: tuple[tuple[int, ...], ...] = ()
+    data_groups: Groups = ()
+    call_groups: dict[str, Groups] = {}
+    shared: set[str] = set()
     if layout is not None:
-        # The ranks that share a sequence have consecutive numbers in the loss group.
-        size = layout.state.size("sequence")
-        data_groups = tuple(tuple(range(first, first + size)) for first in range(0, len(ranks), size))
-        copies = {name: component.num_replicas for name, component in layout.components.items()}
-        places = {name: component.plan.place or "local" for name, component in layout.components.items()}
+        state, plans = layout.state, {name: component.plan for name, component in layout.components.items()}
+        data_groups = _groups(state, planned, "data")
+        copies = {n: len(ranks) // (layout.components[n].num_shards * (p.tp or 1)) for n, p in plans.items()}
+        places = {name: plan.place or "local" for name, plan in plans.items()}
+        call_groups = {name: _groups(state, planned, *call_axes(plan)) for name, plan in plans.items()}
+        shared = {name for name, plan in plans.items() if (plan.ulysses or 1) > 1 or (plan.tp or 1) > 1}
     components = [
         PlannedComponent(
             name=name,
@@ -71,18 +78,25 @@ def topology_of(model: OmniModel) -> Topology:
             place=places.get(name, "local"),
             num_replicas=copies[name],
             is_trained=trained[name],
-            is_shared=layout is not None and layout.components[name].tower is not None,
+            call_groups=call_groups.get(name, ()),
+            is_shared=name in shared,
         )
         for name in (*model.media_names, FOUNDATION)
     ]
     return Topology(len(ranks), tuple(components), ("text", *model.decoder_names), data_groups)
 
 
+def _groups(state: ParallelState, ranks: Sequence[int], *axes: str) -> Groups:
+    """The groups of these ranks on the product of ``axes``, in the numbering of the plan."""
+    inside = [group for group in state.shape.groups(*axes) if group[0] in ranks]
+    return tuple(tuple(np.searchsorted(ranks, group).tolist()) for group in inside)
+
+
 def _planned_ranks(model: OmniModel) -> tuple[int, ...]:
     """The global ranks that plan a step together with this rank."""
     layout = layout_of(model)
     if layout is not None:
-        return layout.state.loss_ranks
+        return layout.state.stage_ranks
     return tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
 
 
@@ -148,7 +162,7 @@ class StepPlanner:
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan a step, and send media to the ranks that encode them; all ranks must call it.
 
-        Ranks that share a sequence pass the same packs. A rank may have fewer packs than others, or none; it takes part
+        The ranks of a data group pass the same packs. A rank may have fewer packs than others, or none; it takes part
         in the other forwards with idle packs, from which the model learns nothing.
 
         Returns:
